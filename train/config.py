@@ -1,0 +1,477 @@
+"""The whole configuration of a run: typed sections, defaults < YAML recipe < command line.
+
+Flags and recipe keys are the same flat names, whatever section they live in. Nothing here imports torch, so
+``--help`` answers at once and a wrong key stops the run before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from train.errors import UsageError
+
+QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
+
+
+def _json_object(words: list[str]) -> dict[str, Any] | None:
+    if words[0] in ("None", "null"):
+        return None
+    try:
+        value = json.loads(words[0])
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f'{words[0]} is not a JSON object such as {{"model_type": "llama", "hidden_size": 256}}')
+    return value
+
+
+JsonObject = Annotated[
+    dict[str, Any] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_json_object,
+        is_instance=lambda value: value is None or isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learned, and from which text."""
+
+    task: str = "causal_lm"
+    """causal_lm, masked_lm or sequence_classification (one file each in train/tasks/)."""
+    dataset: str = "stdlib"
+    """stdlib, stdlib_packages, listops, a file (.jsonl .json .csv .tsv .parquet .txt), a folder of such files or of
+    text documents, a folder written by datasets' save_to_disk, or a dataset's name on the Hub."""
+    dataset_config: str | None = None
+    """Configuration name of a Hub dataset."""
+    dataset_split: str = "train"
+    """Training split of a Hub dataset or of a folder written by save_to_disk."""
+    dataset_options: JsonObject = None
+    """Options of a generated dataset, as JSON (listops: min_length, max_length, train, validation, test ...)."""
+    validation_dataset: str | None = None
+    """A file or folder of its own to validate on."""
+    validation_split: str | None = None
+    """Validation split of a Hub dataset; 'validation' is taken if it exists."""
+    validation_fraction: float = 0.05
+    """Share of the documents held out where there is no validation data of its own."""
+    max_train_samples: int | None = None
+    """Use only this many documents of the training split."""
+    max_eval_samples: int | None = None
+    """Use only this many documents of the validation split."""
+    text_column: str = "text"
+    label_column: str = "label"
+    sample_by: Literal["document", "paragraph", "line"] = "document"
+    """What is one document in a plain text file."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """Unreadable line, missing column, label outside the set: refuse, or skip, count and report with file and line."""
+    on_empty_document: Literal["skip", "error"] = "skip"
+    streaming: bool = False
+    """Read and tokenise on the way instead of caching on disk; needs max_steps."""
+    shuffle_buffer_size: int = 1000
+    """Documents shuffled together when streaming."""
+    tokenizer: str | None = None
+    """Hub name, folder, 'bytes', or 'train:8192' (a BPE trained on the training split); default: the model's own."""
+    max_length: int = 1024
+    """Tokens of one example."""
+    truncation: Literal["keep_head", "keep_tail", "keep_both"] = "keep_head"
+    """What classification keeps of a document longer than max_length."""
+    mlm_probability: float = 0.15
+    """Share of the tokens that masked_lm hides."""
+    preprocessing_num_workers: int | None = None
+    """Processes that tokenise; default: one per core, fewer for small data."""
+    dataloader_num_workers: int = 0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is trained."""
+
+    model: str | None = None
+    """Hub name, folder, or 'module:function' that returns an nn.Module."""
+    model_config: JsonObject = None
+    """An architecture to train from scratch, as JSON: model_type (llama, gpt2, modernbert, bert, qwen3 ...) and its
+    fields as in transformers' configuration class."""
+    attn_implementation: str | None = None
+    """sdpa, flash_attention_2, eager ...; default: what transformers chooses."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights; mixed_precision sets the type of the arithmetic."""
+    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute activations in backward: none, every layer, or selective (all but the attention outputs)."""
+    gradient_checkpointing_every_n_layers: int = 1
+    """Checkpoint only every n-th layer."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """How it is trained."""
+
+    micro_batch_size: int = 1
+    """Examples of one forward/backward on one device."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches per optimizer step and device; give this or global_batch_size."""
+    global_batch_size: int | None = None
+    """Examples per optimizer step over all devices; give this or gradient_accumulation_steps."""
+    max_steps: int | None = None
+    """Optimizer steps; default: num_epochs."""
+    num_epochs: int | None = None
+    """Passes over the training data; default 1 where max_steps is not given."""
+    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
+    learning_rate: float = 5e-5
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Scale learning_rate by global batch / learning_rate_reference_batch_size, or by its square root."""
+    learning_rate_reference_batch_size: int | None = None
+    lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "linear"
+    warmup_steps: int | None = None
+    warmup_ratio: float = 0.0
+    """Warm-up as a share of all steps; give this or warmup_steps."""
+    decay_ratio: float = 0.2
+    """Share of all steps that decay at the end of warmup_stable_decay."""
+    min_learning_rate_ratio: float = 0.0
+    """Where linear, cosine and warmup_stable_decay end, as a share of learning_rate."""
+    weight_decay: float = 0.0
+    """Not applied to biases and norms."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    sgd_momentum: float = 0.9
+    max_grad_norm: float | None = 1.0
+    """Clip the gradient to this norm; None: do not clip by norm."""
+    grad_norm_type: Literal["1", "2", "inf"] = "2"
+    max_grad_value: float | None = None
+    """Clip each gradient element to +- this value instead (max_grad_norm: None)."""
+    max_consecutive_nonfinite_steps: int = 25
+    """Stop after this many steps in a row whose gradient was not finite."""
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    """Default: what the launcher says. fp16 where the device cannot do it becomes bf16 or no, and says so."""
+    seed: int = 42
+    cpu_threads: int | None = None
+    """Threads of one process on a CPU; default: the cores divided among the processes of this machine."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is evaluated, saved and reported."""
+
+    output_dir: str = "runs/default"
+    resume: str = "auto"
+    """auto: go on from the newest good checkpoint in output_dir; never: start afresh; or a checkpoint's folder."""
+    save_every_steps: int | None = None
+    """A checkpoint also every n steps; one is always written at the end."""
+    save_total_limit: int = 2
+    """Checkpoints kept, the best one apart."""
+    eval_every_steps: int | None = None
+    """Evaluate also every n steps; it is always done at the end."""
+    eval_batch_size: int | None = None
+    """Default: micro_batch_size."""
+    metric_for_best: str | None = None
+    """Default: the task's own (loss, accuracy)."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics for classification, by name on the Hub or folder, computed by evaluate."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations without a better one."""
+    log_every_steps: int = 10
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    run_name: str | None = None
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections of a run."""
+
+    data: Data = field(default_factory=Data)
+    architecture: Architecture = field(default_factory=Architecture)
+    optimization: Optimization = field(default_factory=Optimization)
+    output: Output = field(default_factory=Output)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Train on long sequences. Every flag is also a key of a recipe; recipes/ holds examples.
+
+    With neither --config nor any of --task --dataset --model --model_config --tokenizer, recipes/quickstart.yaml runs.
+    """
+
+    config: str | None = None
+    """A YAML recipe; flags go over its values, its values over the defaults."""
+    sections: Config = field(default_factory=Config)
+
+
+_SECTIONS = typing.get_type_hints(Config)
+_FIELD_TYPES: dict[str, Any] = {
+    name: hint for section in _SECTIONS.values() for name, hint in typing.get_type_hints(section).items()
+}
+
+
+def parse(arguments: list[str]) -> Config:
+    """The configuration that ``arguments`` (without the program's name) ask for.
+
+    Raises:
+        UsageError: unknown key, wrong type or a combination that cannot work.
+        SystemExit: status 2 for a wrong flag, 0 for ``--help``.
+    """
+    recipe, named = _named_on(arguments)
+    if recipe is None and not named & {"task", "dataset", "model", "model_config", "tokenizer", "help"}:
+        recipe = str(QUICKSTART)
+    values = read_recipe(Path(recipe)) if recipe else {}
+    for flag, replaced in _REPLACES.items():
+        if flag in named:
+            for key in set(replaced) - named:
+                values.pop(key, None)
+    line = tyro.cli(
+        CommandLine,
+        args=arguments,
+        default=CommandLine(config=recipe, sections=from_values(values)),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        prog="train/main.py",
+    )
+    check(line.sections)
+    return line.sections
+
+
+_REPLACES = {
+    # Naming one of these on the command line puts the recipe's other choice aside: a model brings its architecture
+    # and tokenizer, and of two ways to say the same thing the later one counts.
+    "model": ("model_config", "tokenizer"),
+    "model_config": ("model",),
+    "gradient_accumulation_steps": ("global_batch_size",),
+    "global_batch_size": ("gradient_accumulation_steps",),
+    "max_steps": ("num_epochs",),
+    "num_epochs": ("max_steps",),
+    "warmup_steps": ("warmup_ratio",),
+    "warmup_ratio": ("warmup_steps",),
+    "max_grad_value": ("max_grad_norm",),
+}
+
+
+def _named_on(arguments: list[str]) -> tuple[str | None, set[str]]:
+    """The recipe and the names of all flags given, before the defaults that tyro needs are known."""
+    recipe, named = None, set()
+    for position, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            named.add("help")
+        elif argument.startswith("--"):
+            name, _, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            named.add(name)
+            if name == "config":
+                recipe = value or (arguments[position + 1] if position + 1 < len(arguments) else None)
+    return recipe, named
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Plain data only, and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a name", node.start_mark)
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The flat ``key: value`` pairs of a YAML recipe, not yet checked.
+
+    Raises:
+        UsageError: the file cannot be read or is not a mapping.
+    """
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror or error}. Give the path of a YAML recipe.") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path}: expected 'key: value' lines, found a {type(values).__name__}.")
+    return values
+
+
+def from_values(values: dict[str, Any]) -> Config:
+    """A configuration from flat values over the defaults; each value must already have its field's type.
+
+    Raises:
+        UsageError: naming the key, the value and what would do.
+    """
+    for name, value in values.items():
+        if name not in _FIELD_TYPES:
+            close = difflib.get_close_matches(name, _FIELD_TYPES, n=1)
+            hint = f" Did you mean {close[0]}?" if close else " train/main.py --help lists all keys."
+            raise UsageError(f"unknown key {name!r}.{hint}")
+        problem = _type_problem(value, _FIELD_TYPES[name])
+        if problem:
+            raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
+    sections = {}
+    for section, cls in _SECTIONS.items():
+        own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+        sections[section] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
+    return Config(**sections)
+
+
+def _type_problem(value: Any, hint: Any) -> str | None:
+    """What ``hint`` would have accepted, or None when ``value`` fits it."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        problems = [_type_problem(value, option) for option in options]
+        return None if None in problems else " or ".join(p for p in problems if p)
+    if origin is Literal:
+        hint_about_yaml = " (in quotes: YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
+        return None if any(value is o or (value == o and type(value) is type(o)) for o in options) else (
+            "one of " + ", ".join(map(str, options)) + hint_about_yaml
+        )
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return "a list"
+        return next((f"a list of {p}" for p in (_type_problem(v, options[0]) for v in value) if p), None)
+    if hint is type(None):
+        return None if value is None else "null"
+    if hint is float:
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                float(value)
+                return f"a number; YAML reads {value} as text, write {float(value)!r} with a dot, unquoted"
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if good and math.isfinite(value) else "a number"
+    if hint is int:
+        return None if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
+    if hint is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if hint is str:
+        return None if isinstance(value, str) else "text"
+    return None if isinstance(value, dict) else "a mapping"
+
+
+def check(config: Config) -> None:
+    """Stops on values and combinations that cannot work.
+
+    Raises:
+        UsageError: naming the field, its value and what would do.
+    """
+    data, model, optim, output = config.data, config.architecture, config.optimization, config.output
+    at_least = {
+        "max_length": 2,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "global_batch_size": 1,
+        "max_steps": 1,
+        "num_epochs": 1,
+        "warmup_steps": 0,
+        "learning_rate_reference_batch_size": 1,
+        "gradient_checkpointing_every_n_layers": 1,
+        "max_consecutive_nonfinite_steps": 1,
+        "seed": 0,
+        "cpu_threads": 1,
+        "save_every_steps": 1,
+        "save_total_limit": 1,
+        "eval_every_steps": 1,
+        "eval_batch_size": 1,
+        "early_stopping_patience": 1,
+        "log_every_steps": 1,
+        "max_train_samples": 1,
+        "max_eval_samples": 1,
+        "shuffle_buffer_size": 1,
+        "preprocessing_num_workers": 1,
+        "dataloader_num_workers": 0,
+        "weight_decay": 0,
+        "adam_epsilon": 0,
+        "sgd_momentum": 0,
+    }
+    flat = to_values(config)
+    for name, smallest in at_least.items():
+        if flat[name] is not None and flat[name] < smallest:
+            raise UsageError(f"{name}: {flat[name]} is too small: at least {smallest}.")
+    for name in ("learning_rate", "max_grad_norm", "max_grad_value"):
+        if flat[name] is not None and not 0 < flat[name] < math.inf:
+            off = "" if name == "learning_rate" else "; null (None on the command line) turns it off"
+            raise UsageError(f"{name}: {flat[name]} must be positive and finite{off}.")
+    for name in ("warmup_ratio", "decay_ratio", "min_learning_rate_ratio"):
+        if not 0 <= flat[name] <= 1:
+            raise UsageError(f"{name}: {flat[name]} is a share: between 0 and 1.")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= flat[name] < 1:
+            raise UsageError(f"{name}: {flat[name]} must be at least 0 and below 1.")
+    for name in ("validation_fraction", "mlm_probability"):
+        if not 0 < flat[name] < 1:
+            raise UsageError(f"{name}: {flat[name]} is a share: above 0 and below 1.")
+    if optim.max_grad_norm is not None and optim.max_grad_value is not None:
+        raise UsageError(
+            "max_grad_norm and max_grad_value clip the same gradient: give one and set the other to null "
+            "(None on the command line)."
+        )
+    if optim.max_steps is not None and optim.num_epochs is not None:
+        raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
+    if optim.warmup_steps is not None and optim.warmup_ratio > 0:
+        raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
+    if optim.learning_rate_scaling != "none" and optim.learning_rate_reference_batch_size is None:
+        raise UsageError(
+            f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
+            "the global batch that learning_rate was chosen for."
+        )
+    if data.streaming and optim.max_steps is None:
+        raise UsageError("streaming: the length of a stream is not known: give max_steps.")
+    if data.tokenizer is not None and data.tokenizer.startswith("train:"):
+        size = data.tokenizer.removeprefix("train:")
+        if not size.isdigit() or int(size) < 300:
+            raise UsageError(f"tokenizer: {data.tokenizer!r}: write train:N with a vocabulary of at least 300.")
+        if data.streaming:
+            raise UsageError(f"tokenizer: {data.tokenizer} cannot be trained on a stream: give a folder or a Hub name.")
+    if model.model is None and model.model_config is None:
+        raise UsageError(
+            "no model: give --model (Hub name, folder or module:function), a recipe with a model_config, or "
+            "--config recipes/quickstart.yaml for its small one."
+        )
+    if model.model is not None and model.model_config is not None:
+        raise UsageError("model and model_config both name a model: give one of them.")
+    if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
+        raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
+    if model.gradient_checkpointing == "none" and model.gradient_checkpointing_every_n_layers > 1:
+        raise UsageError("gradient_checkpointing_every_n_layers needs gradient_checkpointing: full or selective.")
+    if data.tokenizer is None and (model.model is None or ":" in model.model):
+        raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
+    if output.push_to_hub and output.hub_model_id is None:
+        raise UsageError("push_to_hub needs hub_model_id (user/name).")
+    if output.early_stopping_patience is not None and output.eval_every_steps is None:
+        raise UsageError("early_stopping_patience needs eval_every_steps.")
+
+
+def to_values(config: Config) -> dict[str, Any]:
+    """All fields as flat ``key: value`` pairs."""
+    return {
+        f.name: getattr(getattr(config, section), f.name)
+        for section, cls in _SECTIONS.items()
+        for f in dataclasses.fields(cls)
+    }
+
+
+def dump(config: Config) -> str:
+    """YAML that :func:`parse` reads back to the same configuration."""
+    blocks = []
+    for section, cls in _SECTIONS.items():
+        own = {f.name: getattr(getattr(config, section), f.name) for f in dataclasses.fields(cls)}
+        own = {k: list(v) if isinstance(v, tuple) else v for k, v in own.items()}
+        blocks.append(f"# {section}\n" + yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
+    return "\n".join(blocks)

@@ -1,0 +1,19 @@
+"""What a person can cause, and the exit statuses that tell a scheduler what happened."""
+
+EXIT_DONE = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 85
+"""Stopped by a signal; a checkpoint was written; the same command goes on from it."""
+
+
+class UserError(Exception):
+    """Something the person who started the run can mend: shown as one message, without a traceback."""
+
+    exit_status = EXIT_ERROR
+
+
+class UsageError(UserError):
+    """A wrong flag, key, value or combination, found before anything is loaded."""
+
+    exit_status = EXIT_USAGE
