@@ -86,7 +86,8 @@ class Data:
     shuffle_buffer_size: int = 1000
     """Documents shuffled together when streaming."""
     tokenizer: str | None = None
-    """Hub name, folder, 'bytes', or 'train:8192' (a BPE trained on the training split); default: the model's own."""
+    """Hub name, folder, 'bytes', 'words', or 'train:8192' (a BPE trained on the training split); default: the
+    model's own."""
     max_length: int = 1024
     """Tokens of one example."""
     truncation: Literal["keep_head", "keep_tail", "keep_both"] = "keep_head"
@@ -172,6 +173,8 @@ class Output:
     output_dir: str = "runs/default"
     resume: str = "auto"
     """auto: go on from the newest good checkpoint in output_dir; never: start afresh; or a checkpoint's folder."""
+    allow_changes_on_resume: bool = False
+    """Go on from a checkpoint although data, model, batch or seed are not those it was made with."""
     save_every_steps: int | None = None
     """A checkpoint also every n steps; one is always written at the end."""
     save_total_limit: int = 2
@@ -182,8 +185,12 @@ class Output:
     """Default: micro_batch_size."""
     metric_for_best: str | None = None
     """Default: the task's own (loss, accuracy)."""
+    greater_is_better: bool | None = None
+    """Whether metric_for_best should grow; needed for a metric whose name does not tell."""
     metrics: tuple[str, ...] = ()
     """Further metrics for classification, by name on the Hub or folder, computed by evaluate."""
+    load_best_model_at_end: bool = False
+    """final/ holds the best evaluated weights instead of the last ones."""
     early_stopping_patience: int | None = None
     """Stop after this many evaluations without a better one."""
     log_every_steps: int = 10
@@ -340,8 +347,10 @@ def _type_problem(value: Any, hint: Any) -> str | None:
         return None if None in problems else " or ".join(p for p in problems if p)
     if origin is Literal:
         hint_about_yaml = " (in quotes: YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
-        return None if any(value is o or (value == o and type(value) is type(o)) for o in options) else (
-            "one of " + ", ".join(map(str, options)) + hint_about_yaml
+        return (
+            None
+            if any(value is o or (value == o and type(value) is type(o)) for o in options)
+            else ("one of " + ", ".join(map(str, options)) + hint_about_yaml)
         )
     if origin is tuple:
         if not isinstance(value, list | tuple):

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes .venv and installs the template into it, with the versions of constraints.txt. Arguments: extras, such as dev.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    found=$("$python" --version 2>&1 || true)
+    echo "Python 3.10 or newer is needed, found: ${found:-none}. Set PYTHON=/path/to/a/newer/python3." >&2
+    exit 2
+fi
+
+extras=$(IFS=,; echo "$*")
+target=".${extras:+[$extras]}"
+wanted=$(cat pyproject.toml constraints.txt | cksum)
+stamp=.venv/installed${extras:+-${extras//,/-}}
+if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    exit 0
+fi
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+echo "Installing $target (the first time takes a few minutes) ..."
+# torch on its own and first: another package's open range must not bring a newer build.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" -c constraints.txt
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -e "$target" -c constraints.txt
+echo "$wanted" >"$stamp"

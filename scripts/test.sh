@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Lint, types, tests. --all runs the slow tests too; other arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash scripts/setup.sh dev
+bin=.venv/bin
+if [ "${1:-}" = "--all" ]; then
+    shift
+    set -- -m "not gpu" "$@"
+fi
+$bin/ruff check .
+$bin/ruff format --check .
+$bin/basedpyright --level error
+$bin/python -m pytest "$@"

@@ -1,0 +1,228 @@
+"""Which examples each optimizer step sees, and how they form micro-batches: a pure function of (seed, epoch, step).
+
+The world size, the number of workers and earlier stops change only where an example is computed, never in which
+step. Within one step examples are grouped by length: the gradient of a step is a sum, so that costs nothing and saves
+padding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from train.errors import UsageError
+from train.records import IGNORE, BatchArithmetic, MicroBatch
+
+if TYPE_CHECKING:
+    import datasets
+
+Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
+"""Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
+
+
+def batch_arithmetic(
+    micro_batch_size: int, accumulation_steps: int | None, global_batch_size: int | None, world_size: int
+) -> BatchArithmetic:
+    """What the user gave, completed.
+
+    Raises:
+        UsageError: the three numbers contradict each other.
+    """
+    per_round = micro_batch_size * world_size
+    if global_batch_size is None:
+        return BatchArithmetic(micro_batch_size, accumulation_steps or 1, world_size)
+    if global_batch_size % per_round:
+        below = global_batch_size // per_round * per_round
+        near = f"{below} or {below + per_round}" if below else f"{per_round}"
+        raise UsageError(
+            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} × "
+            f"{world_size} process(es): {near} would be, or another micro_batch_size."
+        )
+    steps = global_batch_size // per_round
+    if accumulation_steps is not None and accumulation_steps != steps:
+        raise UsageError(
+            f"gradient_accumulation_steps: {accumulation_steps} contradicts global_batch_size {global_batch_size} = "
+            f"micro_batch_size {micro_batch_size} × {steps} × {world_size} process(es). Give one of the two."
+        )
+    return BatchArithmetic(micro_batch_size, steps, world_size)
+
+
+def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    """(num_examples,) a permutation that depends on nothing else."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_examples)
+
+
+def micro_batches(
+    ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int, world_size: int
+) -> list[list[list[int]]]:
+    """The examples of one step as ``[round][rank]`` lists of ids.
+
+    Every rank gets the same number of rounds, each of at most ``micro_batch_size`` examples of similar length, the
+    longest first. Sizes within a step differ by at most one; a list is empty only where there are fewer examples than
+    ranks.
+    """
+    rounds = -(-len(ids) // (micro_batch_size * world_size))
+    by_length = [ids[i] for i in np.argsort([-int(length) for length in lengths], kind="stable")]
+    parts = np.array_split(np.asarray(by_length), rounds * world_size) if rounds else []
+    return [[part.tolist() for part in parts[r * world_size : (r + 1) * world_size]] for r in range(rounds)]
+
+
+class MapBatches:
+    """Batches of examples that can be fetched by number."""
+
+    def __init__(
+        self,
+        examples: datasets.Dataset,
+        collate: Collate,
+        arithmetic: BatchArithmetic,
+        rank: int,
+        seed: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
+        self.lengths = np.asarray(examples.with_format("numpy")["length"][:])
+        self.steps_per_epoch: int | None = -(-len(examples) // arithmetic.global_batch_size)
+        self._loader = _Loader(examples, collate, num_workers, pin_memory)
+
+    def step_ids(self, epoch: int, step: int) -> np.ndarray:
+        """The examples of one optimizer step, over all ranks."""
+        size = self.arithmetic.global_batch_size
+        return epoch_order(len(self.lengths), self.seed, epoch)[step * size : (step + 1) * size]
+
+    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step of ``epoch`` from ``first_step`` on."""
+        size = self.arithmetic.global_batch_size
+        order = epoch_order(len(self.lengths), self.seed, epoch)
+        plan = []
+        for first in range(first_step * size, len(order), size):
+            ids = order[first : first + size]
+            parts = micro_batches(
+                ids.tolist(), self.lengths[ids].tolist(), self.arithmetic.micro_batch_size, self.arithmetic.world_size
+            )
+            plan.append([part[self.rank] for part in parts])
+        batches = self._loader.load([ids for window in plan for ids in window], (self.seed, epoch))
+        for window in plan:
+            yield list(itertools.islice(batches, len(window)))
+
+
+def evaluation_batches(
+    examples: datasets.Dataset,
+    collate: Collate,
+    batch_size: int,
+    world_size: int,
+    rank: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> Iterator[MicroBatch]:
+    """Every example exactly once over all ranks, the same number of batches on each, the longest first."""
+    lengths = np.asarray(examples.with_format("numpy")["length"][:])
+    rounds = micro_batches(range(len(lengths)), lengths.tolist(), batch_size, world_size)
+    loader = _Loader(examples, collate, num_workers, pin_memory)
+    return loader.load([parts[rank] for parts in rounds], (0, 0))
+
+
+class _Loader:
+    """Fetches and collates given lists of examples through torch's DataLoader."""
+
+    def __init__(self, examples: datasets.Dataset, collate: Collate, num_workers: int, pin_memory: bool) -> None:
+        self._examples = examples.with_format("numpy")
+        self._collate, self._num_workers, self._pin_memory = collate, num_workers, pin_memory
+
+    def load(self, id_lists: list[list[int]], seed: Sequence[int]) -> Iterator[MicroBatch]:
+        """One batch a list; an empty list gives a batch without a target, so that this rank keeps step with others."""
+        loader = DataLoader(
+            _IdLists(self._examples, id_lists),  # pyright: ignore[reportArgumentType]
+            batch_size=None,
+            collate_fn=_Collated(self._collate, seed),
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+        )
+        return iter(loader)
+
+
+class _IdLists:
+    """A sequence of lists of examples, each with its ``id``."""
+
+    def __init__(self, examples: datasets.Dataset, id_lists: list[list[int]]) -> None:
+        self._examples, self._id_lists = examples, id_lists
+
+    def __len__(self) -> int:
+        return len(self._id_lists)
+
+    def __getitem__(self, index: int) -> tuple[list[dict[str, Any]], bool]:
+        ids = self._id_lists[index]
+        rows = self._examples.__getitems__(ids or [0])
+        return [{**row, "id": i} for row, i in zip(rows, ids or [0], strict=True)], bool(ids)
+
+
+class _Collated:
+    """A collate function for DataLoader, picklable for its workers."""
+
+    def __init__(self, collate: Collate, seed: Sequence[int]) -> None:
+        self._collate, self._seed = collate, seed
+
+    def __call__(self, item: tuple[list[dict[str, Any]], bool]) -> MicroBatch:
+        rows, counts = item
+        batch = self._collate(rows, self._seed)
+        return batch if counts else without_targets(batch)
+
+
+def without_targets(batch: MicroBatch) -> MicroBatch:
+    """The same shapes, but nothing to learn."""
+    labels = torch.full_like(batch.labels, IGNORE)
+    return replace(batch, labels=labels, num_targets=0, example_ids=(), num_tokens=0)
+
+
+class StreamBatches:
+    """Batches of a stream: blocks of ``buffer_size`` examples, each shuffled by (seed, epoch, block).
+
+    Every rank reads the whole stream and keeps its part; a resumed run reads up to where it was. The order is as
+    independent of the world size as that of :class:`MapBatches`.
+    """
+
+    steps_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        examples: datasets.IterableDataset,
+        collate: Collate,
+        arithmetic: BatchArithmetic,
+        rank: int,
+        seed: int,
+        buffer_size: int,
+    ) -> None:
+        self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
+        self._examples, self._collate, self._buffer_size = examples, collate, buffer_size
+
+    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step of ``epoch`` from ``first_step`` on."""
+        size = self.arithmetic.global_batch_size
+        stream = itertools.islice(self._shuffled(epoch), first_step * size, None)
+        while rows := list(itertools.islice(stream, size)):
+            parts = micro_batches(
+                range(len(rows)),
+                [row["length"] for row in rows],
+                self.arithmetic.micro_batch_size,
+                self.arithmetic.world_size,
+            )
+            yield [self._batch(rows, part[self.rank], epoch) for part in parts]
+
+    def _batch(self, rows: list[dict[str, Any]], ids: list[int], epoch: int) -> MicroBatch:
+        batch = self._collate([rows[i] for i in ids or [0]], (self.seed, epoch))
+        return batch if ids else without_targets(batch)
+
+    def _shuffled(self, epoch: int) -> Iterator[dict[str, Any]]:
+        numbered = ({**row, "id": i} for i, row in enumerate(self._examples))
+        for block in itertools.count():
+            rows = list(itertools.islice(numbered, self._buffer_size))
+            if not rows:
+                return
+            for i in np.random.Generator(np.random.PCG64([self.seed, epoch, block])).permutation(len(rows)):
+                yield rows[i]

@@ -1,0 +1,286 @@
+"""Rows: what every reader emits, one for each record, good or bad, and how bad ones are refused or counted.
+
+A bad record is a row too, with its ``problem``. So a cached corpus still knows what was wrong and where, and
+``on_bad_record`` can change without reading the files again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+
+    from train.config import Data
+
+EMPTY = "empty document"
+EXAMPLES_SHOWN = 3
+
+FORMAT = 1
+"""Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
+
+ROWS_IN_MEMORY = 64
+"""Documents can be megabytes each: the library's default of 1,000 at a time would need gigabytes."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a record is of no use: ``reason`` is the same for all records of its kind, ``detail`` is its own."""
+
+    reason: str
+    detail: str = ""
+
+
+def features() -> datasets.Features:
+    """Columns of a row; ``file`` and what follows are null in a good one."""
+    from datasets import Features, Value
+
+    text = ("text", "label_text", "source", "file", "problem", "detail")
+    return Features({name: Value("string") for name in text} | {"label_number": Value("int64")})
+
+
+def row(
+    record: Mapping[str, Any] | Problem,
+    file: str,
+    position: int | str | None,
+    text_column: str,
+    label_column: str | None,
+) -> dict[str, Any]:
+    """One row from what a reader found at ``position`` (a line) of ``file``."""
+    source = file if position is None else f"{file}:{position}"
+    found = record if isinstance(record, Problem) else _check(record, text_column, label_column)
+    if isinstance(found, Problem):
+        empty = dict.fromkeys(("text", "label_text", "label_number"))
+        return empty | {"source": source, "file": file, "problem": found.reason, "detail": found.detail}
+    return found | {"source": source, "file": None, "problem": None, "detail": None}
+
+
+def _check(record: Mapping[str, Any], text_column: str, label_column: str | None) -> dict[str, Any] | Problem:
+    for column in (text_column, label_column):
+        if column is not None and column not in record:
+            return _without(column, record)
+    text = record[text_column]
+    if text is None:
+        return Problem(f"{text_column!r} is null")
+    if not isinstance(text, str):
+        return Problem(f"{text_column!r} is not text", f"but {type(text).__name__}")
+    if "\0" in text:
+        return Problem("a NUL character", f"at position {text.index(chr(0))} of {text_column!r}")
+    if not _encodable(text):
+        return Problem("half a surrogate pair, which is no character", f"in {text_column!r}")
+    label = _label(record[label_column], label_column) if label_column is not None else None
+    if isinstance(label, Problem):
+        return label
+    if not text.strip():
+        return Problem(EMPTY)
+    return {
+        "text": text,
+        "label_text": label if isinstance(label, str) else None,
+        "label_number": label if isinstance(label, int) else None,
+    }
+
+
+def _without(column: str, record: Mapping[str, Any]) -> Problem:
+    return Problem(f"without {column!r}", f"the columns are {', '.join(map(str, record)) or 'none'}")
+
+
+def _label(value: Any, column: str) -> str | int | Problem:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool | int):
+        return int(value) if abs(value) < 2**63 else Problem(f"{column!r} does not fit 64 bits")
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return Problem(f"{column!r} is empty")
+    if isinstance(value, str) and ("\0" in value or not _encodable(value)):
+        return Problem(f"{column!r} is not readable text")
+    if isinstance(value, str):
+        return value
+    return Problem(f"{column!r} is neither text nor a whole number", f"but {type(value).__name__}")
+
+
+def _encodable(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def records(dataset: Any, text_column: str, label_column: str | None) -> Iterator[dict[str, Any]]:
+    """The records of a 🤗 Dataset, only the columns that are needed; classes by their names."""
+    wanted = [column for column in (text_column, label_column) if column is not None]
+    if any(column not in dataset.column_names for column in wanted):
+        absent = dict.fromkeys(name for name in dataset.column_names if name not in wanted)
+        yield from (absent for _ in range(len(dataset)))
+        return
+    names = class_names(dataset.features, label_column)
+    for record in dataset.select_columns(wanted):
+        yield name_class(record, label_column, names)
+
+
+def class_names(columns: Mapping[str, Any] | None, label_column: str | None) -> list[str] | None:
+    """The names of the classes, where the column of labels is typed as classes."""
+    return getattr(columns.get(label_column), "names", None) if columns and label_column else None
+
+
+def name_class(record: dict[str, Any], label_column: str | None, names: Sequence[str] | None) -> dict[str, Any]:
+    """The record with its class by name; -1, which stands for a hidden label, becomes None."""
+    if names is None or label_column is None:
+        return record
+    number = record[label_column]
+    known = isinstance(number, int) and 0 <= number < len(names)
+    return record | {label_column: names[number] if known else None}
+
+
+def cached(
+    generator: Callable[..., Iterator[dict[str, Any]]], columns: datasets.Features, **key: Any
+) -> datasets.Dataset:
+    """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when the same key was built before.
+
+    Raises:
+        UserError: the one that the generator raised, or a file that cannot be read or written.
+    """
+    from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        # datasets would split a list into shards; keys are therefore made of tuples.
+        return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
+    except (DatasetGenerationError, OSError) as error:
+        raise _user_error(error) or error from None
+    except ValueError:
+        # The library has no word for a dataset without rows.
+        if next(iter(generator(**key)), None) is not None:
+            raise
+        return Dataset.from_dict({name: [] for name in columns}, features=columns)
+
+
+def _user_error(error: BaseException | None) -> UserError | None:
+    """The error of a person among the causes of ``error``."""
+    while error is not None:
+        if isinstance(error, UserError):
+            return error
+        if isinstance(error, OSError):
+            return UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.")
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def settle(rows: datasets.Dataset, data: Data, labelled: bool, what: str) -> tuple[datasets.Dataset, tuple[str, ...]]:
+    """The good rows as documents (``text``, ``label``, ``source``), and notes on what was left out.
+
+    Args:
+        what: how to call these rows in a message, such as "train.jsonl" or "the validation split of data/".
+
+    Raises:
+        UserError: a bad record under ``on_bad_record: error``, a column that no record has, or nothing left.
+    """
+    import numpy as np
+
+    bad = ~rows.data.column("problem").is_null().to_numpy()
+    problems = rows.select_columns(["source", "file", "problem", "detail"]).select(np.flatnonzero(bad)).to_list()
+    if bad.all():
+        _refuse_missing_column(problems, what)
+    for problem in problems:
+        if _is_refused(problem, data):
+            raise _refusal(problem)
+    notes = _notes(problems)
+    if bad.all():
+        raise UserError(f"{what}: no document to learn from. {' '.join(f'{note}.' for note in notes)}".rstrip())
+    if labelled:
+        rows = _with_one_label(rows)
+    documents = rows.select_columns(["text", *(["label"] if labelled else []), "source"])
+    return (documents.select(np.flatnonzero(~bad)) if bad.any() else documents), notes
+
+
+def _refuse_missing_column(problems: list[dict[str, Any]], what: str) -> None:
+    missing = next((p for p in problems if p["problem"].startswith("without ")), None)
+    if missing:
+        column = missing["problem"].removeprefix("without ")
+        raise UserError(f"{what}: no record has {column}: {missing['detail']} ({missing['source']}). {_NAME_COLUMNS}")
+
+
+_NAME_COLUMNS = "Name the right ones with --text_column and --label_column."
+
+
+def _is_refused(problem: Mapping[str, Any], data: Data) -> bool:
+    return (data.on_empty_document if problem["problem"] == EMPTY else data.on_bad_record) == "error"
+
+
+def _refusal(problem: Mapping[str, Any]) -> UserError:
+    if problem["problem"] == EMPTY:
+        return UserError(f"{problem['source']}: {EMPTY}. Leave such documents out with --on_empty_document skip.")
+    detail = f" ({problem['detail']})" if problem["detail"] else ""
+    name_columns = f" {_NAME_COLUMNS}" if problem["problem"].startswith("without ") else ""
+    return UserError(
+        f"{problem['source']}: {problem['problem']}{detail}.{name_columns} "
+        "Mend the record, or leave such records out with --on_bad_record skip."
+    )
+
+
+def _notes(problems: list[dict[str, Any]]) -> tuple[str, ...]:
+    """One line for each file: how many records were left out, why, and where the first of them are."""
+    sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for problem in problems:
+        sources[problem["file"]][problem["problem"]].append(problem["source"])
+    return tuple(
+        f"skipped {(total := sum(map(len, reasons.values())))} record{'s' if total > 1 else ''} of {file}: "
+        + ", ".join(f"{len(where)} {reason} ({_some(where)})" for reason, where in reasons.items())
+        for file, reasons in sources.items()
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:EXAMPLES_SHOWN]) + (", ..." if len(names) > EXAMPLES_SHOWN else "")
+
+
+def _with_one_label(rows: datasets.Dataset) -> datasets.Dataset:
+    """The rows with one column ``label``: numbers if all labels are numbers, else text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    numbers, texts = rows.data.column("label_number"), rows.data.column("label_text")
+    if texts.null_count == len(texts):
+        return rows.rename_column("label_number", "label")
+    if numbers.null_count == len(numbers):
+        return rows.rename_column("label_text", "label")
+    both = pc.coalesce(texts, numbers.cast(pa.string()))  # pyright: ignore[reportAttributeAccessIssue]
+    return rows.add_column("label", both.combine_chunks())  # pyright: ignore[reportCallIssue]
+
+
+def settle_stream(rows: datasets.IterableDataset, data: Data, labelled: bool, what: str) -> datasets.IterableDataset:
+    """Like :func:`settle`, on the way: bad rows raise when they are reached, or are logged and left out.
+
+    Raises:
+        UserError: no good row at all; while iterating, a bad record under ``on_bad_record: error``.
+    """
+    usable = rows.filter(_is_usable, fn_kwargs={"data": data, "label": None})
+    first = next(iter(usable), None)
+    if first is None:
+        raise UserError(f"{what}: no document to learn from; --text_column and --label_column name what to read.")
+    if not labelled:
+        return usable.select_columns(["text", "source"])
+    label = "label_number" if first["label_text"] is None else "label_text"
+    usable = rows.filter(_is_usable, fn_kwargs={"data": data, "label": label})
+    return usable.rename_column(label, "label").select_columns(["text", "label", "source"])
+
+
+def _is_usable(found: Mapping[str, Any], data: Data, label: str | None) -> bool:
+    if found["problem"] is None and (label is None or found[label] is not None):
+        return True
+    problem = dict(found)
+    if problem["problem"] is None:
+        problem |= {"problem": "labels are text in some records and numbers in others", "detail": None}
+    if _is_refused(problem, data):
+        raise _refusal(problem)
+    if problem["problem"] != EMPTY:
+        logger.warning("skipped %s: %s", problem["source"], problem["problem"])
+    return False

@@ -1,0 +1,135 @@
+"""From the configuration to batches: corpus, tokenizer, examples, and what identifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+
+from train.batching import Collate, MapBatches, StreamBatches, evaluation_batches
+from train.config import Config, to_values
+from train.corpora import load_corpus
+from train.modeling import pad_token_id
+from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch
+from train.tasks.base import Task
+from train.tokenization import load_tokenizer, tokenize, tokenizer_digest
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Everything about the data that training and evaluation need."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    examples: Examples
+    collate: Collate
+    lines: tuple[str, ...]
+    """What to tell a person about the data."""
+
+    def training_batches(self, config: Config, arithmetic: BatchArithmetic, accelerator: Accelerator) -> Batches:
+        """This rank's part of every step."""
+        data, seed, rank = config.data, config.optimization.seed, accelerator.process_index
+        if isinstance(self.examples.train, datasets.IterableDataset):
+            return StreamBatches(self.examples.train, self.collate, arithmetic, rank, seed, data.shuffle_buffer_size)
+        return MapBatches(
+            self.examples.train,
+            self.collate,
+            arithmetic,
+            rank,
+            seed,
+            data.dataloader_num_workers,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+
+    def evaluation_batches(
+        self, examples: datasets.Dataset, config: Config, accelerator: Accelerator
+    ) -> Iterator[MicroBatch]:
+        """This rank's part of a held-out split."""
+        return evaluation_batches(
+            examples,
+            self.collate,
+            config.output.eval_batch_size or config.optimization.micro_batch_size,
+            accelerator.num_processes,
+            accelerator.process_index,
+            config.data.dataloader_num_workers,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+
+    def identity(self, config: Config, global_batch_size: int) -> dict[str, Any]:
+        """What a checkpoint and a run that resumes from it must have in common."""
+        values = to_values(config)
+        same = (
+            "task",
+            "dataset",
+            "max_length",
+            "mlm_probability",
+            "model",
+            "model_config",
+            "dtype",
+            "optimizer",
+            "seed",
+        )
+        train = self.examples.train
+        return {
+            **{name: values[name] for name in same},
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "training data": getattr(train, "_fingerprint", None) if isinstance(train, datasets.Dataset) else "stream",
+            "global_batch_size": global_batch_size,
+        }
+
+
+def prepare_data(config: Config, task: Task, tokenizer_folder: Path, saves: bool) -> PreparedData:
+    """Loads, tokenises and describes the data; cached, so that further ranks and runs only read it.
+
+    Args:
+        tokenizer_folder: where a tokenizer that is trained here is kept with the run.
+        saves: whether this process writes it.
+
+    Raises:
+        UserError: the data, its labels or the tokenizer cannot be used.
+    """
+    data = config.data
+    corpus = load_corpus(data, labelled=task.labelled)
+    spec = data.tokenizer or config.architecture.model
+    assert spec is not None
+    own = spec == "words" or spec.startswith("train:")
+    texts = (row["text"] for row in corpus.train) if own else ()
+    tokenizer = load_tokenizer(spec, texts, tokenizer_folder if own else None, config.architecture.trust_remote_code)
+    if own and saves:
+        tokenizer.save_pretrained(tokenizer_folder)
+    task.check_tokenizer(tokenizer)
+    examples = tokenize(corpus, task, tokenizer, data)
+    return PreparedData(
+        corpus=corpus,
+        tokenizer=tokenizer,
+        examples=examples,
+        collate=partial(task.collate, pad_id=pad_token_id(tokenizer)),
+        lines=(*_describe(corpus, examples, spec, tokenizer), *examples.notes),
+    )
+
+
+def _describe(corpus: Corpus, examples: Examples, spec: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    lines = [f"data: {corpus.name}: {_sizes(corpus.train, corpus.validation, corpus.test, 'documents')}", *corpus.notes]
+    lines.append(
+        f"tokenizer: {spec}, {len(tokenizer):,} entries; "
+        f"{_sizes(examples.train, examples.validation, examples.test, 'examples')}"
+    )
+    return lines
+
+
+def _sizes(train: Any, validation: Any, test: Any, what: str) -> str:
+    splits = {"training": train, "validation": validation, "test": test}
+    counts = [
+        f"{len(split):,} for {name}" if isinstance(split, datasets.Dataset) else f"a stream for {name}"
+        for name, split in splits.items()
+        if split is not None
+    ]
+    return f"{what} {', '.join(counts)}"

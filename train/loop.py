@@ -1,0 +1,236 @@
+"""When to step, evaluate, save and report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from train.config import Config
+from train.errors import UserError
+from train.optim import learning_rate_at, set_learning_rate
+from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
+from train.step import optimizer_step, seed_step
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from train.runtime import StopRequest
+
+MIN_LOSS_SCALE = 2.0**-10
+"""Gradients that overflow at this scale would overflow at any."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What ``fit`` is handed; each does one thing and knows nothing of the others."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: AcceleratedOptimizer
+    batches: Batches
+    meter: Meter
+    stop: StopRequest
+    evaluate: Callable[[int], Evaluation]
+    """Evaluates after the given step, and records it."""
+    save: Callable[[Progress], None]
+    report: Callable[[str, int, dict[str, Any]], None]
+    """(kind, step, values) of a line of ``metrics.jsonl``."""
+    tick: Callable[[int], None]
+    """Called after every step with its number."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the run works towards."""
+
+    total_steps: int
+    peak_learning_rate: float
+    metric: str
+    greater_is_better: bool
+    flops_per_token: float | None = None
+    peak_flops_per_second: float | None = None
+    """Of all devices together."""
+
+
+def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progress:
+    """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
+
+    Raises:
+        UserError: no target in a whole global batch, or too many steps in a row without a finite gradient.
+    """
+    optim, interval = config.optimization, Interval(parts, goal)
+    progress = evaluate_if_due(parts, config, goal, progress)
+    while not is_done(config, goal, progress):
+        epoch = progress.epoch
+        for window in parts.batches.windows(epoch, progress.step_in_epoch):
+            seed_step(optim.seed, progress.step, parts.accelerator.process_index)
+            learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
+            set_learning_rate(parts.optimizer, learning_rate)
+            outcome = optimizer_step(parts.accelerator, parts.model, parts.optimizer, window, optim, bool(parts.stop))
+            progress = advance(progress, outcome)
+            interval.add(outcome)
+            parts.tick(progress.step)
+            if outcome.skipped:
+                report_skipped(parts, config, progress, outcome, window)
+
+            ends = outcome.stop_requested or progress.step == goal.total_steps
+            if ends or progress.step % config.output.log_every_steps == 0:
+                progress = interval.close(progress, learning_rate)
+            if not outcome.stop_requested:
+                progress = evaluate_if_due(parts, config, goal, progress)
+                ends = ends or is_done(config, goal, progress)
+            if ends or is_due(config.output.save_every_steps, progress) or progress.best_step == progress.step:
+                parts.save(progress)
+            interval.restart()
+            if ends:
+                return progress
+        progress = next_epoch(progress, epoch)
+    return progress
+
+
+def is_due(every: int | None, progress: Progress) -> bool:
+    """Whether something done every n steps is due after the step that ``progress`` stands at."""
+    return every is not None and progress.step > 0 and progress.step % every == 0
+
+
+def is_done(config: Config, goal: Goal, progress: Progress) -> bool:
+    """Whether the last step is made, or patience is out."""
+    patience = config.output.early_stopping_patience
+    tired = patience is not None and progress.evaluations_without_improvement >= patience
+    return tired or progress.step >= goal.total_steps
+
+
+def advance(progress: Progress, outcome: StepOutcome) -> Progress:
+    """``progress`` after one more step."""
+    return replace(
+        progress,
+        step=progress.step + 1,
+        step_in_epoch=progress.step_in_epoch + 1,
+        tokens_seen=progress.tokens_seen + outcome.num_targets,
+        nonfinite_steps=progress.nonfinite_steps + outcome.skipped,
+        consecutive_nonfinite_steps=progress.consecutive_nonfinite_steps + 1 if outcome.skipped else 0,
+    )
+
+
+def next_epoch(progress: Progress, epoch: int) -> Progress:
+    """``progress`` at the start of the epoch after ``epoch``."""
+    if progress.step_in_epoch == 0:
+        raise UserError("the training data gave no batch in a whole epoch: it is empty.")
+    return replace(progress, epoch=epoch + 1, step_in_epoch=0)
+
+
+def evaluate_if_due(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progress:
+    """Evaluates at the end and every ``eval_every_steps``, once a step, and remembers the best."""
+    due = is_due(config.output.eval_every_steps, progress) or progress.step >= goal.total_steps
+    if not due or progress.evaluated_step == progress.step:
+        return progress
+    evaluation = parts.evaluate(progress.step)
+    if goal.metric not in evaluation.metrics:
+        known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
+        raise UserError(f"metric_for_best: {goal.metric!r} is not among this task's metrics: {known}.")
+    value, best = float(evaluation.metrics[goal.metric]), progress.best_metric
+    better = best is None or (value > best if goal.greater_is_better else value < best)
+    return replace(
+        progress,
+        evaluated_step=progress.step,
+        best_metric=value if better else best,
+        best_step=progress.step if better else progress.best_step,
+        evaluations_without_improvement=0 if better else progress.evaluations_without_improvement + 1,
+    )
+
+
+def report_skipped(
+    parts: Parts, config: Config, progress: Progress, outcome: StepOutcome, window: Sequence[MicroBatch]
+) -> None:
+    """Logs a step without a finite gradient and its examples, and ends the run when there are too many in a row."""
+    examples = [i for batch in window for i in batch.example_ids]
+    if parts.accelerator.num_processes > 1:
+        from accelerate.utils import gather_object
+
+        examples = gather_object(examples)
+    scaler = parts.accelerator.scaler
+    scale = scaler.get_scale() if scaler is not None else None
+    parts.report(
+        "skipped", progress.step, {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
+    )
+    if scale is not None and scale <= MIN_LOSS_SCALE:
+        raise UserError(
+            f"step {progress.step}: the gradients overflow fp16 even at a loss scale of {scale}. Try "
+            "--mixed_precision bf16 or no, a lower learning rate or a longer warm-up."
+        )
+    if progress.consecutive_nonfinite_steps >= config.optimization.max_consecutive_nonfinite_steps:
+        raise UserError(
+            f"step {progress.step}: no finite gradient in {progress.consecutive_nonfinite_steps} steps in a row; the "
+            "weights were left alone. Look at the examples named in metrics.jsonl, lower the learning rate, or raise "
+            "--max_consecutive_nonfinite_steps."
+        )
+
+
+class Interval:
+    """Sums over the steps between two log lines; tensors stay on the device until then."""
+
+    def __init__(self, parts: Parts, goal: Goal) -> None:
+        self._parts, self._goal = parts, goal
+        self._clear()
+        self.restart()
+
+    def _clear(self) -> None:
+        self._steps = self._targets = self._tokens = self._positions = self._clipped = 0
+        self._seconds, self._grad_norm = 0.0, 0.0
+        self._loss_sum = torch.zeros((), device=self._parts.accelerator.device)
+
+    def restart(self) -> None:
+        """The clock goes on from here: evaluating and saving are not training."""
+        self._started = time.perf_counter()
+
+    def add(self, outcome: StepOutcome) -> None:
+        """One more step; its clock stops here, where the step has just waited for the device."""
+        self._steps += 1
+        self._tokens += outcome.num_tokens
+        self._positions += outcome.num_positions
+        self._clipped += outcome.clipped
+        if not outcome.skipped:  # a loss that is not finite would hide the others
+            self._targets += outcome.num_targets
+            self._loss_sum += outcome.loss_sum
+        self._grad_norm = outcome.grad_norm
+        self._seconds += time.perf_counter() - self._started
+
+    def close(self, progress: Progress, learning_rate: float) -> Progress:
+        """Reports the interval and begins the next."""
+        accelerator, goal = self._parts.accelerator, self._goal
+        sums = torch.stack(
+            [
+                self._loss_sum.double(),
+                *torch.tensor([self._tokens, self._positions], dtype=torch.float64, device=accelerator.device),
+            ]
+        )
+        loss_sum, tokens, positions = accelerator.reduce(sums, reduction="sum").tolist()
+        tokens_per_second = tokens / self._seconds
+        mfu = None
+        if goal.flops_per_token and goal.peak_flops_per_second:
+            mfu = tokens_per_second * goal.flops_per_token / goal.peak_flops_per_second
+        values = {
+            "epoch": progress.epoch,
+            "loss": loss_sum / self._targets if self._targets else None,
+            "learning_rate": learning_rate,
+            "grad_norm": self._grad_norm,
+            "clipped_share": self._clipped / self._steps,
+            "nonfinite_steps": progress.nonfinite_steps,
+            "tokens_per_second": tokens_per_second,
+            "seconds_per_step": self._seconds / self._steps,
+            "mfu": mfu,
+            "peak_allocated_bytes": self._parts.meter.peak_allocated_bytes(),
+            "padding_share": 1 - tokens / positions,
+            "loss_scale": accelerator.scaler.get_scale() if accelerator.scaler is not None else None,
+            "tokens_seen": progress.tokens_seen,
+        }
+        progress = replace(progress, training_seconds=progress.training_seconds + self._seconds)
+        self._clear()
+        self._parts.report("train", progress.step, values)
+        return progress

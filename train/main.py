@@ -1,0 +1,225 @@
+"""The composition root: parse → build → fit → close. ``accelerate launch train/main.py --help`` lists the flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if not __package__:  # run as a script: the folder of this file must not shadow other packages
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from train.config import Config, parse
+from train.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UserError
+from train.tasks import check_task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.data import PreparedData
+    from train.evaluation import Evaluator
+    from train.loop import Goal
+    from train.outputs import Outputs
+    from train.records import BatchArithmetic, Batches, Progress
+    from train.runtime import Runtime
+    from train.tasks.base import Task
+
+STARTED = time.perf_counter()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains as the command line says and returns the exit status (see ``train.errors``)."""
+    try:
+        config = parse(sys.argv[1:] if arguments is None else arguments)
+        check_task(config.data.task)
+        return train(config)
+    except UserError as error:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank == 0 or error.exit_status != EXIT_USAGE:  # a usage error is the same on every rank: said once
+            print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        return error.exit_status
+
+
+def train(config: Config) -> int:
+    """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
+    # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
+    import torch
+
+    from train.batching import batch_arithmetic
+    from train.checkpoint import TrainingState
+    from train.data import prepare_data
+    from train.evaluation import Evaluator
+    from train.loop import Goal, Parts, fit, is_done
+    from train.losses import ModelWithLoss
+    from train.modeling import build_model
+    from train.optim import build_optimizer, peak_learning_rate
+    from train.outputs import Outputs
+    from train.runtime import DeviceMeter, StopRequest, start_runtime
+    from train.tasks import build_task
+    from train.throughput import model_flops_per_token
+
+    data, optim, output = config.data, config.optimization, config.output
+    arithmetic = batch_arithmetic(
+        optim.micro_batch_size,
+        optim.gradient_accumulation_steps,
+        optim.global_batch_size,
+        int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    with StopRequest().listening() as stop:
+        runtime = start_runtime(config, arithmetic.accumulation_steps)
+        accelerator = runtime.accelerator
+        outputs = Outputs(config, accelerator)
+        outputs.prepare()
+        outputs.note(*runtime.lines)
+
+        task = build_task(data)
+        with accelerator.local_main_process_first():
+            prepared = prepare_data(config, task, outputs.folder / "tokenizer", accelerator.is_local_main_process)
+        tokenizer = prepared.tokenizer
+        outputs.note(*prepared.lines)
+
+        torch.manual_seed(optim.seed)
+        network = build_model(
+            config.architecture, task.auto_class, tokenizer, data.max_length, prepared.examples.label_names
+        )
+        model, optimizer = accelerator.prepare(ModelWithLoss(network), build_optimizer(network, optim))
+        network = accelerator.unwrap_model(model).model
+        state = TrainingState(
+            network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
+        )
+
+        batches = prepared.training_batches(config, arithmetic, accelerator)
+        evaluator = Evaluator(config, accelerator, model, prepared)
+        goal = Goal(
+            total_steps=optim.max_steps or (optim.num_epochs or 1) * (batches.steps_per_epoch or 1),
+            peak_learning_rate=peak_learning_rate(optim, arithmetic.global_batch_size),
+            metric=output.metric_for_best or task.default_metric,
+            greater_is_better=task.greater_is_better if output.greater_is_better is None else output.greater_is_better,
+            flops_per_token=model_flops_per_token(network, data.max_length),
+            peak_flops_per_second=runtime.peak_flops_per_second,
+        )
+        outputs.note(*describe_training(network, arithmetic, batches, goal, data.max_length))
+        progress = outputs.resume(state)
+        if is_done(config, goal, progress) and outputs.is_complete(progress.step):
+            outputs.say(
+                f"nothing to do: {outputs.folder} already holds this run, {progress.step} steps long. For a new run "
+                "give --resume never or another --output_dir; for a longer one --max_steps."
+            )
+            return EXIT_DONE
+
+        outputs.start_bar(goal.total_steps, progress.step)
+        parts = Parts(
+            accelerator=accelerator,
+            model=model,
+            optimizer=optimizer,
+            batches=batches,
+            meter=DeviceMeter(accelerator.device),
+            stop=stop,
+            evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
+            save=lambda now: outputs.save(state, now),
+            report=outputs.record,
+            tick=outputs.tick,
+        )
+        progress = fit(parts, config, goal, progress)
+        outputs.close()
+        if not is_done(config, goal, progress):
+            outputs.say(
+                f"stopped by {stop.received or 'a signal to another process'} after step {progress.step}; a checkpoint "
+                "is written and the same command goes on from it."
+            )
+            return EXIT_STOPPED
+        close(
+            config, task, prepared, evaluator, outputs, runtime, network, arithmetic, batches.steps_per_epoch, progress
+        )
+    return EXIT_DONE
+
+
+def close(
+    config: Config,
+    task: Task,
+    prepared: PreparedData,
+    evaluator: Evaluator,
+    outputs: Outputs,
+    runtime: Runtime,
+    network: nn.Module,
+    arithmetic: BatchArithmetic,
+    steps_per_epoch: int | None,
+    progress: Progress,
+) -> None:
+    """Evaluates what is left to evaluate, and writes ``final/``, the summary and the report."""
+    from train import report
+    from train.model_card import model_card
+    from train.runtime import DeviceMeter
+
+    step = progress.step
+    if config.output.load_best_model_at_end and progress.best_step:
+        step = progress.best_step
+        outputs.load_weights(network, step)
+    evaluations = [outputs.evaluation_at(step) or evaluator.validation(step)]
+    examples, texts = prepared.examples, prepared.corpus.validation["text"]
+    if examples.test is not None:
+        evaluations.append(evaluator.split("test", examples.test, step))
+        outputs.record_evaluation(evaluations[-1])
+    sample, references = None, {}
+    if runtime.accelerator.is_main_process:
+        references = task.references(texts)
+        with runtime.accelerator.autocast():
+            sample = task.sample(network, prepared.tokenizer, texts[0], config.optimization.seed)
+    summary = {
+        "status": "done",
+        "task": task.name,
+        "dataset": prepared.corpus.name,
+        "model": config.architecture.model or (config.architecture.model_config or {})["model_type"],
+        "num_parameters": sum(p.numel() for p in network.parameters()),
+        "steps": progress.step,
+        "epochs": progress.step / steps_per_epoch if steps_per_epoch else progress.epoch,
+        "tokens": progress.tokens_seen,
+        "result": {e.split: e.metrics for e in evaluations},
+        "references": references,
+        "best_step": progress.best_step,
+        "best_metric": progress.best_metric,
+        "max_length": config.data.max_length,
+        "global_batch_size": arithmetic.global_batch_size,
+        "micro_batch_size": arithmetic.micro_batch_size,
+        "gradient_accumulation_steps": arithmetic.accumulation_steps,
+        "world_size": arithmetic.world_size,
+        "mixed_precision": runtime.precision,
+        "max_grad_norm": config.optimization.max_grad_norm,
+        "training_seconds": progress.training_seconds,
+        "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
+        "seconds_to_first_step": outputs.seconds_to_first_step(STARTED),
+        "peak_allocated_bytes": DeviceMeter(runtime.accelerator.device).peak_allocated_bytes(),
+        "nonfinite_steps": progress.nonfinite_steps,
+        "label_names": list(examples.label_names),
+        "notes": outputs.notes,
+        "hardware": report.hardware(),
+        "versions": report.versions(),
+    }
+    outputs.write_final(network, prepared.tokenizer, model_card(config, summary, evaluations))
+    outputs.write_report(summary, sample)
+    outputs.say_result(summary, sample)
+
+
+def describe_training(
+    network: Any, arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
+) -> list[str]:
+    """The arithmetic of the run in two lines."""
+    millions = sum(p.numel() for p in network.parameters()) / 1e6
+    name = getattr(getattr(network, "config", None), "model_type", type(network).__name__)
+    epochs = f"{goal.total_steps / batches.steps_per_epoch:.2f} epochs" if batches.steps_per_epoch else "of a stream"
+    return [
+        f"model: {name}, {millions:.2f} M parameters, sequences of up to {length:,} tokens",
+        f"batch: {arithmetic}; {goal.total_steps:,} steps ({epochs})",
+    ]
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # gloo's threads now and then abort the process while the interpreter winds down
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,197 @@
+"""One builder for the model: from a folder, the Hub, an architecture in the recipe, or a function of one's own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from train.config import Architecture
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def build_model(
+    config: Architecture,
+    auto_class: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    label_names: Sequence[str] = (),
+) -> nn.Module:
+    """The model to train, with activation checkpointing set up, on the default device.
+
+    Args:
+        auto_class: class of transformers for the task, by name.
+        max_length: positions that the data will use.
+        label_names: classes of a classifier; empty where the vocabulary is the classes.
+
+    Raises:
+        UserError: the model cannot be found or built, or does not fit tokenizer or length.
+    """
+    if config.model is not None and ":" in config.model and not Path(config.model).exists():
+        model = _from_function(config.model)
+    else:
+        model = _from_transformers(config, auto_class, tokenizer, max_length, label_names)
+    enable_checkpointing(model, config.gradient_checkpointing, config.gradient_checkpointing_every_n_layers)
+    return model
+
+
+def _from_function(spec: str) -> nn.Module:
+    module_name, _, function_name = spec.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        model = getattr(importlib.import_module(module_name), function_name)()
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"model {spec!r}: {error}. Give module:function, importable from the current folder, without arguments."
+        ) from None
+    finally:
+        sys.path.pop(0)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model {spec!r} returned a {type(model).__name__}; it must return an nn.Module.")
+    return model
+
+
+def _from_transformers(
+    config: Architecture,
+    auto_class: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    label_names: Sequence[str],
+) -> nn.Module:
+    import transformers
+
+    factory = getattr(transformers, auto_class)
+    labels = {"id2label": dict(enumerate(label_names)), "label2id": {n: i for i, n in enumerate(label_names)}}
+    if config.model is None:
+        model_config = _new_config(config, tokenizer, max_length)
+    else:
+        model_config = _stored_config(config)
+    for name, value in labels.items() if label_names else ():
+        setattr(model_config, name, value)
+    if label_names and getattr(model_config, "pad_token_id", None) is None:
+        model_config.pad_token_id = pad_token_id(tokenizer)
+    _check_fit(model_config, tokenizer, max_length)
+    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
+    try:
+        if config.model is None:
+            model = factory.from_config(model_config, **options)
+        else:
+            model = factory.from_pretrained(
+                config.model, config=model_config, trust_remote_code=config.trust_remote_code, **options
+            )
+    except (OSError, ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError) as error:
+        raise UserError(
+            f"model {config.model or model_config.model_type!r} cannot be built: {' '.join(str(error).split())[:500]}"
+        ) from None
+    model.config.use_cache = False
+    return model
+
+
+def _new_config(config: Architecture, tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    fields = dict(config.model_config or {})
+    model_type = fields.pop("model_type")
+    vocabulary = {"vocab_size": len(tokenizer)} if "vocab_size" not in fields else {}
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": pad_token_id(tokenizer),
+    }
+    try:
+        known = AutoConfig.for_model(model_type)
+        unknown = [name for name in fields if not hasattr(known, name)]
+        if unknown:
+            raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.")
+        limit = "max_position_embeddings"
+        if limit not in fields and hasattr(known, limit) and known.attribute_map.get(limit, limit) not in fields:
+            fields[limit] = max_length
+        return AutoConfig.for_model(model_type, **{**special, **vocabulary, **fields})
+    except UserError:
+        raise
+    except Exception as error:  # configuration classes validate with exceptions of many libraries
+        raise UserError(f"model_config: {model_type}: {' '.join(str(error).split())[:500]}") from None
+
+
+def _stored_config(config: Architecture) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    assert config.model is not None
+    try:
+        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model {config.model!r} cannot be loaded: {' '.join(str(error).split())[:300]} Give a folder with a "
+            "model, a Hub name (and a connection), module:function, or a model_config to train from scratch."
+        ) from None
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The padding token, or the end token where there is none."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return 0 if found is None else int(found)
+
+
+def _check_fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is not None and vocab_size < len(tokenizer):
+        raise UserError(
+            f"the model has {vocab_size} embeddings, the tokenizer {len(tokenizer)} tokens: give the tokenizer that "
+            "belongs to the model (leave --tokenizer out), or a larger vocab_size in model_config."
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and max_length > limit > 0:
+        raise UserError(
+            f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
+            "or a model_config with more max_position_embeddings."
+        )
+
+
+def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1) -> None:
+    """Recompute activations in backward instead of keeping them (arXiv 1604.06174).
+
+    Args:
+        mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the dearest to recompute
+            (arXiv 2205.05198).
+        every_n_layers: checkpoint only layers 0, n, 2n ...
+
+    Raises:
+        UserError: the model does not support it.
+    """
+    if mode == "none":
+        return
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):  # transformers ≥ 5.23
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)  # pyright: ignore
+        elif hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # pyright: ignore
+        else:
+            raise ValueError("it is no transformers model")
+    except ValueError as error:
+        raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
+    layers = [m for m in model.modules() if type(m).__mro__[1].__name__ == "GradientCheckpointingLayer"]
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % every_n_layers == 0
+
+
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    attention = "scaled_dot_product" in operator.name() or "flash_attn" in operator.name()
+    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE

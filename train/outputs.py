@@ -1,0 +1,241 @@
+"""What a run leaves in its folder and shows on the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_model
+from tqdm import tqdm
+
+from train import checkpoint, report
+from train.config import Config, dump
+from train.errors import UserError
+from train.records import Evaluation, Progress
+from train.wording import count, duration, gib, scalars
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+
+class Outputs:
+    """The output folder, the metrics log, the trackers and the progress bar; silent on all ranks but the first."""
+
+    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+        self._config, self._accelerator = config, accelerator
+        self.folder = Path(config.output.output_dir)
+        self.checkpoints = self.folder / "checkpoints"
+        self.final = self.folder / "final"
+        self.notes: list[str] = []
+        self._is_main = accelerator.is_main_process
+        self._bar: tqdm[Any] | None = None
+        self._log = report.MetricsLog(self.folder / "metrics.jsonl", enabled=self._is_main)
+        self._first_step: float | None = None
+        self._evaluations: dict[int, Evaluation] = {}
+
+    def say(self, line: str) -> None:
+        """A line for the person who watches."""
+        if self._is_main:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def note(self, *lines: str) -> None:
+        """Lines that also belong into the summary."""
+        for line in lines:
+            self.say(line)
+        self.notes += lines
+
+    def prepare(self) -> None:
+        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        if self._is_main:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if self._config.output.resume == "never":
+                    self._put_aside()
+                (self.folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
+            except OSError as error:
+                raise UserError(
+                    f"output_dir: {self.folder} cannot be written: {error.strerror or error}. Give another --output_dir."
+                ) from None
+        self._accelerator.wait_for_everyone()
+
+    def _put_aside(self) -> None:
+        earlier = [p for p in self.folder.iterdir() if not p.name.startswith("previous-")]
+        if not earlier:
+            return
+        number = 1 + max((int(p.name[9:]) for p in self.folder.glob("previous-*") if p.name[9:].isdigit()), default=0)
+        aside = self.folder / f"previous-{number}"
+        aside.mkdir()
+        for path in earlier:
+            path.rename(aside / path.name)
+        self.say(f"resume: never: the earlier run's files are in {aside}")
+
+    def resume(self, state: checkpoint.TrainingState) -> Progress:
+        """Restores the checkpoint that ``--resume`` means, if there is one, and says so.
+
+        Raises:
+            UserError: the checkpoint is damaged or belongs to another run.
+        """
+        from accelerate.utils import broadcast_object_list
+
+        choice: list[Any] = [None]
+        if self._is_main:
+            choice[0] = self._checkpoint_to_resume()
+        found = broadcast_object_list(choice)[0]
+        if isinstance(found, UserError):
+            raise found
+        if found is None:
+            return Progress()
+        progress = checkpoint.restore(found, state, self._config.output.allow_changes_on_resume)
+        self._log.rewind(progress.step)
+        self.say(f"resumed from {found} at step {progress.step}")
+        return progress
+
+    def _checkpoint_to_resume(self) -> Path | UserError | None:
+        resume = self._config.output.resume
+        try:
+            if resume == "never":
+                return None
+            if resume == "auto":
+                found, problems = checkpoint.newest_good(self.checkpoints)
+                for problem in problems:
+                    self.note(f"damaged checkpoint passed over: {problem}")
+                return found
+            problem = checkpoint.verify(Path(resume))
+            if problem is not None:
+                raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
+            return Path(resume)
+        except UserError as error:
+            return error
+
+    def save(self, state: checkpoint.TrainingState, progress: Progress) -> None:
+        """A checkpoint, and then the removal of those that are no longer needed."""
+        if self._is_main:
+            checkpoint.save(self.checkpoints, state, progress)
+            checkpoint.rotate(self.checkpoints, self._config.output.save_total_limit, progress.best_step)
+        self._accelerator.wait_for_everyone()
+
+    def start_bar(self, total_steps: int, step: int) -> None:
+        """The one progress line."""
+        report.start_trackers(self._accelerator, self._config)
+        self._bar = tqdm(
+            total=total_steps, initial=step, disable=not self._is_main, unit="step", dynamic_ncols=True, smoothing=0.1
+        )
+
+    def tick(self, step: int) -> None:
+        """One more step is done."""
+        if self._first_step is None:
+            self._first_step = time.perf_counter()
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def seconds_to_first_step(self, started: float) -> float | None:
+        """From ``started`` to the end of the first step."""
+        return None if self._first_step is None else self._first_step - started
+
+    def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """A line of ``metrics.jsonl``, the trackers' scalars and the progress line."""
+        self._log.write(kind, step, values)
+        prefix = values.get("split", kind)
+        scalars = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        report.log_to_trackers(self._accelerator, scalars, step)
+        if kind == "train" and self._bar is not None:
+            self._bar.set_postfix_str(report.progress_text(values))
+
+    def record_evaluation(self, evaluation: Evaluation) -> Evaluation:
+        """The same for an evaluation, which is also said aloud."""
+        values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
+        self.record("evaluation", evaluation.step, values)
+        figures = [f"{k.replace('_', ' ')} {v:.4g}" for k, v in evaluation.metrics.items() if isinstance(v, float)]
+        self.say(f"step {evaluation.step}: {evaluation.split}: {', '.join(figures)}")
+        if evaluation.split == "validation":
+            self._evaluations[evaluation.step] = evaluation
+        return evaluation
+
+    def evaluation_at(self, step: int) -> Evaluation | None:
+        """The validation made after ``step``, unless an earlier process made it."""
+        return self._evaluations.get(step)
+
+    def close(self) -> None:
+        """Ends the progress line and the trackers."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._config.output.report_to:
+            self._accelerator.end_training()
+
+    def write_final(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
+        """``final/``: weights, configuration, tokenizer and model card, as ``from_pretrained`` wants them."""
+        if not self._is_main:
+            return
+        self.final.mkdir(exist_ok=True)
+        if hasattr(model, "save_pretrained"):
+            model.config.use_cache = True  # pyright: ignore - off in training only
+            model.save_pretrained(self.final)  # pyright: ignore
+        else:
+            save_model(model, str(self.final / "model.safetensors"))
+        tokenizer.save_pretrained(self.final)
+        (self.final / "README.md").write_text(card, encoding="utf-8")
+        if self._config.output.push_to_hub:
+            self._push()
+
+    def _push(self) -> None:
+        from huggingface_hub import HfApi
+
+        api, name = HfApi(), self._config.output.hub_model_id
+        assert name is not None
+        try:
+            api.create_repo(name, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=self.final)
+        except Exception as error:  # the library raises errors of several HTTP clients
+            raise UserError(
+                f"push_to_hub: {name}: {type(error).__name__}. The model is in {self.final}; log in with 'hf auth "
+                "login' and upload that folder."
+            ) from None
+
+    def write_report(self, summary: dict[str, Any], sample: str | None) -> None:
+        """``summary.json`` and ``report.html``."""
+        if not self._is_main:
+            return
+        report.write_summary(self.folder, summary)
+        metrics = report.read_metrics(self.folder / "metrics.jsonl")
+        title = self._config.output.run_name or self.folder.name
+        report.write_report(self.folder, title, dump(self._config), summary, metrics, sample)
+
+    def load_weights(self, model: nn.Module, step: int) -> None:
+        """Puts the weights of the checkpoint of ``step`` into ``model``."""
+        checkpoint.load_weights(model, self.checkpoints / f"step-{step:08d}")
+
+    def say_result(self, summary: dict[str, Any], sample: str | None) -> None:
+        """The last lines a person sees."""
+        if sample:
+            self.say(f"\nthe model goes on from ⟪:\n{sample}\n")
+        for split, metrics in summary["result"].items():
+            self.say(f"{split}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in scalars(metrics).items()))
+        if summary["references"]:
+            known = ", ".join(f"{name} {value:.3f}" for name, value in summary["references"].items())
+            self.say(f"for comparison, bits per byte of the same text: {known}")
+        self.say(
+            f"{summary['steps']:,} steps, {count(summary['tokens'])} tokens in "
+            f"{duration(summary['training_seconds'])}: {count(summary['tokens_per_second'])} tokens/s, peak memory "
+            f"{gib(summary['peak_allocated_bytes'])}, first step after {summary['seconds_to_first_step'] or 0:.1f} s"
+        )
+        self.say(
+            f"model: {self.final}   report: {self.folder / 'report.html'}   metrics: {self.folder / 'metrics.jsonl'}"
+        )
+
+    def is_complete(self, step: int) -> bool:
+        """Whether a run of ``step`` steps has already written everything here."""
+        try:
+            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+            return summary["steps"] == step and self.final.is_dir()
+        except (OSError, ValueError, KeyError, TypeError):
+            return False

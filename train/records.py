@@ -1,0 +1,158 @@
+"""What the parts hand to each other: small frozen records, no behaviour beyond moving to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+
+IGNORE = -100
+"""A label that is no target: padding, or a position that is only context."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents by split, before any tokeniser has seen them.
+
+    Each split has the columns ``text`` and, for classification, ``label`` (text, or the number of a class).
+    """
+
+    name: str
+    train: datasets.Dataset | datasets.IterableDataset
+    validation: datasets.Dataset | datasets.IterableDataset
+    test: datasets.Dataset | None = None
+    notes: tuple[str, ...] = ()
+    """What a person should know: records skipped, and where."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Tokenised examples by split, ready for a task's ``collate``.
+
+    Map-style splits have a column ``length`` (tokens), by which batching groups examples.
+    """
+
+    train: datasets.Dataset | datasets.IterableDataset
+    validation: datasets.Dataset
+    test: datasets.Dataset | None = None
+    label_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The examples of one forward/backward on one device.
+
+    Attributes:
+        inputs: keyword arguments of the model's forward, ``input_ids: (B, S)`` among them.
+        labels: targets aligned with the logits, ``(B, S)`` or ``(B,)``; :data:`IGNORE` is no target.
+        num_targets: how many labels are targets.
+        example_ids: position of each example in its split, ``()`` for a batch that only keeps ranks in step.
+        num_tokens: input positions that hold a token of an example; the others are padding.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+    num_targets: int
+    example_ids: tuple[int, ...]
+    num_tokens: int
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same batch on ``device``; asynchronous from pinned memory."""
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True))
+
+    def pin_memory(self) -> MicroBatch:
+        """The same batch in page-locked memory; called by torch's DataLoader."""
+        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=self.labels.pin_memory())
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """micro-batch × accumulation × world size = global batch."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    world_size: int
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.micro_batch_size} examples per micro-batch × {self.accumulation_steps} accumulated × "
+            f"{self.world_size} process{'es' if self.world_size > 1 else ''} = {self.global_batch_size} per step"
+        )
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did, equal on all ranks but for ``loss_sum`` and the token counts.
+
+    ``loss_sum`` stays on the device: reading it would wait for the device.
+    """
+
+    loss_sum: torch.Tensor
+    """() of this rank's targets."""
+    num_targets: int
+    """Of the whole global batch."""
+    num_tokens: int
+    """Input tokens of this rank."""
+    num_positions: int
+    """Input positions of this rank, padding included."""
+    grad_norm: float
+    """Norm before clipping; inf or nan in a step that was skipped."""
+    clipped: bool
+    skipped: bool
+    stop_requested: bool
+    """Some rank was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; with (seed, config) it determines everything that follows."""
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    tokens_seen: int = 0
+    nonfinite_steps: int = 0
+    consecutive_nonfinite_steps: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    evaluated_step: int = 0
+    evaluations_without_improvement: int = 0
+    training_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics of one pass over one split."""
+
+    split: str
+    step: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Meter(Protocol):
+    """Peak memory of a device; ``main`` injects one."""
+
+    def peak_allocated_bytes(self) -> int: ...
+
+
+class Batches(Protocol):
+    """The order of the data: what each optimizer step of an epoch sees on this rank."""
+
+    steps_per_epoch: int | None
+    """None: known only when the stream ends."""
+
+    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step of ``epoch`` from ``first_step`` on."""
+        ...

@@ -1,0 +1,163 @@
+"""The Accelerator, from the configuration and the launcher; precision, threads, signals, memory counters."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+
+from train.config import Config
+from train.errors import UsageError, UserError
+from train.throughput import peak_flops_per_second
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The Accelerator and what there is to say about the device."""
+
+    accelerator: Accelerator
+    precision: str
+    lines: tuple[str, ...]
+    peak_flops_per_second: float | None
+    """Of all devices together; None where the device's rate is not known."""
+
+
+def start_runtime(config: Config, accumulation_steps: int) -> Runtime:
+    """The Accelerator of this process, from the configuration and the launcher.
+
+    Raises:
+        UsageError: launcher and configuration contradict each other.
+        UserError: the launcher started several processes that do not know each other.
+    """
+    from accelerate import Accelerator
+
+    device = target_device()
+    precision, substitution = resolve_precision(config.optimization.mixed_precision, device)
+    threads = set_cpu_threads(config.optimization.cpu_threads) if device.type == "cpu" else None
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulation_steps,
+        mixed_precision=precision,
+        log_with=list(config.output.report_to) or None,
+        project_dir=config.output.output_dir,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise UserError(
+            f"the launcher started {launched} processes, but this one knows of {accelerator.num_processes}: they would "
+            "train the same thing side by side. On CPUs set ACCELERATE_USE_CPU=true; see accelerate_configs/."
+        )
+    where = f"{accelerator.num_processes} × {_device_name(accelerator.device)}"
+    where += f", {threads} threads each" if threads else ""
+    shown = "fp32" if precision == "no" else precision
+    lines = [f"device: {where}, precision {shown}"]
+    if substitution:
+        lines.append(substitution)
+    rate = peak_flops_per_second(_device_name(accelerator.device), precision)
+    return Runtime(accelerator, shown, tuple(lines), rate and rate * accelerator.num_processes)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def resolve_precision(asked: str | None, device: torch.device) -> tuple[str, str | None]:
+    """The mixed precision to use, and a line for a person where it is not the one asked for.
+
+    accelerate itself would run fp32 on a CPU and go on calling it fp16.
+
+    Raises:
+        UsageError: launcher and configuration ask for different things, or the device cannot do bf16.
+    """
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked is None:
+        asked = launcher
+    elif launcher not in ("no", asked):  # the launcher also says "no" when nobody chose
+        raise UsageError(
+            f"mixed_precision: the training configuration says {asked}, the launch configuration {launcher}. "
+            "Make them agree, or leave mixed_precision out of one."
+        )
+    if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UsageError(f"mixed_precision: {torch.cuda.get_device_name()} has no bf16. Use fp16.")
+    if asked == "fp16" and device.type in ("cpu", "mps"):
+        if device.type == "cpu" and cpu_is_fast_at_bf16():
+            return "bf16", "fp16 does not pay on a CPU: bf16 autocast instead, which this processor is fast at"
+        return "no", f"fp16 does not pay on this {device.type.upper()}, nor does bf16: fp32 instead"
+    return asked, None
+
+
+def cpu_is_fast_at_bf16() -> bool:
+    """Whether the processor multiplies bf16 in hardware; elsewhere autocast to bf16 is slower than fp32."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def target_device() -> torch.device:
+    """The device that accelerate will choose, known before it exists."""
+    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def set_cpu_threads(asked: int | None) -> int:
+    """Threads of this process on a CPU; returns how many.
+
+    ``accelerate launch`` sets OMP_NUM_THREADS=1 where nobody chose, which leaves all cores but one idle.
+    """
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    chosen = os.environ.get("OMP_NUM_THREADS", "1")
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif chosen == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_processes))
+    return torch.get_num_threads()
+
+
+class StopRequest:
+    """Whether someone asked this process to stop: SIGTERM, SIGINT or SIGUSR1. A second SIGINT ends it at once."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.received is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Listens while the context is open."""
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class DeviceMeter:
+    """Peak memory: the allocator's own counter on CUDA, the process's largest resident set elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def peak_allocated_bytes(self) -> int:
+        """Largest number of bytes so far."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,104 @@
+"""One optimizer step over a window of micro-batches."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from train.config import Optimization
+from train.errors import UserError
+from train.records import MicroBatch, StepOutcome
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+
+_NO_TARGETS = (
+    "a whole global batch has no target: every label is masked, so there is nothing to learn from it. Look at the "
+    "labels and at max_length."
+)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds all generators from (seed, step, rank), so that a step does not depend on what was drawn before it."""
+    value = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002 - for code of a fork that draws from numpy's global generator
+    torch.manual_seed(value)
+
+
+def optimizer_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    window: Sequence[MicroBatch],
+    config: Optimization,
+    stop_requested: bool = False,
+) -> StepOutcome:
+    """Updates ``model`` by the gradient of Σ token losses ÷ N, N being the targets of the whole global batch.
+
+    That holds for every micro-batch size, accumulation, padding and number of processes, and for a last window that
+    is short. A gradient that is not finite never reaches the weights, on no rank.
+
+    Args:
+        model: prepared :class:`train.losses.ModelWithLoss`.
+        window: this rank's micro-batches, as many as on every other rank.
+        stop_requested: whether this rank was asked to stop; the outcome says whether any was.
+
+    Raises:
+        UserError: the global batch has no target at all.
+    """
+    totals = torch.tensor([sum(b.num_targets for b in window), int(stop_requested)], device=accelerator.device)
+    totals = accelerator.reduce(totals, reduction="sum")
+    # accelerator.backward divides by the accumulation, and data parallelism by the processes: both are undone here.
+    accelerator.gradient_accumulation_steps = len(window)
+    accelerator.step = 0
+    scale = accelerator.num_processes * len(window) / totals[0]
+
+    model.train()
+    loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
+    norm, targets, stops = math.nan, 0.0, 0.0
+    for micro_batch in window:
+        with accelerator.accumulate(model):
+            micro_batch = micro_batch.to(accelerator.device)
+            loss = model(micro_batch.inputs, micro_batch.labels)
+            accelerator.backward(loss * scale)
+            loss_sum += loss.detach()
+            if accelerator.sync_gradients:
+                grad_norm = clip_gradients(accelerator, model, config)
+                # The step's one wait for the device: whether to update has to be known here.
+                norm, targets, stops = torch.stack([grad_norm.double(), *totals.double()]).tolist()
+                if targets == 0:
+                    raise UserError(_NO_TARGETS)
+                # With a scaler the call is due either way: it leaves the weights alone and lowers the scale.
+                if math.isfinite(norm) or accelerator.scaler is not None:
+                    optimizer.step()
+                optimizer.zero_grad()
+    skipped = not math.isfinite(norm) or optimizer.step_was_skipped
+    return StepOutcome(
+        loss_sum=loss_sum,
+        num_targets=int(targets),
+        num_tokens=sum(b.num_tokens for b in window),
+        num_positions=sum(b.inputs["input_ids"].numel() for b in window),
+        grad_norm=norm,
+        clipped=not skipped and config.max_grad_norm is not None and norm > config.max_grad_norm,
+        skipped=skipped,
+        stop_requested=stops > 0,
+    )
+
+
+def clip_gradients(accelerator: Accelerator, model: nn.Module, config: Optimization) -> Tensor:
+    """Clips by norm or by value, as configured, and returns the norm () from before."""
+    bound = math.inf if config.max_grad_norm is None else config.max_grad_norm
+    norm = accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=float(config.grad_norm_type))
+    if config.max_grad_value is not None:
+        accelerator.clip_grad_value_(model.parameters(), config.max_grad_value)
+    assert isinstance(norm, Tensor)
+    return norm

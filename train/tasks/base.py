@@ -1,0 +1,100 @@
+"""The contract of a task: how documents become examples, and examples a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from train.errors import UserError
+from train.records import Corpus, Examples, MicroBatch
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from train.config import Data
+
+
+class Task:
+    """Base of all tasks. A subclass says how a document is cut into examples and how examples form a batch.
+
+    Every task is a choice among classes at some positions: the loss is the cross-entropy of ``logits (..., C)``
+    with ``labels (...)``, summed over the labels that are not ``IGNORE``. So a task only shapes batches; step,
+    evaluation and the loss are the same for all.
+    """
+
+    name: ClassVar[str]
+    auto_class: ClassVar[str]
+    """Class of transformers that builds the model for this task, by name."""
+    default_metric: ClassVar[str]
+    """The metric that says which checkpoint is best."""
+    greater_is_better: ClassVar[bool]
+    labelled: ClassVar[bool] = False
+    """Documents need a label."""
+    example_columns: ClassVar[tuple[str, ...]]
+    """Columns that :meth:`encode` returns; ``length``, the positions a model sees, is one of them."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises UserError when the tokenizer lacks what the task needs."""
+        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+            raise UserError(f"{self.name}: the tokenizer has neither a padding nor an end token; choose another one.")
+
+    def label_names(self, corpus: Corpus) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers; empty where the vocabulary is the classes."""
+        return ()
+
+    def accepted(
+        self, documents: datasets.Dataset, label_names: Sequence[str]
+    ) -> tuple[datasets.Dataset, tuple[str, ...]]:
+        """The documents that can be used, and notes about the others."""
+        return documents, ()
+
+    def encode(
+        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """A batch of documents (columns ``text``, ``label``) as examples, a row each (``example_columns``)."""
+        raise NotImplementedError
+
+    def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
+        """Examples, each with its ``id``, as one batch. Randomness may come only from ``seed`` and the ids."""
+        raise NotImplementedError
+
+    def describe(self, examples: Examples) -> tuple[str, ...]:
+        """Lines about the tokenised data that a person should read before training."""
+        return ()
+
+    def references(self, texts: Sequence[str]) -> dict[str, float]:
+        """Figures to hold the result against, by name."""
+        return {}
+
+    def sample(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
+        """Something the trained model makes, to look at."""
+        return None
+
+    def token_ids(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Token ids of each text, without any special token."""
+        return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def framed(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """``ids`` between the tokenizer's marks for the start and the end of a sequence, where it has them."""
+        start = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+        end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+        return [i for i in (start,) if i is not None] + ids + [i for i in (end,) if i is not None]
+
+
+def pad(rows: Sequence[torch.Tensor], value: int) -> torch.Tensor:
+    """Rows of different lengths as one (B, S) tensor, filled up at the end."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def attention_inputs(rows: Sequence[torch.Tensor], pad_id: int) -> dict[str, torch.Tensor]:
+    """``input_ids`` (B, S), and ``attention_mask`` (B, S) only where some position is padding."""
+    inputs = {"input_ids": pad(rows, pad_id)}
+    if len({len(row) for row in rows}) > 1:
+        inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
+    return inputs

@@ -1,0 +1,111 @@
+"""One label for a whole document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from train.errors import UserError
+from train.records import Corpus, Examples, MicroBatch
+from train.tasks.base import Task, attention_inputs
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+
+class SequenceClassification(Task):
+    """Each document is one example; what does not fit ``max_length`` is cut as ``truncation`` says."""
+
+    name: ClassVar[str] = "sequence_classification"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    default_metric: ClassVar[str] = "accuracy"
+    greater_is_better: ClassVar[bool] = True
+    labelled: ClassVar[bool] = True
+    example_columns: ClassVar[tuple[str, ...]] = ("tokens", "length", "document_length", "label")
+
+    def label_names(self, corpus: Corpus) -> tuple[str, ...]:
+        """The training split's labels, numbers in order of value, names in order of the alphabet.
+
+        Raises:
+            UserError: fewer than two classes.
+        """
+        labels = set(corpus.train["label"])
+        if len(labels) < 2:
+            raise UserError(
+                f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in column "
+                f"{self.data.label_column!r}; classification needs two or more. Is it the right --label_column?"
+            )
+        return tuple(str(label) for label in sorted(labels))
+
+    def accepted(
+        self, documents: datasets.Dataset, label_names: Sequence[str]
+    ) -> tuple[datasets.Dataset, tuple[str, ...]]:
+        """The documents whose label the training split knows.
+
+        Raises:
+            UserError: another label, unless ``on_bad_record`` is skip.
+        """
+        unknown = [i for i, label in enumerate(documents["label"]) if str(label) not in set(label_names)]
+        if not unknown:
+            return documents, ()
+        first = documents[unknown[0]]
+        where = f"{first['source']}: label {first['label']!r} does not occur in the training split"
+        if self.data.on_bad_record == "error":
+            raise UserError(
+                f"{where} (its labels: {', '.join(label_names[:20])}). Correct it, or leave such records out with "
+                "--on_bad_record skip."
+            )
+        kept = sorted(set(range(len(documents))) - set(unknown))
+        return documents.select(kept), (f"skipped {len(unknown)} records with an unknown label, the first {where}",)
+
+    def encode(
+        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """One example a document, cut to ``max_length`` with the tokenizer's start and end marks kept."""
+        number = {name: i for i, name in enumerate(label_names)}
+        room = self.data.max_length - len(self.framed([], tokenizer))
+        examples: dict[str, list[Any]] = {column: [] for column in self.example_columns}
+        for ids, label in zip(self.token_ids(documents["text"], tokenizer), documents["label"], strict=True):
+            tokens = self.framed(self._cut(ids, room), tokenizer)
+            examples["tokens"].append(np.array(tokens, dtype=np.int32))
+            examples["length"].append(len(tokens))
+            examples["document_length"].append(len(tokens) + max(0, len(ids) - room))
+            examples["label"].append(number[str(label)])
+        return examples
+
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        if len(ids) <= room:
+            return ids
+        if self.data.truncation == "keep_head":
+            return ids[:room]
+        if self.data.truncation == "keep_tail":
+            return ids[len(ids) - room :]
+        return ids[: (room + 1) // 2] + ids[len(ids) - room // 2 :]
+
+    def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
+        """``input_ids`` (B, S) with an attention mask where there is padding, ``labels`` (B,)."""
+        tokens = [torch.as_tensor(example["tokens"], dtype=torch.long) for example in examples]
+        return MicroBatch(
+            inputs=attention_inputs(tokens, pad_id),
+            labels=torch.tensor([int(example["label"]) for example in examples]),
+            num_targets=len(examples),
+            example_ids=tuple(int(example["id"]) for example in examples),
+            num_tokens=sum(map(len, tokens)),
+        )
+
+    def describe(self, examples: Examples) -> tuple[str, ...]:
+        """How much of the text was cut."""
+        train = examples.train.with_format("numpy")
+        total, kept = int(train["document_length"][:].sum()), int(train["length"][:].sum())
+        cut = int((train["document_length"][:] > train["length"][:]).sum())
+        lines = [f"{len(examples.label_names)} classes: {', '.join(examples.label_names[:20])}"]
+        if cut:
+            lines.append(
+                f"truncation ({self.data.truncation}): {cut} of {len(train)} documents are longer than "
+                f"{self.data.max_length} tokens; {100 * (1 - kept / total):.1f} % of all tokens are lost"
+            )
+        return tuple(lines)
