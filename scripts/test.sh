@@ -11,5 +11,5 @@ if [ "${1:-}" = "--all" ]; then
 fi
 $bin/ruff check .
 $bin/ruff format --check .
-$bin/basedpyright --level error
+$bin/basedpyright --level error --pythonpath $bin/python
 $bin/python -m pytest "$@"

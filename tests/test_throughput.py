@@ -1,6 +1,6 @@
 """Costs and peaks against figures worked out by hand."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import transformers
@@ -52,8 +52,8 @@ def test_flops_per_token_leaves_out_what_is_only_looked_up():
     assert flops_per_token(1000, 400, 2, 8, 16) == 6 * 600 + 12 * 2 * 8 * 16
 
 
-def _llama(**changes) -> nn.Module:
-    shape = {
+def _llama(**changes: Any) -> nn.Module:
+    shape: dict[str, Any] = {
         "vocab_size": 100,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -79,7 +79,8 @@ def test_model_counts_the_head_once_and_the_lookup_never(tied: bool):
 def test_model_with_wide_heads_counts_heads_times_head_size():
     narrow, wide = _llama(), _llama(head_dim=16)
     more_weights = 6 * 3 * 4 * 32 * 32
-    assert model_flops_per_token(wide, 512) == model_flops_per_token(narrow, 512) + more_weights + _LLAMA_ATTENTION
+    before, after = model_flops_per_token(narrow, 512), model_flops_per_token(wide, 512)
+    assert before is not None and after == before + more_weights + _LLAMA_ATTENTION
 
 
 def test_model_reads_gpt2s_names_and_leaves_out_both_tables():
@@ -90,16 +91,17 @@ def test_model_reads_gpt2s_names_and_leaves_out_both_tables():
 
 
 def test_sliding_windows_count_their_window():
-    config = transformers.ModernBertConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_hidden_layers=4,
-        vocab_size=64,
-        local_attention=128,
-        pad_token_id=0,
-        global_attn_every_n_layers=3,
-    )
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 4,
+        "vocab_size": 64,
+        "local_attention": 128,
+        "global_attn_every_n_layers": 3,
+        "pad_token_id": 0,
+    }
+    config = transformers.ModernBertConfig(**shape)
     model = transformers.ModernBertForMaskedLM(config)
     short, long = model_flops_per_token(model, 128), model_flops_per_token(model, 1024)
     assert short is not None and long is not None
@@ -111,11 +113,15 @@ def test_model_without_config_counts_its_matrices():
     assert model_flops_per_token(model, 1024) == 6 * 12
 
 
+class _Configured(nn.Linear):
+    def __init__(self, **config: Any) -> None:
+        super().__init__(2, 2)
+        self.config = type("Config", (), config)()
+
+
 @pytest.mark.parametrize("config", [{"num_experts": 8}, {"n_routed_experts": 256}, {"is_encoder_decoder": True}])
-def test_model_that_one_number_does_not_describe(config: dict):
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(**config)  # pyright: ignore[reportAttributeAccessIssue]
-    assert model_flops_per_token(model, 8) is None
+def test_model_that_one_number_does_not_describe(config: dict[str, Any]):
+    assert model_flops_per_token(_Configured(**config), 8) is None
 
 
 def test_mfu():

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from train.errors import UsageError
-from train.records import IGNORE, BatchArithmetic, MicroBatch
+from train.records import IGNORE, BatchArithmetic, MicroBatch, column
 
 if TYPE_CHECKING:
     import datasets
@@ -87,7 +87,7 @@ class MapBatches:
         pin_memory: bool = False,
     ) -> None:
         self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
-        self.lengths = np.asarray(examples.with_format("numpy")["length"][:])
+        self.lengths = column(examples, "length")
         self.steps_per_epoch: int | None = -(-len(examples) // arithmetic.global_batch_size)
         self._loader = _Loader(examples, collate, num_workers, pin_memory)
 
@@ -122,7 +122,7 @@ def evaluation_batches(
     pin_memory: bool = False,
 ) -> Iterator[MicroBatch]:
     """Every example exactly once over all ranks, the same number of batches on each, the longest first."""
-    lengths = np.asarray(examples.with_format("numpy")["length"][:])
+    lengths = column(examples, "length")
     rounds = micro_batches(range(len(lengths)), lengths.tolist(), batch_size, world_size)
     loader = _Loader(examples, collate, num_workers, pin_memory)
     return loader.load([parts[rank] for parts in rounds], (0, 0))
@@ -140,7 +140,7 @@ class _Loader:
         loader = DataLoader(
             _IdLists(self._examples, id_lists),  # pyright: ignore[reportArgumentType]
             batch_size=None,
-            collate_fn=_Collated(self._collate, seed),
+            collate_fn=_Collated(self._collate, seed),  # pyright: ignore[reportArgumentType]
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
         )

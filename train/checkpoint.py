@@ -175,7 +175,10 @@ def _unflattened(tensors: Mapping[str, Tensor], structure: dict[str, Any]) -> di
     for key, value in [*tensors.items(), *structure["state"].items()]:
         parameter, _, name = key.partition(".")
         state.setdefault(int(parameter), {})[name] = value
-    groups = [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in structure["param_groups"]]
+    groups = [  # JSON knows no tuples, such as betas
+        {k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in group.items()}
+        for group in structure["param_groups"]
+    ]
     return {"state": state, "param_groups": groups}
 
 
@@ -189,14 +192,10 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
-
-
-def _sha256(file: Any) -> str:
-    digest = hashlib.sha256()  # Python 3.10 has no file_digest
-    while block := file.read(2**20):
-        digest.update(block)
+        while block := file.read(2**22):
+            digest.update(block)
     return digest.hexdigest()
 
 

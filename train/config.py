@@ -364,7 +364,7 @@ def _type_problem(value: Any, hint: Any) -> str | None:
                 float(value)
                 return f"a number; YAML reads {value} as text, write {float(value)!r} with a dot, unquoted"
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        return None if good and math.isfinite(value) else "a number"
+        return None if good and math.isfinite(float(value)) else "a number"
     if hint is int:
         return None if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
     if hint is bool:

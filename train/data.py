@@ -101,7 +101,7 @@ def prepare_data(config: Config, task: Task, tokenizer_folder: Path, saves: bool
     spec = data.tokenizer or config.architecture.model
     assert spec is not None
     own = spec == "words" or spec.startswith("train:")
-    texts = (row["text"] for row in corpus.train) if own else ()
+    texts = (dict(row)["text"] for row in corpus.train) if own else ()
     tokenizer = load_tokenizer(spec, texts, tokenizer_folder if own else None, config.architecture.trust_remote_code)
     if own and saves:
         tokenizer.save_pretrained(tokenizer_folder)

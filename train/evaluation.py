@@ -15,7 +15,7 @@ from torch import nn
 
 from train.errors import UserError
 from train.losses import Scores
-from train.records import IGNORE, Evaluation, MicroBatch
+from train.records import IGNORE, Evaluation, MicroBatch, column
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -116,7 +116,7 @@ class Evaluator:
     def _metrics(self, table: np.ndarray, examples: datasets.Dataset) -> dict[str, Any]:
         covered = np.zeros(len(table))
         if "num_bytes" in examples.column_names:
-            covered = np.asarray(examples.with_format("numpy")["num_bytes"][:])[table[:, 0].astype(int)]
+            covered = column(examples, "num_bytes")[table[:, 0].astype(int)]
         tokens = TokenMetrics(keep_in_memory=True)
         tokens.add_batch(loss_sum=table[:, 1], targets=table[:, 2], correct=table[:, 3], num_bytes=covered)
         metrics: dict[str, Any] = tokens.compute() or {}

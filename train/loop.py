@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ def advance(progress: Progress, outcome: StepOutcome) -> Progress:
         progress,
         step=progress.step + 1,
         step_in_epoch=progress.step_in_epoch + 1,
-        tokens_seen=progress.tokens_seen + outcome.num_targets,
+        tokens_seen=progress.tokens_seen + outcome.num_tokens,
         nonfinite_steps=progress.nonfinite_steps + outcome.skipped,
         consecutive_nonfinite_steps=progress.consecutive_nonfinite_steps + 1 if outcome.skipped else 0,
     )
@@ -204,14 +204,8 @@ class Interval:
     def close(self, progress: Progress, learning_rate: float) -> Progress:
         """Reports the interval and begins the next."""
         accelerator, goal = self._parts.accelerator, self._goal
-        sums = torch.stack(
-            [
-                self._loss_sum.double(),
-                *torch.tensor([self._tokens, self._positions], dtype=torch.float64, device=accelerator.device),
-            ]
-        )
-        loss_sum, tokens, positions = accelerator.reduce(sums, reduction="sum").tolist()
-        tokens_per_second = tokens / self._seconds
+        loss_sum = cast("torch.Tensor", accelerator.reduce(self._loss_sum, reduction="sum")).item()
+        tokens_per_second = self._tokens / self._seconds
         mfu = None
         if goal.flops_per_token and goal.peak_flops_per_second:
             mfu = tokens_per_second * goal.flops_per_token / goal.peak_flops_per_second
@@ -226,7 +220,7 @@ class Interval:
             "seconds_per_step": self._seconds / self._steps,
             "mfu": mfu,
             "peak_allocated_bytes": self._parts.meter.peak_allocated_bytes(),
-            "padding_share": 1 - tokens / positions,
+            "padding_share": 1 - self._tokens / self._positions,
             "loss_scale": accelerator.scaler.get_scale() if accelerator.scaler is not None else None,
             "tokens_seen": progress.tokens_seen,
         }

@@ -157,8 +157,9 @@ def close(
     if config.output.load_best_model_at_end and progress.best_step:
         step = progress.best_step
         outputs.load_weights(network, step)
+    metric = config.output.metric_for_best or task.headline_metric
     evaluations = [outputs.evaluation_at(step) or evaluator.validation(step)]
-    examples, texts = prepared.examples, prepared.corpus.validation["text"]
+    examples, texts = prepared.examples, list(prepared.corpus.validation["text"])
     if examples.test is not None:
         evaluations.append(evaluator.split("test", examples.test, step))
         outputs.record_evaluation(evaluations[-1])
@@ -176,6 +177,8 @@ def close(
         "steps": progress.step,
         "epochs": progress.step / steps_per_epoch if steps_per_epoch else progress.epoch,
         "tokens": progress.tokens_seen,
+        "metric_name": metric,
+        "metric_value": evaluations[0].metrics[metric],
         "result": {e.split: e.metrics for e in evaluations},
         "references": references,
         "best_step": progress.best_step,

@@ -70,15 +70,12 @@ def _from_transformers(
     import transformers
 
     factory = getattr(transformers, auto_class)
-    labels = {"id2label": dict(enumerate(label_names)), "label2id": {n: i for i, n in enumerate(label_names)}}
-    if config.model is None:
-        model_config = _new_config(config, tokenizer, max_length)
-    else:
-        model_config = _stored_config(config)
-    for name, value in labels.items() if label_names else ():
-        setattr(model_config, name, value)
-    if label_names and getattr(model_config, "pad_token_id", None) is None:
-        model_config.pad_token_id = pad_token_id(tokenizer)
+    from_scratch = config.model is None
+    model_config = _new_config(config, tokenizer, max_length) if from_scratch else _stored_config(config)
+    if label_names:
+        model_config.id2label = dict(enumerate(label_names))
+        model_config.label2id = {name: number for number, name in enumerate(label_names)}
+        model_config.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
     _check_fit(model_config, tokenizer, max_length)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     if config.attn_implementation:
@@ -107,7 +104,7 @@ def _new_config(config: Architecture, tokenizer: PreTrainedTokenizerBase, max_le
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": pad_token_id(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,  # not the end token for want of one: its embedding would stay zero
     }
     try:
         known = AutoConfig.for_model(model_type)
@@ -140,7 +137,7 @@ def _stored_config(config: Architecture) -> PretrainedConfig:
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The padding token, or the end token where there is none."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return 0 if found is None else int(found)
+    return found if isinstance(found, int) else 0
 
 
 def _check_fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
@@ -185,7 +182,9 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1) -
             raise ValueError("it is no transformers model")
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
-    layers = [m for m in model.modules() if type(m).__mro__[1].__name__ == "GradientCheckpointingLayer"]
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
 

@@ -63,8 +63,9 @@ class Outputs:
                     self._put_aside()
                 (self.folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
             except OSError as error:
+                reason = error.strerror or error
                 raise UserError(
-                    f"output_dir: {self.folder} cannot be written: {error.strerror or error}. Give another --output_dir."
+                    f"output_dir: {self.folder} cannot be written: {reason}. Give another --output_dir."
                 ) from None
         self._accelerator.wait_for_everyone()
 
@@ -93,11 +94,11 @@ class Outputs:
         found = broadcast_object_list(choice)[0]
         if isinstance(found, UserError):
             raise found
-        if found is None:
-            return Progress()
-        progress = checkpoint.restore(found, state, self._config.output.allow_changes_on_resume)
+        progress = Progress()
+        if found is not None:
+            progress = checkpoint.restore(found, state, self._config.output.allow_changes_on_resume)
+            self.say(f"resumed from {found} at step {progress.step}")
         self._log.rewind(progress.step)
-        self.say(f"resumed from {found} at step {progress.step}")
         return progress
 
     def _checkpoint_to_resume(self) -> Path | UserError | None:

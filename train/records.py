@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     import datasets
     import torch
@@ -23,7 +25,7 @@ class Corpus:
 
     name: str
     train: datasets.Dataset | datasets.IterableDataset
-    validation: datasets.Dataset | datasets.IterableDataset
+    validation: datasets.Dataset
     test: datasets.Dataset | None = None
     notes: tuple[str, ...] = ()
     """What a person should know: records skipped, and where."""
@@ -93,7 +95,7 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did, equal on all ranks but for ``loss_sum`` and the token counts.
+    """What one optimizer step did, equal on all ranks but for ``loss_sum``.
 
     ``loss_sum`` stays on the device: reading it would wait for the device.
     """
@@ -101,11 +103,9 @@ class StepOutcome:
     loss_sum: torch.Tensor
     """() of this rank's targets."""
     num_targets: int
-    """Of the whole global batch."""
     num_tokens: int
-    """Input tokens of this rank."""
     num_positions: int
-    """Input positions of this rank, padding included."""
+    """Input positions, padding included; like the two counts above, of the whole global batch."""
     grad_norm: float
     """Norm before clipping; inf or nan in a step that was skipped."""
     clipped: bool
@@ -139,6 +139,11 @@ class Evaluation:
     step: int
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+def column(examples: datasets.Dataset, name: str) -> np.ndarray:
+    """(examples,) a column of numbers."""
+    return np.asarray(examples.with_format("numpy")[name][:])
 
 
 class Meter(Protocol):

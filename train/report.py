@@ -10,7 +10,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -92,18 +92,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = list(file)
-    rows = []
-    for index, line in enumerate(lines):
-        try:
-            row = json.loads(line)
-            good = isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row
-        except ValueError:
-            good = False
-        if good:
-            rows.append(row)
-        elif index < len(lines) - 1:
+    rows = [_row(line) for line in lines]
+    for index, row in enumerate(rows[:-1]):
+        if row is None:
             raise UserError(f"{path}, line {index + 1} is not a row of metrics. Mend or delete the line, or the file.")
-    return rows
+    return [row for row in rows if row is not None]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row else None
 
 
 def start_trackers(accelerator: Accelerator, config: Config) -> None:
@@ -125,7 +126,7 @@ def start_trackers(accelerator: Accelerator, config: Config) -> None:
         accelerator.init_trackers(PROJECT, config=tracked_config(config), init_kwargs=options)
     except ImportError as error:
         raise UserError(f"report_to: {error}. pip install '.[{','.join(wanted)}]' adds what is missing.") from error
-    except Exception as error:
+    except Exception as error:  # each tool raises errors of its own kinds
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error
 
@@ -141,15 +142,18 @@ def tracked_config(config: Config) -> dict[str, int | float | str]:
 
     Texts whose name speaks of a token, key, secret or password are left out: a tracker may be public.
     """
-    flat: dict[str, int | float | str] = {}
-    for name, value in to_values(config).items():
-        parts = {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        for part_name, part in parts.items():
-            if isinstance(part, int | float):
-                flat[part_name] = part
-            elif part is not None and not _is_secret(part_name):
-                flat[part_name] = ", ".join(map(str, part)) if isinstance(part, list | tuple) else str(part)
-    return flat
+    return dict(_flat(to_values(config)))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        elif isinstance(value, int | float):
+            yield name, value
+        elif value is not None and not _is_secret(name):
+            yield name, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _is_secret(name: str) -> bool:

@@ -120,6 +120,7 @@ def _loss(training: Sequence[Row], evaluations: Mapping[str, Sequence[Row]]) -> 
 
 def _bits_per_byte(evaluations: Mapping[str, Sequence[Row]], references: Mapping[str, float]) -> _Drawing:
     by_split = {split: points(rows, "bits_per_byte") for split, rows in evaluations.items()}
+    references = {name: value for name, value in references.items() if isinstance(value, int | float)}
 
     def draw(axes: Axes) -> None:
         _split_curves(axes, by_split)
@@ -186,7 +187,7 @@ def _learning_rate(training: Sequence[Row]) -> _Drawing:
 
     def draw(axes: Axes) -> None:
         _curve(axes, series, _FIRST)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes, series)
         axes.yaxis.set_major_formatter(lambda value, _: _scientific(value))
 
     return _Drawing("Learning rate", "As the schedule set it.", [series], draw)
@@ -197,8 +198,8 @@ def _tokens_per_second(training: Sequence[Row]) -> _Drawing:
 
     def draw(axes: Axes) -> None:
         _curve(axes, series, _FIRST)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: count(value).replace(".0k", "k").replace(".00M", "M"))
+        _from_zero(axes, series)
+        axes.yaxis.set_major_formatter(lambda value, _: _short_count(value))
 
     return _Drawing("Tokens per second", "All devices together, padding not counted.", [series], draw)
 
@@ -211,7 +212,7 @@ def _peak_memory(training: Sequence[Row], predicted_bytes: float | None) -> _Dra
         if predicted_bytes:
             label = f"predicted {gib(predicted_bytes)}"
             axes.axhline(predicted_bytes / 2**30, color=_SECOND, linestyle="--", linewidth=1.2, label=label)
-        axes.set_ylim(0, 1.15 * max([size for _, size in series] + [(predicted_bytes or 0) / 2**30]) or 1)
+        _from_zero(axes, [*series, (0, (predicted_bytes or 0) / 2**30)])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
     return _Drawing("Peak memory", "GiB; the most that one device had allocated so far.", [series], draw)
@@ -229,6 +230,10 @@ def _curve(axes: Axes, series: Points, colour: str, label: str | None = None, ma
         steps, values = zip(*thinned(series), strict=True)
         alone = "o" if len(series) == 1 else ""
         axes.plot(steps, values, color=colour, label=label, marker=marker or alone, markersize=4.5)
+
+
+def _from_zero(axes: Axes, series: Points) -> None:
+    axes.set_ylim(0, 1.08 * max(value for _, value in series) or 1)
 
 
 def _split_curves(axes: Axes, by_split: Mapping[str, Points]) -> None:
@@ -272,6 +277,12 @@ def _log_scale(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def _short_count(value: float) -> str:
+    """5k rather than 5.00k."""
+    text = count(value)
+    return re.sub(r"\.?0+(?=[kMBT])", "", text) if "." in text else text
+
+
 def _scientific(value: float) -> str:
     """3e-4 rather than 0.0003 or 3e-04."""
     if value == 0 or abs(value) >= 0.01:
@@ -290,11 +301,12 @@ def _svg(drawing: _Drawing, label: str, last_step: int) -> str:
         axes = figure.subplots()
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         axes.xaxis.grid(False)
         drawing.draw(axes)
         axes.set_xlabel("step")
         axes.set_xlim(0, 1.02 * max(1, last_step))
-        if axes.get_legend_handles_labels()[0]:
+        if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, borderaxespad=0.2)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -311,5 +323,5 @@ def _for_page(svg: str, title: str, label: str) -> str:
     for colour, variable in _THEME.items():
         body = body.replace(colour, f"var(--{variable}, {colour})")
     head, tail = body.split(">", 1)
-    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    head = re.sub(r' (width|height|version|xmlns|xmlns:xlink)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{escape(label)}">{tail}'

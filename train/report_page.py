@@ -34,7 +34,7 @@ figcaption { color: var(--muted); font-size: .85rem; margin-bottom: 6px; }
 figcaption strong { display: block; color: var(--ink); font-size: 1rem; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
-.box { overflow-x: auto; padding: 4px 16px; }
+.box { overflow: auto; max-height: 38rem; padding: 4px 16px; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 12px 7px 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 tr:last-child > * { border-bottom: 0; }
@@ -47,13 +47,13 @@ th:first-child, td:first-child, .facts td, .text { text-align: left; }
 .matrix td, .matrix th { text-align: center; padding: 8px 12px; }
 .matrix tbody th { text-align: right; font-weight: 500; }
 .matrix tbody td { border: 1px solid var(--card); min-width: 4.2em;
-  background: color-mix(in srgb, var(--first) calc(var(--share) * 62%), transparent); }
+  background: color-mix(in srgb, var(--first) calc(var(--share) * 55%), transparent); }
 .matrix tbody td.recall { background: none; color: var(--muted); }
 pre { margin: 0; padding: 12px 0; font: .85rem/1.5 ui-monospace, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 summary { cursor: pointer; padding: 8px 0; font-weight: 500; }
 footer { color: var(--muted); font-size: .85rem; margin-top: 40px; }
-@media print { body { background: none; } figure, .cards > div { break-inside: avoid; } }
+@media print { body { background: none; } .box { max-height: none; } figure, .cards > div { break-inside: avoid; } }
 """
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -184,11 +184,15 @@ def _device(summary: Mapping[str, Any]) -> str:
     """What the run ran on: the GPUs it used, or the processor."""
     machine = summary.get("hardware") or {}
     gpus = machine.get("gpus") or []
+    used = summary.get("world_size") or 1
     if gpus:
-        used = summary.get("world_size") or 1
         return f"{used} × {gpus[0]['name']}"
-    cores = f", {machine['cpu_cores']} cores" if machine.get("cpu_cores") else ""
-    return f"{machine['cpu']}{cores}" if machine.get("cpu") else ""
+    parts = [
+        shown(machine, "cpu", str),
+        shown(machine, "cpu_cores", lambda cores: f"{cores} cores"),
+        f"{used} processes" if used > 1 else None,
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _section(heading: str, body: str) -> str:
@@ -219,7 +223,8 @@ def _evaluation_table(evaluations: Sequence[Row], best_step: int | None) -> str:
     lines = []
     for row in evaluations:
         cells = "".join(f"<td{kinds[name]}>{escape(number(row.get(name)))}</td>" for name in columns)
-        mark = ' class="best"' if best_step is not None and row["step"] == best_step else ""
+        best = row["step"] == best_step and row.get("split", "validation") == "validation"
+        mark = ' class="best"' if best else ""
         lines.append(f"<tr{mark}>{cells}</tr>")
     return f'<div class="box"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>{"".join(lines)}</tbody>\n</table></div>'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -55,27 +55,32 @@ def optimizer_step(
     Raises:
         UserError: the global batch has no target at all.
     """
-    totals = torch.tensor([sum(b.num_targets for b in window), int(stop_requested)], device=accelerator.device)
-    totals = accelerator.reduce(totals, reduction="sum")
+    counts = [
+        sum(b.num_targets for b in window),
+        sum(b.num_tokens for b in window),
+        sum(b.inputs["input_ids"].numel() for b in window),
+        int(stop_requested),
+    ]
+    totals = cast("Tensor", accelerator.reduce(torch.tensor(counts, device=accelerator.device), reduction="sum"))
     # accelerator.backward divides by the accumulation, and data parallelism by the processes: both are undone here.
     accelerator.gradient_accumulation_steps = len(window)
     accelerator.step = 0
-    scale = accelerator.num_processes * len(window) / totals[0]
+    divided_later = len(window) * accelerator.num_processes
 
     model.train()
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
-    norm, targets, stops = math.nan, 0.0, 0.0
+    norm, num_targets, num_tokens, num_positions, stops = math.nan, 0, 0, 0, 0
     for micro_batch in window:
         with accelerator.accumulate(model):
             micro_batch = micro_batch.to(accelerator.device)
             loss = model(micro_batch.inputs, micro_batch.labels)
-            accelerator.backward(loss * scale)
+            accelerator.backward(loss * divided_later / totals[0])
             loss_sum += loss.detach()
             if accelerator.sync_gradients:
-                grad_norm = clip_gradients(accelerator, model, config)
                 # The step's one wait for the device: whether to update has to be known here.
-                norm, targets, stops = torch.stack([grad_norm.double(), *totals.double()]).tolist()
-                if targets == 0:
+                norm = clip_gradients(accelerator, model, config).item()
+                num_targets, num_tokens, num_positions, stops = totals.tolist()
+                if num_targets == 0:
                     raise UserError(_NO_TARGETS)
                 # With a scaler the call is due either way: it leaves the weights alone and lowers the scale.
                 if math.isfinite(norm) or accelerator.scaler is not None:
@@ -84,9 +89,9 @@ def optimizer_step(
     skipped = not math.isfinite(norm) or optimizer.step_was_skipped
     return StepOutcome(
         loss_sum=loss_sum,
-        num_targets=int(targets),
-        num_tokens=sum(b.num_tokens for b in window),
-        num_positions=sum(b.inputs["input_ids"].numel() for b in window),
+        num_targets=num_targets,
+        num_tokens=num_tokens,
+        num_positions=num_positions,
         grad_norm=norm,
         clipped=not skipped and config.max_grad_norm is not None and norm > config.max_grad_norm,
         skipped=skipped,
@@ -97,7 +102,8 @@ def optimizer_step(
 def clip_gradients(accelerator: Accelerator, model: nn.Module, config: Optimization) -> Tensor:
     """Clips by norm or by value, as configured, and returns the norm () from before."""
     bound = math.inf if config.max_grad_norm is None else config.max_grad_norm
-    norm = accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=float(config.grad_norm_type))
+    order = float(config.grad_norm_type)
+    norm = accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=order)  # pyright: ignore[reportArgumentType]
     if config.max_grad_value is not None:
         accelerator.clip_grad_value_(model.parameters(), config.max_grad_value)
     assert isinstance(norm, Tensor)

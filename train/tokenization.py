@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -169,7 +170,8 @@ class _Encode:
     ) -> None:
         self.task, self.tokenizer, self.label_names, self.data = task, tokenizer, label_names, data
         settings = {k: v for k, v in asdict(data).items() if not k.endswith("num_workers")}
-        self.recipe = f"{task.name} {sorted(settings.items())} {list(label_names)} {tokenizer_digest(tokenizer)}"
+        source = [inspect.getsource(cls) for cls in type(task).__mro__ if issubclass(cls, Task)]  # a fork changes it
+        self.recipe = f"{source} {sorted(settings.items())} {list(label_names)} {tokenizer_digest(tokenizer)}"
 
     def __call__(self, documents: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         return self.task.encode(documents, self.tokenizer, self.label_names)

@@ -24,11 +24,12 @@ def gib(size_bytes: float) -> str:
 
 
 def count(value: float) -> str:
-    """A count in three digits: 874, 24.1k, 1.84M, 7.62B."""
+    """A count in three digits: 874, 2.35k, 24.1k, 1.84M, 7.62B."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size * 0.9995:
-            return f"{value / size:.{2 if size > 1e3 and value < 9.995 * size else 1}f}{letter}"
-    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+        if value >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{letter}"
+    return f"{value:.3g}"
 
 
 def percent(share: float) -> str:
@@ -38,7 +39,7 @@ def percent(share: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as the two largest of days, hours, minutes and seconds."""
-    if seconds < 60:
+    if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     whole = round(seconds)
     parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]

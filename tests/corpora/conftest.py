@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
+import datasets.config
 import pytest
 
 

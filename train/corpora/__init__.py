@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.corpora import files, hub, listops, stdlib
@@ -61,7 +60,7 @@ def _load(data: Data, labelled: bool) -> Splits:
         return stdlib.load_packages(data, labelled)
     if data.dataset == "listops":
         return listops.load(data, labelled)
-    if Path(data.dataset).expanduser().exists():
+    if files.local_path(data.dataset).exists():
         return files.load(data, labelled)
     if files.looks_like_path(data.dataset):
         raise UserError(f"--dataset {data.dataset}: no such file or folder.")

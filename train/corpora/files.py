@@ -38,13 +38,21 @@ def looks_like_path(name: str) -> bool:
     )
 
 
+def local_path(name: str) -> Path:
+    """The path that ``name`` would be, with ~ as the home folder where there is one."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def load(data: Data, labelled: bool) -> Splits:
     """The splits of the file or folder ``data.dataset``; only the training split of it is a stream.
 
     Raises:
         UserError: nothing to read there, or what it holds cannot be used.
     """
-    path = Path(data.dataset).expanduser()
+    path = local_path(data.dataset)
     if is_saved(path):
         return _load_saved(path, data, labelled)
     found, notes = _find(path)
@@ -65,7 +73,7 @@ def load_validation(data: Data, labelled: bool) -> tuple[datasets.Dataset, tuple
     Raises:
         UserError: nothing to read there, or what it holds cannot be used.
     """
-    path = Path(data.validation_dataset or "").expanduser()
+    path = local_path(data.validation_dataset or "")
     if not path.exists():
         raise UserError(f"--validation_dataset {path}: no such file or folder.")
     if is_saved(path):

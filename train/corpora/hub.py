@@ -62,6 +62,8 @@ def _ask(data: Data, question: Callable[[], Result]) -> Result:
     """
     try:
         return question()
+    except UserError:
+        raise
     except Exception as error:
         # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
         raise UserError(_explain(data, error)) from None
@@ -105,7 +107,6 @@ def _arguments(loaded: Any, split: str, data: Data, labelled: bool) -> dict[str,
 
 
 def _documents(split: str, data: Data, labelled: bool) -> tuple[datasets.Dataset, tuple[str, ...]]:
-
     loaded = _load_dataset(split, data)
     what, arguments = _what(data, split), _arguments(loaded, split, data, labelled)
     wanted = [column for column in (arguments["text_column"], arguments["label_column"]) if column is not None]
@@ -133,7 +134,7 @@ def _stream(split: str, data: Data, labelled: bool) -> datasets.IterableDataset:
     arguments = _arguments(loaded, split, data, labelled)
     columns = list(loaded.features) if loaded.features else None
     judged = loaded.map(judge, with_indices=True, remove_columns=columns, features=rows.features(), fn_kwargs=arguments)
-    return rows.settle_stream(judged, data, labelled, _what(data, split))
+    return _ask(data, lambda: rows.settle_stream(judged, data, labelled, _what(data, split)))
 
 
 def judge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -88,7 +89,12 @@ def load(data: Data) -> Splits:
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
     size = sum(key[2] for key in keys) / 1e6
-    return Splits(documents, notes=(f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of {folder}",))
+    return Splits(
+        documents,
+        notes=(
+            f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {platform.python_version()}",
+        ),
+    )
 
 
 def _walk(folder: Path) -> list[str]:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from train.errors import UserError
 from train.records import Corpus, Examples, MicroBatch
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from train.config import Data
 
@@ -31,6 +32,8 @@ class Task:
     default_metric: ClassVar[str]
     """The metric that says which checkpoint is best."""
     greater_is_better: ClassVar[bool]
+    headline_metric: ClassVar[str]
+    """The metric that a person reads first."""
     labelled: ClassVar[bool] = False
     """Documents need a label."""
     example_columns: ClassVar[tuple[str, ...]]
@@ -72,7 +75,7 @@ class Task:
         """Figures to hold the result against, by name."""
         return {}
 
-    def sample(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
+    def sample(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
         """Something the trained model makes, to look at."""
         return None
 
@@ -84,7 +87,21 @@ class Task:
         """``ids`` between the tokenizer's marks for the start and the end of a sequence, where it has them."""
         start = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
         end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-        return [i for i in (start,) if i is not None] + ids + [i for i in (end,) if i is not None]
+        return [i for i in (start, *ids, end) if isinstance(i, int)]
+
+    def room(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Tokens of text in one example, beside those that :meth:`framed` adds.
+
+        Raises:
+            UserError: there is none.
+        """
+        marks = len(self.framed([], tokenizer))
+        if self.data.max_length <= marks:
+            raise UserError(
+                f"max_length: {self.data.max_length} leaves no room for text: {self.name} adds {marks} tokens for "
+                f"start and end. Give {marks + 1} or more."
+            )
+        return self.data.max_length - marks
 
 
 def pad(rows: Sequence[torch.Tensor], value: int) -> torch.Tensor:

@@ -6,16 +6,17 @@ import lzma
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from train.records import IGNORE, MicroBatch
 from train.tasks.base import Task, pad
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 class CausalLM(Task):
@@ -25,6 +26,7 @@ class CausalLM(Task):
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     default_metric: ClassVar[str] = "loss"
     greater_is_better: ClassVar[bool] = False
+    headline_metric: ClassVar[str] = "bits_per_byte"
     example_columns: ClassVar[tuple[str, ...]] = ("tokens", "length", "num_bytes")
 
     def encode(
@@ -72,15 +74,17 @@ class CausalLM(Task):
         entropy = -sum(n / len(data) * math.log2(n / len(data)) for n in counts)
         return {"order-0 entropy": entropy, "xz -9": 8 * len(lzma.compress(data, preset=9)) / len(data)}
 
-    def sample(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
+    def sample(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
         """What the model writes after the beginning of ``text``, the seam marked; None where it cannot generate."""
-        if not (hasattr(model, "generate") and getattr(model, "can_generate", lambda: False)()):
+        from transformers import GenerationMixin, PreTrainedModel
+
+        if not (isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
             return None
         ids = self.token_ids([text], tokenizer)[0][: min(64, self.data.max_length // 2)]
         model.eval()
         prompt = torch.tensor([ids], device=model.device)
         torch.manual_seed(seed)
-        written = model.generate(
+        written = cast("Any", model).generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=min(160, self.data.max_length - len(ids)),

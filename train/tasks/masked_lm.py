@@ -23,6 +23,7 @@ class MaskedLM(Task):
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     default_metric: ClassVar[str] = "loss"
     greater_is_better: ClassVar[bool] = False
+    headline_metric: ClassVar[str] = "loss"
     example_columns: ClassVar[tuple[str, ...]] = ("tokens", "special", "length", "vocab_size", "mask_id")
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -35,8 +36,8 @@ class MaskedLM(Task):
     ) -> dict[str, list[Any]]:
         """Windows of at most ``max_length`` tokens, framed by the tokenizer's start and end marks."""
         examples: dict[str, list[Any]] = {column: [] for column in self.example_columns}
+        room = self.room(tokenizer)
         for ids in self.token_ids(documents["text"], tokenizer):
-            room = self.data.max_length - len(self.framed([], tokenizer))
             for first in range(0, len(ids), room):
                 tokens = self.framed(ids[first : first + room], tokenizer)
                 examples["tokens"].append(np.array(tokens, dtype=np.int32))
@@ -53,8 +54,9 @@ class MaskedLM(Task):
         for example in examples:
             random = np.random.default_rng([*seed, int(example["id"])])
             tokens = np.asarray(example["tokens"], dtype=np.int64)
-            draws = np.where(np.asarray(example["special"], bool), 1.0, random.random(len(tokens)))
-            chosen = draws <= max(self.data.mlm_probability, draws.min())  # at least one, in short texts too
+            special = np.asarray(example["special"], bool)
+            draws = np.where(special, 1.0, random.random(len(tokens)))
+            chosen = ~special & (draws <= max(self.data.mlm_probability, draws.min()))  # one at least, if short
             how = random.random(len(tokens))
             shown = np.where(chosen & (how < 0.8), int(example["mask_id"]), tokens)
             replacement = random.integers(int(example["vocab_size"]), size=len(tokens))

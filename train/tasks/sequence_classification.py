@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import datasets
 import numpy as np
 import torch
 
 from train.errors import UserError
-from train.records import Corpus, Examples, MicroBatch
+from train.records import Corpus, Examples, MicroBatch, column
 from train.tasks.base import Task, attention_inputs
 
 if TYPE_CHECKING:
-    import datasets
     from transformers import PreTrainedTokenizerBase
 
 
@@ -24,6 +24,7 @@ class SequenceClassification(Task):
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     default_metric: ClassVar[str] = "accuracy"
     greater_is_better: ClassVar[bool] = True
+    headline_metric: ClassVar[str] = "accuracy"
     labelled: ClassVar[bool] = True
     example_columns: ClassVar[tuple[str, ...]] = ("tokens", "length", "document_length", "label")
 
@@ -33,7 +34,7 @@ class SequenceClassification(Task):
         Raises:
             UserError: fewer than two classes.
         """
-        labels = set(corpus.train["label"])
+        labels = set(corpus.train["label"])  # of a stream, too: it is read once for this
         if len(labels) < 2:
             raise UserError(
                 f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in column "
@@ -49,7 +50,8 @@ class SequenceClassification(Task):
         Raises:
             UserError: another label, unless ``on_bad_record`` is skip.
         """
-        unknown = [i for i, label in enumerate(documents["label"]) if str(label) not in set(label_names)]
+        known = set(label_names)
+        unknown = [i for i, label in enumerate(documents["label"]) if str(label) not in known]
         if not unknown:
             return documents, ()
         first = documents[unknown[0]]
@@ -67,7 +69,7 @@ class SequenceClassification(Task):
     ) -> dict[str, list[Any]]:
         """One example a document, cut to ``max_length`` with the tokenizer's start and end marks kept."""
         number = {name: i for i, name in enumerate(label_names)}
-        room = self.data.max_length - len(self.framed([], tokenizer))
+        room = self.room(tokenizer)
         examples: dict[str, list[Any]] = {column: [] for column in self.example_columns}
         for ids, label in zip(self.token_ids(documents["text"], tokenizer), documents["label"], strict=True):
             tokens = self.framed(self._cut(ids, room), tokenizer)
@@ -99,13 +101,14 @@ class SequenceClassification(Task):
 
     def describe(self, examples: Examples) -> tuple[str, ...]:
         """How much of the text was cut."""
-        train = examples.train.with_format("numpy")
-        total, kept = int(train["document_length"][:].sum()), int(train["length"][:].sum())
-        cut = int((train["document_length"][:] > train["length"][:]).sum())
+        assert isinstance(examples.train, datasets.Dataset)
+        kept, before = column(examples.train, "length"), column(examples.train, "document_length")
+        lost = 1 - kept.sum() / before.sum()
+        cut = int((before > kept).sum())
         lines = [f"{len(examples.label_names)} classes: {', '.join(examples.label_names[:20])}"]
         if cut:
             lines.append(
-                f"truncation ({self.data.truncation}): {cut} of {len(train)} documents are longer than "
-                f"{self.data.max_length} tokens; {100 * (1 - kept / total):.1f} % of all tokens are lost"
+                f"truncation ({self.data.truncation}): {cut} of {len(kept)} documents are longer than "
+                f"{self.data.max_length} tokens; {100 * lost:.1f} % of all tokens are lost"
             )
         return tuple(lines)

@@ -1,0 +1,77 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = """
+task: causal_lm
+dataset: {data}
+tokenizer: bytes
+max_length: 64
+validation_fraction: 0.2
+model_config: {{model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, resid_pdrop: 0.1, embd_pdrop: 0.1, attn_pdrop: 0.0}}
+micro_batch_size: 2
+global_batch_size: 8
+num_epochs: 2
+learning_rate: 0.01
+log_every_steps: 1
+cpu_threads: 1
+"""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network_and_own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is fetched, and what 🤗 datasets caches goes with the test run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        import datasets.config
+
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(os.environ["HF_DATASETS_CACHE"]))
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        yield
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe that trains in a second: 25 documents of different lengths, dropout on, a short last window."""
+    documents = tmp_path / "documents.jsonl"
+    with documents.open("w") as file:
+        for number in range(25):
+            file.write(json.dumps({"text": f"document {number}: " + "abc def " * (number % 7)}) + "\n")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(data=documents))
+    return path
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_main() -> Run:
+    """Runs ``train/main.py`` as a process of its own, as a user would."""
+
+    def run(*arguments: Any, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Any:
+        return subprocess.run(
+            [*(prefix or (sys.executable,)), str(ROOT / "train" / "main.py"), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+        )
+
+    return run
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it when a test file first imports it

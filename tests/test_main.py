@@ -1,0 +1,390 @@
+"""Runs of ``train/main.py`` as a user starts them: outputs, resume, wrong input."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, Run
+from safetensors.torch import load_file
+
+from train.checkpoint import verify
+from train.config import parse
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE
+from train.main import main
+from train.report import read_metrics
+
+STEPS = 6
+"""Two epochs of 20 examples in global batches of 8: windows of 8, 8 and 4."""
+
+
+def train(recipe: Path, output: Path, *flags: Any) -> int:
+    return main(["--config", str(recipe), "--output_dir", str(output), *map(str, flags)])
+
+
+def checkpoint_digests(output: Path, step: int) -> dict[str, str]:
+    manifest = json.loads((output / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+    files = manifest["files"]
+    return {name: files[name]["sha256"] for name in ("model.safetensors", "optimizer.safetensors", "optimizer.json")}
+
+
+def trained_losses(output: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "train"}
+
+
+def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "run"
+    assert train(recipe, output, "--eval_every_steps", 2, "--gradient_checkpointing", "full") == EXIT_DONE
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["tokens_per_second"] > 0
+    assert summary["peak_allocated_bytes"] > 2**20
+    assert summary["seconds_to_first_step"] > 0
+    rows = read_metrics(output / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [2, 4, 6]
+    assert summary["result"]["validation"]["loss"] == [r for r in rows if r["kind"] == "evaluation"][-1]["loss"]
+    assert verify(output / "checkpoints" / "step-00000006") is None
+    assert "<svg" in (output / "report.html").read_text()
+    model = AutoModelForCausalLM.from_pretrained(output / "final")
+    tokenizer = AutoTokenizer.from_pretrained(output / "final")
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
+    assert (output / "final" / "README.md").read_text().startswith("---")
+
+
+def test_saved_config_runs_the_same_again(recipe: Path, tmp_path: Path) -> None:
+    assert train(recipe, tmp_path / "one", "--learning_rate", "0.02") == EXIT_DONE
+    assert main(["--config", str(tmp_path / "one" / "config.yaml"), "--output_dir", str(tmp_path / "two")]) == EXIT_DONE
+    assert checkpoint_digests(tmp_path / "one", STEPS) == checkpoint_digests(tmp_path / "two", STEPS)
+
+
+def test_learns(recipe: Path, tmp_path: Path) -> None:
+    assert train(recipe, tmp_path / "run", "--num_epochs", 12) == EXIT_DONE
+    losses = trained_losses(tmp_path / "run")
+    assert losses[36] < 0.7 * losses[1]
+
+
+def test_stopped_after_every_step_and_resumed_equals_uninterrupted(recipe: Path, tmp_path: Path) -> None:
+    """One process after another, each stopped by a signal after one step: weights, optimizer, data order, dropout."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    flags = ("--eval_every_steps", 2, "--dataloader_num_workers", 2)
+    assert train(recipe, whole, *flags) == EXIT_DONE
+    for stop in range(1, STEPS):
+        assert train(recipe, pieces, *flags, "--max_steps", STEPS, *stopping_after(stop)) == EXIT_STOPPED
+    assert train(recipe, pieces, *flags) == EXIT_DONE
+    assert checkpoint_digests(whole, STEPS) == checkpoint_digests(pieces, STEPS)
+    assert trained_losses(whole) == trained_losses(pieces)
+    evaluations = [
+        {r["step"]: r["loss"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "evaluation"}
+        for run in (whole, pieces)
+    ]
+    assert evaluations[0] == evaluations[1]
+    assert sorted(evaluations[0]) == [2, 4, 6]
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Any:
+    """Signals that a test raises in this process find their handlers as they were."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def stopping_after(step: int) -> tuple[str, ...]:
+    """Makes the run send itself SIGTERM during the given step."""
+    import train.loop
+
+    plain = train.loop.seed_step
+
+    def seed_and_signal(seed: int, number: int, rank: int) -> None:
+        if number == step - 1:
+            train.loop.seed_step = plain
+            signal.raise_signal(signal.SIGTERM)
+        plain(seed, number, rank)
+
+    train.loop.seed_step = seed_and_signal
+    return ()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_process_resumes_exactly(recipe: Path, tmp_path: Path, run_main: Run, workers: int) -> None:
+    """SIGKILL in mid-step, twice in a row, in processes of their own."""
+    flags = ["--config", recipe, "--save_every_steps", 1, "--dataloader_num_workers", workers]
+    assert run_main(*flags, "--output_dir", tmp_path / "whole").returncode == EXIT_DONE
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "import train.loop as loop\n"
+        "from train.main import main\n"
+        "last, plain = int(sys.argv[1]), loop.seed_step\n"
+        "def seed_step(seed, step, rank):\n"
+        "    if step == last:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    plain(seed, step, rank)\n"
+        "loop.seed_step = seed_step\n"
+        "sys.exit(main(sys.argv[2:]))\n"
+    )
+    pieces = tmp_path / "pieces"
+    for last in (2, 4):
+        command = [sys.executable, str(script), str(last), *map(str, flags), "--output_dir", str(pieces)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    resumed = run_main(*flags, "--output_dir", pieces)
+    assert resumed.returncode == EXIT_DONE, resumed.stderr
+    assert "at step 4" in resumed.stdout
+    assert checkpoint_digests(tmp_path / "whole", STEPS) == checkpoint_digests(pieces, STEPS)
+    assert trained_losses(tmp_path / "whole") == trained_losses(pieces)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_ends_with_a_checkpoint_and_its_status(recipe: Path, tmp_path: Path, number: int) -> None:
+    output = tmp_path / "run"
+    command = [sys.executable, "train/main.py", "--config", recipe, "--output_dir", output, "--num_epochs", "10000"]
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    metrics = output / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, err.decode()
+    assert f"stopped by {signal.Signals(number).name}" in out.decode()
+    [checkpoint] = (output / "checkpoints").iterdir()
+    assert verify(checkpoint) is None
+
+
+def test_finished_run_is_not_done_again_but_can_be_made_longer_or_anew(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert train(recipe, output) == EXIT_DONE
+    before = (output / "summary.json").read_bytes()
+    assert train(recipe, output) == EXIT_DONE
+    assert "nothing to do" in capsys.readouterr().out
+    assert (output / "summary.json").read_bytes() == before
+    assert train(recipe, output, "--max_steps", STEPS + 2) == EXIT_DONE
+    assert sorted(trained_losses(output)) == list(range(1, STEPS + 3))
+    assert train(recipe, output, "--resume", "never", "--max_steps", 2) == EXIT_DONE
+    assert sorted(trained_losses(output)) == [1, 2]
+    assert sorted(trained_losses(output / "previous-1")) == list(range(1, STEPS + 3))
+
+
+def test_damaged_newest_checkpoint_is_passed_over_aloud(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    assert train(recipe, whole) == EXIT_DONE
+    assert train(recipe, damaged, "--save_every_steps", 2) == EXIT_DONE
+    weights = damaged / "checkpoints" / "step-00000006" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    capsys.readouterr()
+    assert train(recipe, damaged, "--save_every_steps", 2) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "damaged checkpoint passed over: step-00000006: model.safetensors was altered" in out
+    assert "at step 4" in out
+    assert checkpoint_digests(whole, STEPS) == checkpoint_digests(damaged, STEPS)
+
+
+def test_resuming_with_other_settings_names_them(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "run", "--max_steps", 2) == EXIT_DONE
+    assert train(recipe, tmp_path / "run", "--seed", 7) == EXIT_ERROR
+    assert "seed: was 42, is 7" in capsys.readouterr().err
+    assert train(recipe, tmp_path / "run", "--seed", 7, "--allow_changes_on_resume", "True") == EXIT_DONE
+
+
+def test_early_stopping_ends_and_stays_ended(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Nothing improves at a learning rate of nothing: the first evaluation is the best, then patience runs out.
+    flags = ("--learning_rate", "1e-30", "--eval_every_steps", 1, "--early_stopping_patience", 2)
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    assert max(trained_losses(tmp_path / "run")) == 3
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_best_checkpoint_is_kept_and_loaded_at_the_end(recipe: Path, tmp_path: Path) -> None:
+    flags = (
+        "--eval_every_steps",
+        1,
+        "--learning_rate",
+        "3",
+        "--save_total_limit",
+        1,
+        "--load_best_model_at_end",
+        "True",
+    )
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE  # such a learning rate only does harm
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    best = summary["best_step"]
+    assert best < STEPS
+    stored = load_file(tmp_path / "run" / "checkpoints" / f"step-{best:08d}" / "model.safetensors")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all((final[name] == tensor).all() for name, tensor in stored.items() if name in final)
+    evaluated = {r["step"]: r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "evaluation"}
+    assert summary["result"]["validation"]["loss"] == evaluated[best]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--learning_rat", "1"], EXIT_USAGE, "--learning-rate"),
+        (["--micro_batch_size", "two"], EXIT_USAGE, "micro"),
+        (["--task", "translation"], EXIT_USAGE, "causal_lm, masked_lm, sequence_classification"),
+        (["--micro_batch_size", "3"], EXIT_USAGE, "not a multiple"),
+        (["--max_grad_value", "1", "--max_grad_norm", "1"], EXIT_USAGE, "max_grad_norm and max_grad_value"),
+        (["--config", "nowhere.yaml"], EXIT_USAGE, "nowhere.yaml"),
+        (["--dataset", "nowhere.jsonl"], EXIT_ERROR, "nowhere.jsonl"),
+        (["--text_column", "body"], EXIT_ERROR, "--text_column"),
+        (["--model", "nowhere/at-all", "--tokenizer", "bytes"], EXIT_ERROR, "nowhere/at-all"),
+        (["--tokenizer", "nowhere/at-all"], EXIT_ERROR, "nowhere/at-all"),
+        (
+            ["--model_config", '{"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_head": 1}'],
+            EXIT_ERROR,
+            "tokens",
+        ),
+        (["--model_config", '{"model_type": "gpt2", "n_positions": 16}'], EXIT_ERROR, "16 positions"),
+        (["--resume", "nowhere"], EXIT_ERROR, "nowhere is not an intact checkpoint"),
+        (["--metric_for_best", "bleu"], EXIT_ERROR, "bleu"),
+    ],
+)
+def test_wrong_input_gets_one_message_and_its_status(
+    recipe: Path,
+    tmp_path: Path,
+    flags: list[str],
+    status: int,
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        got = train(recipe, tmp_path / "run", *flags)
+    except SystemExit as ended:
+        got = ended.code
+    error = capfd.readouterr().err
+    assert got == status
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 0.1", "unknown key 'learning_rat'. Did you mean learning_rate?"),
+        ("learning_rate: 1e-4", "learning_rate: '1e-4' is not valid"),
+        ("max_steps: 2.5", "max_steps: 2.5 is not valid: expected a whole number or null"),
+        ("max_steps: true", "max_steps: True is not valid"),
+        ("mixed_precision: no", "in quotes"),
+        ("streaming: 'yes'", "expected true or false"),
+        ("seed: 1\nseed: 2", "the key seed stands twice"),
+        ("- a\n- b", "expected 'key: value' lines"),
+        ("a: [", "not valid YAML"),
+        ("x: !!python/object/apply:os.system ['true']", "not valid YAML"),
+        ("warmup_steps: 5\nwarmup_ratio: 0.1", "warmup_steps and warmup_ratio"),
+        ("max_steps: 5\nnum_epochs: 1", "max_steps and num_epochs"),
+        ("streaming: true", "give max_steps"),
+        ("max_grad_norm: -1.0", "max_grad_norm: -1.0 must be positive"),
+        ("early_stopping_patience: 2", "needs eval_every_steps"),
+        ("model_config: {hidden_size: 8}", "model_type is missing"),
+        ("learning_rate: .nan", "learning_rate: nan is not valid"),
+    ],
+)
+def test_wrong_recipe_stops_before_anything_is_loaded(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.yaml"
+    base = (
+        "" if "model_config" in text or text.startswith("-") else "model_config: {model_type: gpt2}\ntokenizer: bytes\n"
+    )
+    path.write_text(base + text)
+    assert main(["--config", str(path)]) == EXIT_USAGE
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_both_spellings_and_both_ways_to_give_a_value(recipe: Path) -> None:
+    config = parse(["--config", str(recipe), "--learning-rate", "0.5", "--max_grad_norm=2", "--num-epochs=3"])
+    assert config.optimization.learning_rate == 0.5
+    assert config.optimization.max_grad_norm == 2
+    assert config.optimization.num_epochs == 3
+
+
+def test_command_line_goes_over_recipe_over_defaults(recipe: Path) -> None:
+    config = parse(["--config", str(recipe), "--gradient_accumulation_steps", "2", "--model", "some/model"])
+    assert config.data.max_length == 64
+    assert config.optimization.seed == 42
+    assert config.optimization.gradient_accumulation_steps == 2
+    assert config.optimization.global_batch_size is None
+    assert (config.architecture.model, config.architecture.model_config) == ("some/model", None)
+    assert config.data.tokenizer is None
+
+
+def test_without_arguments_the_quickstart_runs() -> None:
+    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    config = parse([])
+    assert config.output.output_dir == recipe["output_dir"]
+    assert config.architecture.model_config == recipe["model_config"]
+    assert parse(["--max_steps", "3"]).optimization.max_steps == 3
+
+
+def test_dataset_without_model_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dataset", "mine.jsonl"]) == EXIT_USAGE
+    assert "--config recipes/quickstart.yaml" in capsys.readouterr().err
+
+
+def test_help_is_complete(run_main: Run) -> None:
+    done = run_main("--help")
+    assert done.returncode == 0
+    for flag in ("--config", "--gradient-accumulation-steps", "--max-grad-norm", "--gradient-checkpointing"):
+        assert flag in done.stdout
+
+
+def test_fp16_on_a_cpu_is_said_not_pretended(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from train.runtime import cpu_is_fast_at_bf16
+
+    assert train(recipe, tmp_path / "run", "--mixed_precision", "fp16", "--max_steps", 1) == EXIT_DONE
+    used = "bf16" if cpu_is_fast_at_bf16() else "fp32"
+    assert f"precision {used}\nfp16 does not pay on " in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["mixed_precision"] == used
+
+
+def test_launcher_and_recipe_that_disagree_are_both_named(recipe: Path, tmp_path: Path, run_main: Run) -> None:
+    done = run_main(
+        "--config",
+        recipe,
+        "--output_dir",
+        tmp_path,
+        "--mixed_precision",
+        "fp16",
+        env={"ACCELERATE_MIXED_PRECISION": "bf16"},
+    )
+    assert done.returncode == EXIT_USAGE
+    assert "the training configuration says fp16, the launch configuration bf16" in done.stderr
+
+
+def test_accelerate_launch_runs_the_script(recipe: Path, tmp_path: Path, run_main: Run) -> None:
+    launch = str(Path(sys.executable).with_name("accelerate"))
+    prefix = (launch, "launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"))
+    done = run_main("--config", recipe, "--output_dir", tmp_path / "run", "--max_steps", 1, prefix=prefix)
+    assert done.returncode == EXIT_DONE, done.stderr
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_streaming_trains_and_resumes_exactly(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--streaming", "True", "--max_eval_samples", 5, "--shuffle_buffer_size", 6, "--max_steps", 5)
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert train(recipe, whole, *flags) == EXIT_DONE
+    assert train(recipe, pieces, *flags, *stopping_after(2)) == EXIT_STOPPED
+    assert train(recipe, pieces, *flags) == EXIT_DONE
+    assert checkpoint_digests(whole, 5) == checkpoint_digests(pieces, 5)

@@ -1,0 +1,161 @@
+"""Optimizers, what is decayed, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from train.config import Optimization
+from train.optim import build_optimizer, learning_rate_at, peak_learning_rate, set_learning_rate
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            attention_bias=True,
+        )
+    )
+
+
+def test_matrices_are_decayed_and_norms_and_biases_are_not() -> None:
+    model = llama()
+    optimizer = build_optimizer(model, Optimization(weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decay) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.1), name
+
+
+@pytest.mark.parametrize("optimizer", get_args(get_type_hints(Optimization)["optimizer"]))
+def test_weight_decay_shrinks_matrices_alone(optimizer: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    nn.init.ones_(model[0].bias)  # pyright: ignore[reportArgumentType]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    chosen = build_optimizer(model, Optimization(optimizer=optimizer, learning_rate=0.1, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    chosen.step()
+    for name, parameter in model.named_parameters():
+        if name == "0.weight":
+            assert (parameter.abs() < before[name].abs()).all()
+        else:
+            assert torch.equal(parameter, before[name])
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = build_optimizer(model, Optimization())
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+        id(p) for p in model[1].parameters()
+    }
+
+
+def test_a_model_of_vectors_only_needs_no_decayed_group() -> None:
+    optimizer = build_optimizer(nn.LayerNorm(4), Optimization(weight_decay=0.1))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+@pytest.mark.parametrize("optimizer", get_args(get_type_hints(Optimization)["optimizer"]))
+def test_every_optimizer_lowers_the_loss(optimizer: Any) -> None:
+    model = llama()
+    chosen = build_optimizer(model, Optimization(optimizer=optimizer, learning_rate=1e-2))
+    ids = torch.arange(16).view(2, 8)
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        chosen.step()
+        chosen.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.01
+
+
+def test_adamw_is_fused_and_takes_its_settings() -> None:
+    config = Optimization(learning_rate=0.2, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=1e-5)
+    optimizer = build_optimizer(llama(), config)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        assert (group["fused"], group["lr"], group["betas"], group["eps"]) == (True, 0.2, (0.7, 0.8), 1e-5)
+
+
+def test_sgd_takes_its_momentum() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), Optimization(optimizer="sgd", sgd_momentum=0.6, learning_rate=0.2))
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert {(group["momentum"], group["lr"]) for group in optimizer.param_groups} == {(0.6, 0.2)}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"), [("none", 0.01), ("linear", 0.01 * 512 / 128), ("sqrt", 0.01 * math.sqrt(512 / 128))]
+)
+def test_learning_rate_follows_the_global_batch_as_told(scaling: Any, expected: float) -> None:
+    config = Optimization(learning_rate=0.01, learning_rate_scaling=scaling, learning_rate_reference_batch_size=128)
+    assert peak_learning_rate(config, 512) == pytest.approx(expected, rel=1e-12)
+    assert peak_learning_rate(config, 128) == pytest.approx(0.01, rel=1e-12)
+
+
+def rates(total: int = 20, peak: float = 1.0, **settings: Any) -> list[float]:
+    config = Optimization(**settings)
+    return [learning_rate_at(step, total, peak, config) for step in range(total + 1)]
+
+
+def test_constant_stays() -> None:
+    assert rates(lr_scheduler="constant", peak=0.3) == [0.3] * 21
+
+
+def test_linear_falls_evenly_to_zero() -> None:
+    assert rates(lr_scheduler="linear") == pytest.approx([1 - step / 20 for step in range(21)])
+
+
+def test_cosine_falls_along_half_a_wave() -> None:
+    found = rates(lr_scheduler="cosine")
+    assert found == pytest.approx([(1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
+    assert (found[0], found[10], found[20]) == pytest.approx((1.0, 0.5, 0.0))
+
+
+def test_warmup_stable_decay_holds_and_then_falls() -> None:
+    found = rates(lr_scheduler="warmup_stable_decay", decay_ratio=0.25, warmup_steps=4)
+    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert found[4:16] == [1.0] * 12
+    assert found[15:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+
+
+@pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "warmup_stable_decay"])
+def test_warmup_rises_evenly_to_the_peak(scheduler: Any) -> None:
+    by_steps = rates(lr_scheduler=scheduler, warmup_steps=5, peak=2.0)
+    assert by_steps[:6] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
+    assert rates(lr_scheduler=scheduler, warmup_ratio=0.25, peak=2.0) == by_steps
+
+
+def test_decay_starts_where_warmup_ends() -> None:
+    assert rates(lr_scheduler="linear", warmup_steps=10)[10:] == pytest.approx([1 - k / 10 for k in range(11)])
+    assert rates(lr_scheduler="cosine", warmup_steps=10)[15] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine", "warmup_stable_decay"])
+def test_the_floor_is_a_share_of_the_peak(scheduler: Any) -> None:
+    free = rates(lr_scheduler=scheduler)
+    found = rates(lr_scheduler=scheduler, min_learning_rate_ratio=0.1, peak=0.5)
+    assert found[20] == pytest.approx(0.05)
+    assert found == pytest.approx([0.5 * (0.1 + 0.9 * share) for share in free])
+
+
+def test_longer_warmup_than_training_never_reaches_the_peak() -> None:
+    assert rates(total=4, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_set_learning_rate_reaches_all_parameters() -> None:
+    optimizer = build_optimizer(llama(), Optimization(weight_decay=0.1))
+    set_learning_rate(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]

@@ -1,0 +1,185 @@
+"""The gradient of an optimizer step, clipping, and gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from train.config import Optimization
+from train.errors import UserError
+from train.losses import ModelWithLoss
+from train.records import IGNORE, MicroBatch, StepOutcome
+from train.step import optimizer_step, seed_step
+
+VOCABULARY = 11
+
+
+class TinyModel(nn.Module):
+    """Logits (B, S, V) that depend on the position's token and on the whole row before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
+
+
+def rows(lengths: list[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (length + 1,), generator=generator) for length in lengths]
+
+
+def batch(examples: list[Tensor]) -> MicroBatch:
+    pad = nn.utils.rnn.pad_sequence
+    labels = pad([e[1:] for e in examples], batch_first=True, padding_value=IGNORE)
+    return MicroBatch(
+        inputs={"input_ids": pad([e[:-1] for e in examples], batch_first=True)},
+        labels=labels,
+        num_targets=int((labels != IGNORE).sum()),
+        example_ids=tuple(range(len(examples))),
+        num_tokens=sum(len(e) - 1 for e in examples),
+    )
+
+
+def stepped(
+    windows: list[list[MicroBatch]], dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[dict[str, Tensor], list[StepOutcome]]:
+    """Weights after one SGD step (learning rate 1) for each window, from the same start."""
+    torch.manual_seed(0)
+    settings = {"max_grad_norm": None, **settings}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    network = TinyModel().to(dtype)
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    config = Optimization(**settings)
+    outcomes = [optimizer_step(accelerator, model, optimizer, window, config) for window in windows]
+    return {k: v.detach().clone() for k, v in network.state_dict().items()}, outcomes
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max((one[k] - other[k]).abs().max().item() for k in one)
+
+
+def test_update_is_the_same_for_every_split_of_the_global_batch() -> None:
+    examples = rows([9, 2, 5, 7])
+    whole, _ = stepped([[batch(examples)]])
+    start, _ = stepped([])
+    assert largest_difference(whole, start) > 1e-3
+    for split in ([1, 1, 1, 1], [2, 2], [3, 1], [1, 2, 1]):
+        parts, rest = [], list(examples)
+        for size in split:
+            parts.append(batch(rest[:size]))
+            rest = rest[size:]
+        assert largest_difference(whole, stepped([parts])[0]) < 1e-10
+
+
+def test_short_last_window_gets_its_whole_gradient_and_the_next_window_too() -> None:
+    first, last = rows([4, 6, 3, 8]), rows([5, 2])
+    wide, _ = stepped([[batch(first)], [batch(last)], [batch(first)]])
+    narrow, _ = stepped([[batch([e]) for e in first], [batch([e]) for e in last], [batch([e]) for e in first]])
+    assert largest_difference(wide, narrow) < 1e-10
+
+
+def test_batch_without_targets_changes_nothing_and_padding_neither() -> None:
+    from train.batching import without_targets
+
+    examples = rows([9, 2])
+    alone, _ = stepped([[batch(examples)]])
+    beside, _ = stepped([[batch(examples), without_targets(batch(rows([3])))]])
+    assert largest_difference(alone, beside) < 1e-10
+
+
+def test_gradient_is_the_mean_over_targets() -> None:
+    examples = rows([4, 7])
+    after, [outcome] = stepped([[batch([e]) for e in examples]])
+    torch.manual_seed(0)
+    network = TinyModel().double()
+    losses = [nn.functional.cross_entropy(network(e[None, :-1])[0], e[1:], reduction="sum") for e in examples]
+    (torch.stack(losses).sum() / 11).backward()
+    expected = {k: (p - p.grad).detach() for k, p in network.named_parameters() if p.grad is not None}
+    assert largest_difference(after, expected) < 1e-10
+    assert outcome.num_targets == 11
+    assert outcome.loss_sum.item() == pytest.approx(sum(x.item() for x in losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("order", ["1", "2", "inf"])
+def test_clipping_by_norm(order: str) -> None:
+    window = [batch(rows([9, 4]))]
+    start, _ = stepped([])
+    free, [outcome] = stepped([window], grad_norm_type=order)
+    gradient = torch.cat([(start[k] - free[k]).flatten() for k in free])
+    norm = torch.linalg.vector_norm(gradient, float(order)).item()
+    assert outcome.grad_norm == pytest.approx(norm, rel=1e-9)
+    assert not outcome.clipped
+    clipped, [outcome] = stepped([window], grad_norm_type=order, max_grad_norm=norm / 4)
+    assert outcome.clipped
+    assert outcome.grad_norm == pytest.approx(norm, rel=1e-9)
+    expected = {k: start[k] - (start[k] - free[k]) / 4 for k in free}
+    assert largest_difference(clipped, expected) < 1e-5  # torch adds 1e-6 to the norm
+
+
+def test_clipping_by_value() -> None:
+    window = [batch(rows([9, 4]))]
+    start, _ = stepped([])
+    free, _ = stepped([window])
+    clipped, _ = stepped([window], max_grad_value=0.01)
+    expected = {k: start[k] - (start[k] - free[k]).clamp(-0.01, 0.01) for k in free}
+    assert largest_difference(expected, free) > 1e-3
+    assert largest_difference(clipped, expected) < 1e-12
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradient_that_is_not_finite_leaves_weights_and_optimizer_alone(value: float) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    network = TinyModel()
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.AdamW(network.parameters(), lr=0.1))
+    config, window = Optimization(), [batch(rows([5])), batch(rows([3]))]
+    optimizer_step(accelerator, model, optimizer, window, config)
+    weights = {k: v.clone() for k, v in network.state_dict().items()}
+    moments = [v.clone() for state in optimizer.optimizer.state.values() for v in state.values()]
+    hook = network.head.weight.register_hook(lambda grad: grad * value)
+    outcome = optimizer_step(accelerator, model, optimizer, window, config)
+    assert outcome.skipped
+    assert not math.isfinite(outcome.grad_norm)
+    assert largest_difference(weights, network.state_dict()) == 0
+    kept = [v for state in optimizer.optimizer.state.values() for v in state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(moments, kept, strict=True))
+    hook.remove()
+    assert not optimizer_step(accelerator, model, optimizer, window, config).skipped
+    assert largest_difference(weights, network.state_dict()) > 0
+
+
+def test_global_batch_without_any_target_is_an_error_not_a_loss_of_zero() -> None:
+    from train.batching import without_targets
+
+    with pytest.raises(UserError, match="no target"):
+        stepped([[without_targets(batch(rows([5])))]])
+
+
+def test_seed_of_a_step_depends_on_seed_step_and_rank_only() -> None:
+    def draw(*key: int) -> float:
+        torch.rand(3)
+        seed_step(*key)
+        return torch.rand(()).item()
+
+    assert draw(1, 2, 3) == draw(1, 2, 3)
+    assert len({draw(1, 2, 3), draw(0, 2, 3), draw(1, 1, 3), draw(1, 2, 0)}) == 4
+
+
+def test_request_to_stop_comes_out_with_the_step() -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    network = TinyModel()
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
+    window = [batch(rows([3]))]
+    assert optimizer_step(accelerator, model, optimizer, window, Optimization(), stop_requested=True).stop_requested
+    assert not optimizer_step(accelerator, model, optimizer, window, Optimization()).stop_requested
