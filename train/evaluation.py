@@ -62,8 +62,8 @@ class ClassMetrics(evaluate.Metric):
         confusion = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
         np.add.at(confusion, (np.asarray(references), np.asarray(predictions)), 1)
         hits, of_class, as_class = np.diag(confusion), confusion.sum(1), confusion.sum(0)
-        f1 = 2 * hits / np.maximum(1, of_class + as_class)  # a class that nobody names and nobody has counts as 0
-        present = (of_class + as_class) > 0
+        f1 = 2 * hits / np.maximum(1, of_class + as_class)
+        present = (of_class + as_class) > 0  # the mean is over classes that were there or were predicted
         return {
             "accuracy": float(hits.sum() / max(1, confusion.sum())),
             "macro_f1": float(f1[present].mean()) if present.any() else 0.0,
@@ -71,19 +71,22 @@ class ClassMetrics(evaluate.Metric):
         }
 
 
-def load_hub_metrics(names: Sequence[str]) -> dict[str, Any]:
-    """Further metrics by name on the Hub or by folder.
+def load_hub_metrics(names: Sequence[str], num_classes: int) -> dict[str, Any]:
+    """Further metrics by name on the Hub or by folder, each tried once, before the first step rather than after it.
 
     Raises:
-        UserError: one cannot be loaded.
+        UserError: one cannot be loaded, or not be computed from predicted classes.
     """
+    if names and not num_classes:
+        raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
     loaded = {}
     for name in names:
         try:
             loaded[name] = evaluate.load(name, keep_in_memory=True)
+            loaded[name].compute(predictions=list(range(num_classes)), references=list(range(num_classes)))
         except Exception as error:  # metric scripts fail in their own ways
             raise UserError(
-                f"metrics: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]} Metrics on the Hub need a "
+                f"metrics: {name!r} cannot be used: {' '.join(str(error).split())[:300]} Metrics on the Hub need a "
                 "connection; accuracy, macro F1 and the confusion matrix are computed without one."
             ) from None
     return loaded
@@ -94,13 +97,13 @@ class Evaluator:
 
     def __init__(self, config: Config, accelerator: Accelerator, model: nn.Module, prepared: PreparedData) -> None:
         self._config, self._accelerator, self._model, self._prepared = config, accelerator, model, prepared
-        self._more_metrics = load_hub_metrics(config.output.metrics)
+        self._more_metrics = load_hub_metrics(config.output.metrics, len(prepared.examples.label_names))
 
     def validation(self, step: int) -> Evaluation:
         """Metrics on the validation split, the same on every rank."""
         return self.split("validation", self._prepared.examples.validation, step)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: what a model caches in it cannot be trained with afterwards
     def split(self, name: str, examples: datasets.Dataset, step: int) -> Evaluation:
         """Metrics of one pass over ``examples``, each counted once, the same on every rank."""
         started = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -122,7 +123,11 @@ def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
+    if backend is not None:
+        # Truncation and padding are those of its last call.
+        text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
+    else:
+        text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
     return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]
 
 

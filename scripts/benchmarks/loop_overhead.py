@@ -39,9 +39,9 @@ if sys.path[0] != str(ROOT):  # run as a script: the template is the package bes
 from train.config import Config, from_values  # noqa: E402
 
 if TYPE_CHECKING:
-    import torch
     from multiprocessing.connection import Connection
 
+    import torch
     from torch import nn
 
 LOG_EVERY_STEPS = 10
@@ -69,6 +69,7 @@ class Workload:
     warmup_steps: int
     rounds: int
     mixed_precision: str = "no"
+    cpu_threads: int | None = None
     seed: int = 42
 
     @property
@@ -112,6 +113,8 @@ class Options:
     rounds: int | None = None
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
     """auto: bf16 where the accelerator has it, else fp16; fp32 on a CPU."""
+    cpu_threads: int | None = None
+    """Of every variant, on a CPU; default: one per core. 1 is steadier on a machine with other work."""
     seed: int = 42
     output_dir: Path = Path("docs/results")
     """loop_overhead-DEVICE.json and .md are written here."""
@@ -351,6 +354,7 @@ def configuration(load: Workload, output_dir: str) -> Config:
             "weight_decay": WEIGHT_DECAY,
             "max_grad_norm": MAX_GRAD_NORM,
             "mixed_precision": load.mixed_precision,
+            "cpu_threads": load.cpu_threads,
             "seed": load.seed,
             "output_dir": output_dir,
             "log_every_steps": LOG_EVERY_STEPS,
@@ -392,7 +396,7 @@ def measure(variant: str, load: Workload, trace_memory: bool) -> Measurement:
     transformers.logging.set_verbosity_error()
     device = target_device()
     if device.type == "cpu":
-        set_cpu_threads(None)
+        set_cpu_threads(load.cpu_threads)
     peaks: list[int] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         config = configuration(load, folder)
@@ -435,9 +439,10 @@ class Processes:
 
     def __init__(self, on_cpu: bool) -> None:
         # A server that has imported the libraries forks quickly; a CUDA context must not be forked.
-        self._context = multiprocessing.get_context("forkserver" if on_cpu else "spawn")
+        forking, fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+        self._context = forking if on_cpu else fresh
         if on_cpu:
-            self._context.set_forkserver_preload(
+            forking.set_forkserver_preload(
                 ["torch", "datasets", "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama"]
             )
 

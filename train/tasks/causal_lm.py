@@ -57,7 +57,7 @@ class CausalLM(Task):
         There is no attention mask: the padding stands at the end, where causal attention keeps every token from
         seeing it, and a mask would cost the fast attention kernels.
         """
-        tokens = [torch.as_tensor(example["tokens"], dtype=torch.long) for example in examples]
+        tokens = [torch.tensor(example["tokens"], dtype=torch.long) for example in examples]
         lengths = [len(t) - 1 for t in tokens]
         return MicroBatch(
             inputs={"input_ids": pad([t[:-1] for t in tokens], pad_id)},

@@ -90,7 +90,7 @@ class SequenceClassification(Task):
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """``input_ids`` (B, S) with an attention mask where there is padding, ``labels`` (B,)."""
-        tokens = [torch.as_tensor(example["tokens"], dtype=torch.long) for example in examples]
+        tokens = [torch.tensor(example["tokens"], dtype=torch.long) for example in examples]
         return MicroBatch(
             inputs=attention_inputs(tokens, pad_id),
             labels=torch.tensor([int(example["label"]) for example in examples]),

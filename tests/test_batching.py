@@ -1,0 +1,274 @@
+"""Which examples each optimizer step sees: once an epoch each, the same on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from train.batching import (
+    MapBatches,
+    StreamBatches,
+    batch_arithmetic,
+    epoch_order,
+    evaluation_batches,
+    micro_batches,
+    without_targets,
+)
+from train.config import Data
+from train.errors import UsageError
+from train.records import IGNORE, BatchArithmetic, MicroBatch
+from train.tasks.causal_lm import CausalLM
+from train.tasks.masked_lm import MaskedLM
+
+COLLATE = partial(CausalLM(Data()).collate, pad_id=1)
+COUNT = 29
+SPLITS_OF_12 = [(12, 1, 1), (4, 3, 1), (1, 12, 1), (3, 2, 2), (2, 2, 3), (4, 1, 3), (1, 3, 4), (3, 1, 4)]
+"""micro-batch × accumulation × processes = 12."""
+
+
+def examples(count: int = COUNT) -> datasets.Dataset:
+    """Example i starts with the token i; lengths from 1 to 12."""
+    lengths = np.random.default_rng(3).integers(1, 13, size=count)
+    tokens = [[i, *range(100, 100 + int(n))] for i, n in enumerate(lengths)]
+    return datasets.Dataset.from_dict({"tokens": tokens, "length": lengths})
+
+
+def map_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5, **options: Any) -> MapBatches:
+    return MapBatches(examples(), COLLATE, BatchArithmetic(*split), rank, seed, **options)
+
+
+def stream_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5, buffer_size: int = 10) -> StreamBatches:
+    stream = examples().to_iterable_dataset()
+    return StreamBatches(stream, COLLATE, BatchArithmetic(*split), rank, seed, buffer_size)
+
+
+def ids(window: Sequence[MicroBatch]) -> list[int]:
+    return [i for batch in window for i in batch.example_ids]
+
+
+def over_ranks(make: Any, split: tuple[int, int, int], epoch: int = 0, first_step: int = 0) -> list[list[int]]:
+    """The examples of each step over all ranks, sorted, having checked that each rank does its part."""
+    ranks = [list(make(split, rank).windows(epoch, first_step)) for rank in range(split[2])]
+    steps = []
+    for windows in zip(*ranks, strict=True):
+        assert len({len(window) for window in windows}) == 1, "not as many rounds on each rank"
+        assert all(len(batch.example_ids) <= split[0] for window in windows for batch in window)
+        steps.append(sorted(i for window in windows for i in ids(window)))
+    return steps
+
+
+def same(one: Sequence[Sequence[MicroBatch]], other: Sequence[Sequence[MicroBatch]]) -> bool:
+    def plain(windows: Sequence[Sequence[MicroBatch]]) -> list[Any]:
+        return [
+            [(b.inputs["input_ids"].tolist(), b.labels.tolist(), b.num_targets, b.example_ids, b.num_tokens) for b in w]
+            for w in windows
+        ]
+
+    return plain(one) == plain(other)
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "total", "world", "expected"),
+    [
+        (2, None, None, 1, (2, 1, 1)),
+        (2, 4, None, 1, (2, 4, 1)),
+        (2, 4, None, 3, (2, 4, 3)),
+        (2, None, 24, 3, (2, 4, 3)),
+        (2, 4, 24, 3, (2, 4, 3)),
+        (8, None, 8, 1, (8, 1, 1)),
+    ],
+)
+def test_arithmetic_completes_what_is_given(
+    micro: int, accumulation: int | None, total: int | None, world: int, expected: tuple[int, int, int]
+) -> None:
+    found = batch_arithmetic(micro, accumulation, total, world)
+    assert (found.micro_batch_size, found.accumulation_steps, found.world_size) == expected
+    assert found.global_batch_size == expected[0] * expected[1] * expected[2]
+    assert str(found.global_batch_size) in str(found)
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "total", "world", "message"),
+    [
+        (2, None, 7, 1, "global_batch_size: 7 .* 6 or 8 would be"),
+        (4, None, 2, 1, "global_batch_size: 2 .* 4 would be"),
+        (2, None, 8, 3, "global_batch_size: 8 .* 3 process.* 6 or 12 would be"),
+        (2, 3, 8, 1, "gradient_accumulation_steps: 3 contradicts global_batch_size 8"),
+    ],
+)
+def test_contradictions_are_refused_with_what_would_do(
+    micro: int, accumulation: int | None, total: int, world: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        batch_arithmetic(micro, accumulation, total, world)
+
+
+# Order
+
+
+def test_epoch_order_is_a_permutation_of_seed_and_epoch() -> None:
+    order = epoch_order(COUNT, seed=5, epoch=2)
+    assert sorted(order) == list(range(COUNT))
+    assert order.tolist() == epoch_order(COUNT, seed=5, epoch=2).tolist()
+    others = [epoch_order(COUNT, seed, epoch).tolist() for seed, epoch in ((5, 3), (6, 2), (2, 5))]
+    assert order.tolist() not in [*others, list(range(COUNT))]
+
+
+def test_epoch_order_stays_what_it_is() -> None:  # another one would break the resuming of runs
+    assert epoch_order(10, seed=42, epoch=0).tolist() == [5, 6, 0, 7, 3, 2, 4, 9, 1, 8]
+
+
+@pytest.mark.parametrize("split", SPLITS_OF_12)
+def test_each_step_sees_its_slice_of_the_order_on_any_number_of_processes(split: tuple[int, int, int]) -> None:
+    for epoch in (0, 3):
+        order = epoch_order(COUNT, 5, epoch)
+        expected = [sorted(order[first : first + 12].tolist()) for first in range(0, COUNT, 12)]
+        assert over_ranks(map_batches, split, epoch) == expected
+        batches = map_batches(split)
+        assert [sorted(batches.step_ids(epoch, step).tolist()) for step in range(3)] == expected
+        assert batches.steps_per_epoch == 3
+        assert len(expected[-1]) == COUNT - 24  # the last window is short and there
+
+
+@pytest.mark.parametrize("make", [map_batches, stream_batches])
+@pytest.mark.parametrize("split", SPLITS_OF_12)
+def test_each_example_is_seen_once_an_epoch(make: Any, split: tuple[int, int, int]) -> None:
+    assert sorted(i for step in over_ranks(make, split) for i in step) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("make", [map_batches, stream_batches])
+def test_ids_belong_to_the_rows_they_number(make: Any) -> None:
+    rows = examples()["tokens"]
+    for window in make((3, 2, 2), rank=1).windows(0, 0):
+        for batch in window:
+            for row, (example, tokens) in enumerate(zip(batch.example_ids, batch.inputs["input_ids"], strict=True)):
+                expected = rows[example]
+                assert tokens[: len(expected) - 1].tolist() == expected[:-1]
+                assert (batch.labels[row] != IGNORE).sum().item() == len(expected) - 1
+
+
+@pytest.mark.parametrize("make", [map_batches, stream_batches])
+def test_resuming_at_a_step_gives_exactly_the_remaining_windows(make: Any) -> None:
+    whole = list(make((2, 2, 1)).windows(1, 0))
+    assert len(whole) == 8
+    for step in (0, 1, 5, 7, 8):
+        assert same(list(make((2, 2, 1)).windows(1, step)), whole[step:])
+    assert not same(list(make((2, 2, 1)).windows(2, 0)), whole)
+    assert not same(list(make((2, 2, 1), seed=6).windows(1, 0)), whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_do_not_change_a_batch(rank: int) -> None:
+    collate = partial(MaskedLM(Data()).collate, pad_id=1)  # draws random numbers
+    rows = examples().map(lambda row: {**row, "special": [False] * len(row["tokens"]), "vocab_size": 200, "mask_id": 2})
+
+    def windows(workers: int) -> list[list[MicroBatch]]:
+        batches = MapBatches(rows, collate, BatchArithmetic(2, 2, 2), rank, 5, num_workers=workers)
+        return list(batches.windows(1, 1))
+
+    assert same(windows(0), windows(2))
+
+
+def test_a_step_groups_examples_by_length_the_longest_first() -> None:
+    lengths = [3, 9, 1, 4, 8, 2, 7]
+    parts = micro_batches([10, 11, 12, 13, 14, 15, 16], lengths, micro_batch_size=2, world_size=2)
+    assert parts == [[[11, 14], [16, 13]], [[10, 15], [12]]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 11, 12])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_sizes_within_a_step_differ_by_one_at_most(count: int, world: int) -> None:
+    rounds = micro_batches(list(range(count)), [1] * count, 3, world)
+    sizes = [len(part) for parts in rounds for part in parts]
+    assert all(len(parts) == world for parts in rounds)
+    assert sum(sizes) == count and max(sizes) <= 3 and max(sizes) - min(sizes) <= 1
+
+
+# Ranks without an example of their own
+
+
+def test_rank_without_examples_gets_a_batch_without_targets() -> None:
+    for make in (map_batches, stream_batches):
+        last = [list(make((3, 1, 4), rank).windows(0, 0))[-1] for rank in range(4)]
+        assert [len(ids(window)) for window in last] == [2, 1, 1, 1]
+    few = [list(MapBatches(examples(2), COLLATE, BatchArithmetic(4, 1, 4), rank, 0).windows(0, 0)) for rank in range(4)]
+    assert [[len(w) for w in windows] for windows in few] == [[1]] * 4
+    for ((batch,),) in few[2:]:
+        assert (batch.num_targets, batch.num_tokens, batch.example_ids) == (0, 0, ())
+        assert (batch.labels == IGNORE).all()
+        assert batch.inputs["input_ids"].numel() > 0
+
+
+def test_batch_without_targets_keeps_its_shapes() -> None:
+    batch = COLLATE([{**row, "id": i} for i, row in enumerate(examples(3).to_list())], (0, 0))
+    empty = without_targets(batch)
+    assert empty.labels.shape == batch.labels.shape and (empty.labels == IGNORE).all()
+    assert torch.equal(empty.inputs["input_ids"], batch.inputs["input_ids"])
+    assert batch.num_targets > 0 and batch.example_ids == (0, 1, 2)  # unchanged itself
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "size"), [(1, 4), (3, 4), (7, 2), (29, 4)])
+def test_evaluation_sees_each_example_once(count: int, size: int, world: int) -> None:
+    rows = examples(count)
+    ranks = [list(evaluation_batches(rows, COLLATE, size, world, rank)) for rank in range(world)]
+    assert len({len(batches) for batches in ranks}) == 1
+    batches = [batch for batches in ranks for batch in batches]
+    assert sorted(ids(batches)) == list(range(count))
+    assert all(len(batch.example_ids) <= size for batch in batches)
+    assert sum(batch.num_targets for batch in batches) == sum(rows["length"])
+
+
+def test_evaluation_starts_with_the_longest_batch() -> None:
+    lengths = [batch.labels.shape[1] for batch in evaluation_batches(examples(), COLLATE, 4, 1, 0)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] == max(examples()["length"])
+
+
+# Streams
+
+
+@pytest.mark.parametrize("split", SPLITS_OF_12)
+def test_steps_of_a_stream_are_the_same_on_any_number_of_processes(split: tuple[int, int, int]) -> None:
+    assert over_ranks(stream_batches, split, 1) == over_ranks(stream_batches, (12, 1, 1), 1)
+    assert over_ranks(stream_batches, split, 1, first_step=2) == over_ranks(stream_batches, (12, 1, 1), 1)[2:]
+
+
+def flat(epoch: int, buffer_size: int = 10) -> list[int]:
+    return [i for window in stream_batches((1, 1, 1), buffer_size=buffer_size).windows(epoch, 0) for i in ids(window)]
+
+
+def test_stream_is_shuffled_within_blocks() -> None:
+    order = flat(0)
+    blocks = [order[:10], order[10:20], order[20:]]
+    assert [sorted(block) for block in blocks] == [list(range(10)), list(range(10, 20)), list(range(20, 29))]
+    assert all(block != sorted(block) for block in blocks)
+    assert [i - 10 for i in blocks[1]] != blocks[0]  # each block in its own way
+    assert flat(0) == order != flat(1)
+    assert sorted(flat(0, buffer_size=1000)) == list(range(COUNT)) != flat(0, buffer_size=1000)
+    assert flat(0, buffer_size=1) == list(range(COUNT))
+
+
+def test_stream_is_read_no_further_than_needed() -> None:
+    read: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for i in range(1000):
+            read.append(i)
+            yield {"tokens": [i, 100], "length": 1}
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    windows = StreamBatches(stream, COLLATE, BatchArithmetic(2, 1, 1), 0, 5, buffer_size=10).windows(0, 1)
+    assert len(ids(next(windows))) == 2
+    assert len(read) <= 11

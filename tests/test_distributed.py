@@ -1,0 +1,123 @@
+"""Two CPU processes over gloo: the same updates, the same evaluation, the same resume as one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from safetensors.torch import load_file
+from test_main import STEPS, checkpoint_digests
+
+from train.errors import EXIT_DONE
+from train.report import read_metrics
+
+pytestmark = pytest.mark.distributed
+ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments: Any, processes: int = 2, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command: list[Any] = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    return subprocess.run(
+        [str(part) for part in (*command, *arguments)],
+        cwd=ROOT,
+        env=env or ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def run(recipe: Path, output: Path, processes: int, *flags: Any) -> subprocess.CompletedProcess[str]:
+    done = torchrun(
+        "train/main.py", "--config", recipe, "--output_dir", output, *flags, processes=processes
+    )
+    assert done.returncode == EXIT_DONE, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture
+def without_dropout(recipe: Path) -> Path:
+    """Each rank draws its own dropout, so runs on different world sizes are compared without it."""
+    recipe.write_text(recipe.read_text().replace("_pdrop: 0.1", "_pdrop: 0.0"))
+    return recipe
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_two_ranks_make_the_update_of_one(tmp_path: Path, micro_batch_size: int) -> None:
+    script = ROOT / "tests" / "distributed_step.py"
+    for processes, size in ((1, 4), (2, micro_batch_size)):
+        done = torchrun(script, tmp_path / f"{processes}.safetensors", size, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = load_file(tmp_path / "1.safetensors"), load_file(tmp_path / "2.safetensors")
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-10
+
+
+def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Path) -> None:
+    flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2)
+    run(without_dropout, tmp_path / "one", 1, *flags)
+    done = run(without_dropout, tmp_path / "two", 2, *flags)
+    assert "2 examples per micro-batch × 2 accumulated × 2 processes = 8 per step" in done.stdout
+    assert done.stdout.count("data: ") == 1  # one rank speaks
+    weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
+    assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [(r["kind"], r["step"]) for r in one] == [(r["kind"], r["step"]) for r in two]
+    for left, right in zip(one, two, strict=True):
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
+        assert left.get("learning_rate") == right.get("learning_rate")
+        assert left.get("tokens_seen") == right.get("tokens_seen")
+        assert left.get("examples") == right.get("examples") in (None, 5)
+
+
+def test_two_ranks_killed_and_resumed_are_exact(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--save_every_steps", 1)
+    run(recipe, tmp_path / "whole", 2, *flags)
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "import train.loop as loop\n"
+        "from train.main import main\n"
+        "plain = loop.seed_step\n"
+        "def seed_step(seed, step, rank):\n"
+        "    if step == 4 and rank == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    plain(seed, step, rank)\n"
+        "loop.seed_step = seed_step\n"
+        "status = main(sys.argv[1:])\n"
+        "os._exit(status)\n"
+    )
+    pieces = tmp_path / "pieces"
+    killed = torchrun(script, "--config", recipe, "--output_dir", pieces, *flags)
+    assert killed.returncode != EXIT_DONE
+    assert f"exitcode  : {-signal.SIGKILL}" in killed.stderr
+    resumed = run(recipe, pieces, 2, *flags)
+    assert "resumed from" in resumed.stdout
+    assert checkpoint_digests(tmp_path / "whole", STEPS) == checkpoint_digests(pieces, STEPS)
+
+
+def test_strangers_side_by_side_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """torchrun without ACCELERATE_USE_CPU gives processes that do not know each other (where there is no GPU)."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the processes find each other")
+    plain = {k: v for k, v in ENVIRONMENT.items() if k != "ACCELERATE_USE_CPU"}
+    done = torchrun("train/main.py", "--config", recipe, "--output_dir", tmp_path / "run", env=plain)
+    assert done.returncode != EXIT_DONE
+    assert "launcher started 2 processes" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_summary_of_two_ranks_names_them(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, tmp_path / "run", 2, "--max_steps", 1)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["world_size"], summary["gradient_accumulation_steps"]) == (2, 2)

@@ -1,0 +1,265 @@
+"""Metrics, and an evaluation that counts every example once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+from train.config import Architecture, Config, Data, Optimization, Output
+from train.data import PreparedData
+from train.errors import UserError
+from train.evaluation import ClassMetrics, Evaluator, TokenMetrics
+from train.losses import ModelWithLoss
+from train.modeling import build_model, pad_token_id
+from train.records import IGNORE, Corpus
+from train.tasks import build_task
+from train.tokenization import load_tokenizer, tokenize
+
+BYTES = load_tokenizer("bytes", ())
+TEXTS = ["one", "a longer document with more than one window", "Ünïcödé 🤗", "x", "five documents in all"]
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", tmp_path / "modules")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def prepared_data(config: Config, texts: list[str], labels: list[Any] | None = None) -> PreparedData:
+    task = build_task(config.data)
+    columns = {"text": texts, "source": texts} | ({"label": labels} if labels else {})
+    split = datasets.Dataset.from_dict(columns)
+    corpus = Corpus("texts", split, split)
+    examples = tokenize(corpus, task, BYTES, config.data)
+    return PreparedData(corpus, BYTES, examples, partial(task.collate, pad_id=pad_token_id(BYTES)), ())
+
+
+def configured(task: str, batch_size: int = 2, metrics: tuple[str, ...] = ()) -> Config:
+    return Config(
+        data=Data(task=task, max_length=16),
+        architecture=Architecture(model_config=GPT2),
+        optimization=Optimization(micro_batch_size=batch_size),
+        output=Output(metrics=metrics),
+    )
+
+
+def network(config: Config, prepared: PreparedData) -> nn.Module:
+    torch.manual_seed(0)
+    auto_class = build_task(config.data).auto_class
+    return build_model(config.architecture, auto_class, BYTES, config.data.max_length, prepared.examples.label_names)
+
+
+def evaluated(config: Config, prepared: PreparedData, model: nn.Module) -> dict[str, Any]:
+    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared)
+    return evaluator.validation(step=3).metrics
+
+
+# Metrics by hand
+
+
+def test_token_metrics_by_hand() -> None:
+    metric = TokenMetrics(keep_in_memory=True)
+    metric.add_batch(loss_sum=[2.0, 4.0], targets=[4.0, 4.0], correct=[1.0, 2.0], num_bytes=[5.0, 7.0])
+    metric.add_batch(loss_sum=[6.0], targets=[2.0], correct=[0.0], num_bytes=[3.0])
+    assert metric.compute() == {
+        "loss": pytest.approx(1.2),
+        "perplexity": pytest.approx(math.exp(1.2)),
+        "accuracy": pytest.approx(0.3),
+        "bits_per_byte": pytest.approx(12.0 / math.log(2) / 15.0),
+    }
+
+
+def test_token_metrics_without_bytes_have_no_bits_per_byte() -> None:
+    metric = TokenMetrics(keep_in_memory=True)
+    found = metric.compute(loss_sum=[1.0], targets=[1.0], correct=[1.0], num_bytes=[0.0]) or {}
+    assert set(found) == {"loss", "perplexity", "accuracy"}
+
+
+def test_perplexity_of_a_hopeless_model_is_finite() -> None:
+    metric = TokenMetrics(keep_in_memory=True)
+    found = metric.compute(loss_sum=[1e6], targets=[1.0], correct=[0.0], num_bytes=[0.0]) or {}
+    assert math.isfinite(found["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("predictions", "references", "accuracy", "macro_f1", "confusion"),
+    [
+        # class 0: 2·2/(3+3); class 1: 2·1/(1+2); class 2 is there once and never predicted: 0
+        ([0, 0, 1, 1, 0], [0, 0, 0, 1, 2], 0.6, (2 / 3 + 2 / 3 + 0.0) / 3, [[2, 1, 0], [0, 1, 0], [1, 0, 0]]),
+        # class 2 is neither there nor predicted: the mean is over the others
+        ([0, 1, 1], [0, 1, 0], 2 / 3, (2 / 3 + 2 / 3) / 2, [[1, 1, 0], [0, 1, 0], [0, 0, 0]]),
+        ([2, 0], [2, 0], 1.0, 1.0, [[1, 0, 0], [0, 0, 0], [0, 0, 1]]),
+        ([1], [0], 0.0, 0.0, [[0, 1, 0], [0, 0, 0], [0, 0, 0]]),
+    ],
+)
+def test_class_metrics_by_hand(
+    predictions: list[int], references: list[int], accuracy: float, macro_f1: float, confusion: list[list[int]]
+) -> None:
+    metric = ClassMetrics(3, keep_in_memory=True)
+    for prediction, reference in zip(predictions, references, strict=True):
+        metric.add_batch(predictions=[prediction], references=[reference])
+    assert metric.compute() == {
+        "accuracy": pytest.approx(accuracy),
+        "macro_f1": pytest.approx(macro_f1),
+        "confusion_matrix": confusion,
+    }
+
+
+# The evaluator
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+def test_loss_is_that_of_all_targets_whatever_the_batch_size(batch_size: int) -> None:
+    config = configured("causal_lm", batch_size)
+    prepared = prepared_data(config, TEXTS)
+    model = network(config, prepared)
+    loss_sum, targets, correct = direct(prepared, model)
+    metrics = evaluated(config, prepared, model)
+    assert metrics["examples"] == len(prepared.examples.validation) > len(TEXTS)
+    assert metrics["loss"] == pytest.approx(loss_sum / targets, rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(math.exp(loss_sum / targets), rel=1e-6)
+    assert metrics["accuracy"] == pytest.approx(correct / targets, rel=1e-9)
+    num_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert metrics["bits_per_byte"] == pytest.approx(loss_sum / math.log(2) / num_bytes, rel=1e-6)
+
+
+def direct(prepared: PreparedData, model: nn.Module) -> tuple[float, int, int]:
+    """Loss sum, targets and hits of each example alone, from the definition."""
+    model.eval()
+    loss_sum, targets, correct = 0.0, 0, 0
+    for row in prepared.examples.validation.to_list():
+        tokens = torch.tensor([row["tokens"]])
+        log_p = model(input_ids=tokens[:, :-1]).logits.log_softmax(-1)[0]
+        loss_sum -= sum(log_p[i, t].item() for i, t in enumerate(tokens[0, 1:]))
+        targets += tokens.shape[1] - 1
+        correct += int((log_p.argmax(-1) == tokens[0, 1:]).sum())
+    return loss_sum, targets, correct
+
+
+def test_evaluation_leaves_dropout_out_and_the_model_in_training() -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    model = network(config, prepared).train()
+    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared)
+    first, second = evaluator.validation(step=1), evaluator.validation(step=2)
+    assert first.metrics == second.metrics
+    assert (first.split, first.step, second.step) == ("validation", 1, 2)
+    assert model.training and all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+class Caching(nn.Module):
+    """Keeps a tensor from its first call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(259, 259)
+        self.kept: Tensor | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.full((259,), 0.5)
+        return self.table(input_ids) * self.kept
+
+
+def test_what_a_model_keeps_from_an_evaluation_can_be_trained_with() -> None:
+    config = configured("causal_lm")
+    model = Caching()
+    assert evaluated(config, prepared_data(config, TEXTS), model)["examples"] > 0
+    ModelWithLoss(model)({"input_ids": torch.tensor([[1, 2]])}, torch.tensor([[2, IGNORE]])).backward()
+    assert model.table.weight.grad is not None
+
+
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_classes_are_scored_by_example(batch_size: int) -> None:
+    config = configured("sequence_classification", batch_size)
+    prepared = prepared_data(config, TEXTS, ["b", "a", "c", "b", "a"])
+    model = network(config, prepared).eval()
+    references, predictions, losses = [], [], []
+    for row in prepared.examples.validation.to_list():
+        logits = model(input_ids=torch.tensor([row["tokens"]])).logits[0]
+        references.append(row["label"])
+        predictions.append(int(logits.argmax()))
+        losses.append(-logits.log_softmax(-1)[row["label"]].item())
+    metrics = evaluated(config, prepared, model)
+    confusion = [[0] * 3 for _ in range(3)]
+    for reference, prediction in zip(references, predictions, strict=True):
+        confusion[reference][prediction] += 1
+    assert references == [1, 0, 2, 1, 0]
+    assert metrics["confusion_matrix"] == confusion
+    assert metrics["accuracy"] == pytest.approx(sum(confusion[i][i] for i in range(3)) / 5)
+    assert metrics["loss"] == pytest.approx(sum(losses) / 5, rel=1e-5)
+    assert metrics["examples"] == 5
+    assert "perplexity" not in metrics and "bits_per_byte" not in metrics
+
+
+# Further metrics
+
+
+SCRIPT = """
+import datasets
+import evaluate
+
+
+class MeanGap(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        if len(set(references)) > 3:
+            raise ValueError("made for three classes")
+        gaps = [abs(p - r) for p, r in zip(predictions, references)]
+        return {"mean_gap": sum(gaps) / len(gaps)}
+"""
+
+
+@pytest.fixture
+def metric_folder(tmp_path: Path) -> str:
+    folder = tmp_path / "mean_gap"
+    folder.mkdir()
+    (folder / "mean_gap.py").write_text(SCRIPT)
+    return str(folder)
+
+
+def test_metric_from_a_folder_is_computed_beside_the_others(metric_folder: str) -> None:
+    config = configured("sequence_classification", metrics=(metric_folder,))
+    prepared = prepared_data(config, TEXTS, [0, 2, 1, 2, 2])
+    metrics = evaluated(config, prepared, network(config, prepared))
+    confusion = metrics["confusion_matrix"]
+    expected = sum(confusion[r][p] * abs(p - r) for r in range(3) for p in range(3)) / 5
+    assert metrics["mean_gap"] == pytest.approx(expected)
+
+
+def test_metric_that_cannot_be_computed_stops_before_training(metric_folder: str) -> None:
+    config = configured("sequence_classification", metrics=(metric_folder,))
+    prepared = prepared_data(config, TEXTS, [0, 1, 2, 3, 0])
+    with pytest.raises(UserError, match="mean_gap' cannot be used: made for three classes"):
+        evaluated(config, prepared, network(config, prepared))
+
+
+def test_metric_of_the_hub_without_a_connection_is_refused_in_one_line() -> None:
+    config = configured("sequence_classification", metrics=("f1",))
+    prepared = prepared_data(config, TEXTS, [0, 1, 0, 1, 0])
+    with pytest.raises(UserError, match="metrics: 'f1' cannot be used") as caught:
+        evaluated(config, prepared, network(config, prepared))
+    assert "\n" not in str(caught.value) and "connection" in str(caught.value)
+
+
+def test_class_metrics_are_refused_where_there_are_no_classes(metric_folder: str) -> None:
+    config = configured("causal_lm", metrics=(metric_folder,))
+    prepared = prepared_data(config, TEXTS)
+    with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
+        evaluated(config, prepared, network(config, prepared))

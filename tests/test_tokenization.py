@@ -1,0 +1,242 @@
+"""Tokenizers, and examples that are tokenised once and then come from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from train.config import Data
+from train.errors import UserError
+from train.records import Corpus
+from train.tasks.causal_lm import CausalLM
+from train.tasks.masked_lm import MaskedLM
+from train.tokenization import load_tokenizer, tokenize, tokenizer_digest
+
+UNICODE = [
+    "",
+    "plain text",
+    "  two  leading, double and trailing spaces  ",
+    "tabs\tand\r\nlines\n\n",
+    "Ünïcödé ß straße e\u0301 \u200b\ufeff",
+    "🤗 👩‍👩‍👧‍👦 🇺🇳 𝔘𝔫𝔦 漢字 العربية",
+    "\x00\x01\x7f",
+    " .,!?'s n't 's ' .",
+    "".join(map(chr, [*range(0x20, 0x250), 0xFFFD, 0xFFFF, 0x10000, 0x10FFFF])),
+]
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("text", UNICODE)
+def test_bytes_is_one_token_a_byte_and_gives_any_text_back(text: str) -> None:
+    tokenizer = load_tokenizer("bytes", ())
+    ids = ids_of(tokenizer, text)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_bytes_has_256_bytes_and_three_marks() -> None:
+    tokenizer = load_tokenizer("bytes", ())
+    assert len(tokenizer) == 259
+    every_byte_of_utf8 = "".join(map(chr, [*range(0x80), *range(0x80, 0x110000, 61)])).encode(errors="ignore").decode()
+    ids = ids_of(tokenizer, every_byte_of_utf8)
+    assert min(ids) == 3 and max(ids) <= 258
+    assert [tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id] == [
+        0,
+        0,
+        1,
+        2,
+    ]
+
+
+def test_trained_tokenizer_keeps_to_its_size_and_gives_any_text_back() -> None:
+    texts = ["the cat sat on the mat and the rat sat on the cat"] * 3
+    tokenizer = load_tokenizer("train:300", texts)
+    assert 259 < len(tokenizer) <= 300
+    assert len(ids_of(tokenizer, texts[0])) < len(texts[0]) / 2
+    for text in UNICODE:
+        assert tokenizer.decode(ids_of(tokenizer, text)) == text
+
+
+def test_training_reads_only_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.tokenization.TRAINING_BYTES", 100)
+    read: list[int] = []
+
+    def texts() -> Any:
+        for number in range(1000):
+            read.append(number)
+            yield "thirty bytes of text, each time"
+
+    load_tokenizer("train:300", texts())
+    assert len(read) == 4
+
+
+def test_words_splits_at_spaces_and_knows_unknown_words() -> None:
+    tokenizer = load_tokenizer("words", ["[MAX 4 [MIN 2 3 ] 9 ]", "[MAX 4  4 ]"])
+    ids = ids_of(tokenizer, "[MAX 4 ] [MIN 7")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["[MAX", "4", "]", "[MIN", "<|unknown|>"]
+    assert len(tokenizer) == 4 + len({"[MAX", "4", "[MIN", "2", "3", "]", "9"})
+
+
+@pytest.mark.parametrize("spec", ["bytes", "words", "train:300"])
+def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(spec: str, tmp_path: Path) -> None:
+    first = load_tokenizer(spec, ["a rose is a rose", "is a rose"], saved=tmp_path)
+    first.save_pretrained(tmp_path)
+    again = load_tokenizer(spec, ["other words entirely"], saved=tmp_path)
+    for text in ["a rose is a rose", *UNICODE]:
+        assert ids_of(again, text) == ids_of(first, text)
+    assert len(again) == len(first) and tokenizer_digest(again) == tokenizer_digest(first)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "unk_token_id"):
+        assert getattr(again, name) == getattr(first, name), name
+
+
+def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
+    first = load_tokenizer("train:300", ["a rose is a rose"])
+    first.save_pretrained(tmp_path)
+    assert ids_of(load_tokenizer(str(tmp_path), ()), "a rose 🤗") == ids_of(first, "a rose 🤗")
+
+
+@pytest.mark.parametrize("name", ["no/such-tokenizer-anywhere", "/no/such/folder"])
+def test_tokenizer_that_is_nowhere_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(UserError, match=f"tokenizer '{name}' cannot be loaded") as caught:
+        load_tokenizer(name, ())
+    assert "\n" not in str(caught.value) and "train:8192" in str(caught.value)
+
+
+def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path), ())
+
+
+def test_digest_is_that_of_the_ids_a_tokenizer_gives() -> None:
+    one, same, other = (load_tokenizer(spec, ["a rose is"]) for spec in ("bytes", "bytes", "train:300"))
+    before = tokenizer_digest(one)
+    ids_of(one, "used")
+    one("used, padded and cut", truncation=True, max_length=4, padding="max_length")
+    assert tokenizer_digest(one) == before == tokenizer_digest(same) != tokenizer_digest(other)
+
+
+# Tokenising and its cache
+
+
+class Counting(CausalLM):
+    """Counts how many documents it encodes."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__(data)
+        self.encoded = 0
+
+    def encode(
+        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        self.encoded += len(documents["text"])
+        return super().encode(documents, tokenizer, label_names)
+
+
+class Reversing(Counting):
+    """The same task as a fork changed it."""
+
+    def encode(
+        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        return super().encode({"text": [text[::-1] for text in documents["text"]]}, tokenizer, label_names)
+
+
+def stored_corpus(folder: Path) -> Corpus:
+    """Ten documents for training and two to validate on, on disk."""
+    for name, count in (("train", 10), ("validation", 2)):
+        if not (folder / name).exists():
+            texts = [f"{name} document {i} " * i for i in range(1, count + 1)]
+            datasets.Dataset.from_dict({"text": texts, "source": texts}).save_to_disk(folder / name)
+    train, validation = (datasets.load_from_disk(folder / name) for name in ("train", "validation"))
+    assert isinstance(train, datasets.Dataset) and isinstance(validation, datasets.Dataset)
+    return Corpus("stored", train, validation)
+
+
+def tokenized(folder: Path, spec: str = "bytes", cls: type[Counting] = Counting, **data: Any) -> tuple[Any, int]:
+    """Rows of the training split, and how many documents were encoded for it and for validation."""
+    settings = Data(**{"max_length": 16, **data})
+    task = cls(settings)
+    examples = tokenize(stored_corpus(folder), task, load_tokenizer(spec, ["train document validation"]), settings)
+    assert isinstance(examples.train, datasets.Dataset)
+    return examples.train.to_list(), task.encoded
+
+
+def test_second_time_comes_from_the_cache(tmp_path: Path) -> None:
+    rows, encoded = tokenized(tmp_path)
+    assert encoded == 12 and len(rows) > 10
+    again, encoded = tokenized(tmp_path)
+    assert encoded == 0 and again == rows
+
+
+def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:
+    data, tokenizer = Data(max_length=16), load_tokenizer("bytes", ())
+    fingerprints = []
+    for expected in (12, 0, 0):
+        task = Counting(data)
+        examples = tokenize(stored_corpus(tmp_path), task, tokenizer, data)
+        assert isinstance(examples.train, datasets.Dataset)
+        fingerprints.append(examples.train._fingerprint)
+        assert task.encoded == expected
+        tokenizer("used, padded and cut", truncation=True, max_length=4, padding="max_length")
+    assert len(set(fingerprints)) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_length": 17}, {"spec": "train:300"}, {"cls": Reversing}], ids=["max_length", "tokenizer", "task"]
+)
+def test_what_changes_the_examples_is_tokenised_anew(change: dict[str, Any], tmp_path: Path) -> None:
+    rows, _ = tokenized(tmp_path)
+    other, encoded = tokenized(tmp_path, **change)
+    assert encoded == 12 and other != rows
+    assert tokenized(tmp_path) == (rows, 0)
+
+
+def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(tmp_path: Path) -> None:
+    found = []
+    for name, workers in (("one", 1), ("two", 2)):
+        data = Data(max_length=16, preprocessing_num_workers=workers)
+        examples = tokenize(stored_corpus(tmp_path / name), CausalLM(data), load_tokenizer("bytes", ()), data)
+        assert isinstance(examples.train, datasets.Dataset)
+        found.append((examples.train.to_list(), examples.train._fingerprint, len(examples.train.cache_files)))
+    assert found[0][:2] == found[1][:2]
+    assert (found[0][2], found[1][2]) == (1, 2)  # there were two processes
+
+
+def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path) -> None:
+    corpus, data = stored_corpus(tmp_path), Data(max_length=16)
+    corpus = replace(corpus, test=corpus.validation)
+    examples = tokenize(corpus, CausalLM(data), load_tokenizer("bytes", ()), data)
+    assert isinstance(examples.train, datasets.Dataset) and examples.test is not None
+    for split in (examples.train, examples.validation, examples.test):
+        assert set(split.column_names) == {"tokens", "length", "num_bytes"}
+    assert examples.test.to_list() == examples.validation.to_list() != examples.train.to_list()
+
+
+def test_stream_gives_the_same_examples_on_the_way(tmp_path: Path) -> None:
+    corpus, data = stored_corpus(tmp_path), Data(max_length=16)
+    rows, _ = tokenized(tmp_path)
+    assert isinstance(corpus.train, datasets.Dataset)
+    task = Counting(data)
+    streamed = replace(corpus, train=corpus.train.to_iterable_dataset())
+    examples = tokenize(streamed, task, load_tokenizer("bytes", ()), data)
+    assert task.encoded == 0  # validation comes from the cache, the stream is not read yet
+    streamed_rows = [dict(row) for row in examples.train]
+    assert [{**row, "tokens": list(row["tokens"])} for row in streamed_rows] == rows
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_split_without_an_example_is_refused_by_name(texts: list[str]) -> None:
+    empty = datasets.Dataset.from_dict({"text": texts, "source": texts})
+    full = datasets.Dataset.from_dict({"text": ["abc"], "source": ["x"]})
+    data = Data(task="masked_lm", max_length=8)
+    with pytest.raises(UserError, match="books: the validation split has no example"):
+        tokenize(Corpus("books", full, empty), MaskedLM(data), load_tokenizer("bytes", ()), data)
