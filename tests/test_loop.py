@@ -1,0 +1,216 @@
+"""When the loop steps, evaluates, saves and gives up; gradients that are not finite, with and without a loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from test_step import TinyModel, batch, rows
+
+from train.config import Architecture, Config, Optimization, Output
+from train.errors import UserError
+from train.loop import Goal, Parts, fit
+from train.losses import ModelWithLoss
+from train.records import Evaluation, MicroBatch, Progress
+from train.runtime import StopRequest
+from train.step import optimizer_step
+
+
+class ThreeSteps:
+    """An epoch of three steps of two micro-batches."""
+
+    steps_per_epoch: int | None = 3
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        self.asked.append((epoch, first_step))
+        for step in range(first_step, 3):
+            made = [batch(rows([3 + step])), batch(rows([4]))]
+            yield [replace(b, example_ids=(10 * step + i,)) for i, b in enumerate(made)]
+
+
+class OneGiB:
+    def peak_allocated_bytes(self) -> int:
+        return 2**30
+
+
+@dataclass
+class Recorder:
+    """The parts of a run, and what the loop did with them."""
+
+    config: Config
+    accuracies: list[float] = field(default_factory=list)
+    saved: list[Progress] = field(default_factory=list)
+    lines: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    batches: ThreeSteps = field(default_factory=ThreeSteps)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True)
+        self.network = TinyModel()
+        self.model, self.optimizer = self.accelerator.prepare(
+            ModelWithLoss(self.network), torch.optim.AdamW(self.network.parameters(), lr=0.1)
+        )
+
+    def evaluate(self, step: int) -> Evaluation:
+        self.evaluated.append(step)
+        value = self.accuracies.pop(0) if self.accuracies else 0.0
+        return Evaluation("validation", step, {"accuracy": value, "examples": 1})
+
+    def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
+        parts = Parts(
+            accelerator=self.accelerator,
+            model=self.model,
+            optimizer=self.optimizer,
+            batches=self.batches,
+            meter=OneGiB(),
+            stop=self.stop,
+            evaluate=self.evaluate,
+            save=self.saved.append,
+            report=lambda kind, step, values: self.lines.append((kind, step, values)),
+            tick=lambda step: None,
+        )
+        goal = Goal(total_steps, 0.1, metric="accuracy", greater_is_better=True)
+        return fit(parts, self.config, goal, progress or Progress())
+
+    def steps_of(self, kind: str) -> list[int]:
+        return [step for line_kind, step, _ in self.lines if line_kind == kind]
+
+
+def config(optimization: dict[str, Any] | None = None, **output: Any) -> Config:
+    return Config(
+        architecture=Architecture(model="x"),
+        optimization=Optimization(**(optimization or {})),
+        output=Output(**{"log_every_steps": 1, **output}),
+    )
+
+
+def test_evaluates_saves_and_logs_when_it_is_time() -> None:
+    run = Recorder(config(eval_every_steps=2, save_every_steps=3, log_every_steps=4), accuracies=[0.5, 0.4, 0.3, 0.2])
+    progress = run.fit(7)
+    assert run.evaluated == [2, 4, 6, 7]
+    assert [p.step for p in run.saved] == [2, 3, 6, 7]  # the best, every third, the last
+    assert run.steps_of("train") == [4, 7]
+    assert (progress.step, progress.epoch, progress.step_in_epoch) == (7, 2, 1)
+    assert (progress.best_step, progress.best_metric) == (2, 0.5)
+    assert run.batches.asked == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_goes_on_inside_an_epoch_and_evaluates_what_was_due() -> None:
+    run = Recorder(config(eval_every_steps=2))
+    run.fit(5, Progress(step=4, epoch=1, step_in_epoch=1))
+    assert run.batches.asked == [(1, 1)]
+    assert run.evaluated == [4, 5]
+
+
+def test_training_line_has_the_figures_of_its_steps() -> None:
+    run = Recorder(config(log_every_steps=3))
+    run.fit(3)
+    [(_, _, values)] = run.lines
+    assert values["tokens_seen"] == (3 + 4) + (4 + 4) + (5 + 4)
+    assert values["padding_share"] == 0
+    assert values["peak_allocated_bytes"] == 2**30
+    assert 0 < values["loss"] < 10
+    assert values["tokens_per_second"] > 0
+
+
+def test_stop_request_saves_once_and_leaves_without_evaluating() -> None:
+    run = Recorder(config(eval_every_steps=1))
+    run.stop.received = "SIGTERM"
+    assert run.fit(7).step == 1
+    assert [p.step for p in run.saved] == [1]
+    assert run.evaluated == []
+
+
+def test_patience_counts_evaluations_without_a_better_one() -> None:
+    run = Recorder(config(eval_every_steps=1, early_stopping_patience=2), accuracies=[0.1, 0.3, 0.2, 0.3, 0.9])
+    assert run.fit(7).step == 4
+    assert run.fit(7, run.saved[-1]).step == 4  # and stays stopped
+
+
+def break_gradients(run: Recorder, steps: set[int]) -> None:
+    """Makes the gradient nan in the given optimizer steps (two backward passes each)."""
+    calls = iter(range(10_000))
+    run.network.head.weight.register_hook(lambda grad: grad * math.nan if next(calls) // 2 in steps else grad)
+
+
+def test_skipped_step_is_logged_with_its_examples_and_counted() -> None:
+    run = Recorder(config())
+    break_gradients(run, {1})
+    progress = run.fit(4)
+    [(_, step, values)] = [line for line in run.lines if line[0] == "skipped"]
+    assert step == 2
+    assert values["examples"] == [10, 11]
+    assert math.isnan(values["grad_norm"])
+    assert (progress.nonfinite_steps, progress.consecutive_nonfinite_steps) == (1, 0)
+    assert all(math.isfinite(p.sum().item()) for p in run.network.parameters())
+    assert all(math.isfinite(values["loss"]) for kind, step, values in run.lines if kind == "train" and step != 2)
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
+    run = Recorder(config({"max_consecutive_nonfinite_steps": 3}))
+    break_gradients(run, {0, 2, 3, 4})
+    with pytest.raises(UserError, match="step 5: no finite gradient in 3 steps in a row"):
+        run.fit(7)
+
+
+def scaled(run: Recorder, scale: float, monkeypatch: pytest.MonkeyPatch) -> torch.amp.GradScaler:
+    """Gives the run the loss scaler that fp16 has on a GPU; the arithmetic stays fp32."""
+    monkeypatch.setitem(run.accelerator.state.__dict__, "_mixed_precision", "fp16")
+    run.accelerator.native_amp = True
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10_000)
+    run.accelerator.scaler = scaler
+    run.optimizer = AcceleratedOptimizer(run.optimizer.optimizer, scaler=scaler)
+    run.accelerator._optimizers = [run.optimizer]
+    return scaler
+
+
+def test_loss_scale_changes_nothing_but_falls_on_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, with_scale = Recorder(config()), Recorder(config())
+    plain.fit(2)
+    scaler = scaled(with_scale, 1024.0, monkeypatch)
+    with_scale.fit(2)
+    for one, other in zip(plain.network.parameters(), with_scale.network.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert [values["loss_scale"] for _, _, values in with_scale.lines] == [1024.0, 1024.0]
+    weights = with_scale.network.head.weight.detach().clone()
+    hook = with_scale.network.head.weight.register_hook(lambda grad: grad * math.inf)
+    window = next(ThreeSteps().windows(0, 0))
+    outcome = optimizer_step(with_scale.accelerator, with_scale.model, with_scale.optimizer, window, Optimization())
+    hook.remove()
+    assert outcome.skipped
+    assert torch.equal(weights, with_scale.network.head.weight)
+    assert scaler.get_scale() == 512.0
+
+
+def test_loss_scale_at_its_floor_ends_the_run_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Recorder(config())
+    scaled(run, 2.0**-8, monkeypatch)
+    break_gradients(run, set(range(10)))
+    with pytest.raises(UserError, match="overflow fp16 even at a loss scale of .*bf16"):
+        run.fit(7)
+    assert run.steps_of("skipped") == [1, 2]
+
+
+@pytest.mark.gpu
+def test_fp16_on_a_gpu_learns_and_scales() -> None:
+    run = Recorder(config())
+    run.accelerator = Accelerator(mixed_precision="fp16")
+    run.network = TinyModel()
+    run.model, run.optimizer = run.accelerator.prepare(
+        ModelWithLoss(run.network), torch.optim.AdamW(run.network.parameters(), lr=0.05, fused=True)
+    )
+    run.fit(30)
+    losses = [values["loss"] for kind, _, values in run.lines if kind == "train"]
+    assert losses[-1] < losses[0]
+    assert run.lines[-1][2]["loss_scale"] > 1
