@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -147,6 +148,25 @@ def direct(prepared: PreparedData, model: nn.Module) -> tuple[float, int, int]:
         targets += tokens.shape[1] - 1
         correct += int((log_p.argmax(-1) == tokens[0, 1:]).sum())
     return loss_sum, targets, correct
+
+
+@pytest.mark.parametrize(("task", "world"), [("causal_lm", 3), ("sequence_classification", 2), ("causal_lm", 11)])
+def test_metrics_are_the_same_over_any_number_of_processes(
+    task: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(task)
+    prepared = prepared_data(config, TEXTS, ["b", "a", "c", "b", "a"] if task == "sequence_classification" else None)
+    model = network(config, prepared)
+    expected = evaluated(config, prepared, model)
+    gathered: list[Any] = []
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: gathered.extend(rows) or list(gathered))
+    metrics: dict[str, Any] = {}
+    for rank in range(world):  # one after the other: the last one has gathered all rows
+        process: Any = SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))
+        metrics = Evaluator(config, process, ModelWithLoss(model), prepared).validation(step=1).metrics
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert metrics[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
 
 
 def test_evaluation_leaves_dropout_out_and_the_model_in_training() -> None:

@@ -85,8 +85,8 @@ class Workload:
 
 
 CPU_WORKLOADS = (
-    Workload("short", 64, 2, 128, 1, 1, "none", steps=200, warmup_steps=20, rounds=10),
-    Workload("long", 160, 3, 1024, 1, 2, "full", steps=10, warmup_steps=2, rounds=8),
+    Workload("short", 64, 2, 128, 1, 1, "none", steps=200, warmup_steps=20, rounds=9),
+    Workload("long", 192, 2, 1024, 1, 2, "full", steps=10, warmup_steps=2, rounds=7),
 )
 GPU_WORKLOADS = (
     Workload("short", 64, 2, 128, 1, 1, "none", steps=200, warmup_steps=20, rounds=5),
@@ -101,7 +101,7 @@ class Options:
     workload: Literal["short", "long", "both"] = "both"
     """short: steps of a few milliseconds, nearly all of it overhead; long: steps of some hundred milliseconds."""
     hidden_size: int | None = None
-    """This and the next flags change the shape of the chosen workloads."""
+    """A multiple of 64. This and the next flags change the shape of the chosen workloads."""
     layers: int | None = None
     length: int | None = None
     micro_batch_size: int | None = None
@@ -340,8 +340,8 @@ def configuration(load: Workload, output_dir: str) -> Config:
                 "hidden_size": load.hidden_size,
                 "intermediate_size": 11 * load.hidden_size // 4,
                 "num_hidden_layers": load.layers,
-                "num_attention_heads": max(1, load.hidden_size // 64),
-                "num_key_value_heads": max(1, load.hidden_size // 64),
+                "num_attention_heads": load.hidden_size // 64,
+                "num_key_value_heads": load.hidden_size // 64,
                 "tie_word_embeddings": True,
             },
             "attn_implementation": "sdpa",
@@ -467,11 +467,18 @@ class Processes:
 
 
 def chosen_workloads(options: Options, device_type: str, precision: str) -> list[Workload]:
-    """The workloads of this device with the flags over them."""
+    """The workloads of this device with the flags over them.
+
+    Raises:
+        SystemExit: a flag's value cannot work.
+    """
     given = {name: value for name, value in asdict(options).items() if value is not None}
     fields = set(Workload.__dataclass_fields__) - {"name", "mixed_precision"}
     changes = {name: value for name, value in given.items() if name in fields}
-    loads = CPU_WORKLOADS if device_type == "cpu" else GPU_WORKLOADS
+    too_small = [name for name, value in changes.items() if isinstance(value, int) and value < 1 and name != "seed"]
+    if too_small or (options.hidden_size or 64) % 64:
+        raise SystemExit("All numbers must be positive, and hidden_size a multiple of 64.")
+    loads = GPU_WORKLOADS if device_type == "cuda" else CPU_WORKLOADS
     return [
         replace(load, mixed_precision=precision, **changes) for load in loads if options.workload in ("both", load.name)
     ]
@@ -615,16 +622,19 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Measures, prints and writes the results; status 1 where the variants did not do equal work."""
-    import torch
     import tyro
+
+    options = tyro.cli(Options, prog="loop_overhead.py", description=__doc__)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # One device: Trainer would spread each batch over all that it sees.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    import torch  # only now: --help should not wait for it
 
     from train.report import hardware, versions
     from train.runtime import target_device
 
-    options = tyro.cli(Options, prog="loop_overhead.py", description=__doc__)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
     device = target_device()
     name = torch.cuda.get_device_name(device).lower().replace(" ", "-") if device.type == "cuda" else device.type
     processes = Processes(on_cpu=device.type == "cpu")
