@@ -22,7 +22,9 @@ pytestmark = pytest.mark.distributed
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*arguments: Any, processes: int = 2, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    *arguments: Any, processes: int = 2, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command: list[Any] = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
@@ -37,9 +39,7 @@ def torchrun(*arguments: Any, processes: int = 2, env: dict[str, str] | None = N
 
 
 def run(recipe: Path, output: Path, processes: int, *flags: Any) -> subprocess.CompletedProcess[str]:
-    done = torchrun(
-        "train/main.py", "--config", recipe, "--output_dir", output, *flags, processes=processes
-    )
+    done = torchrun("train/main.py", "--config", recipe, "--output_dir", output, *flags, processes=processes)
     assert done.returncode == EXIT_DONE, done.stderr[-3000:]
     return done
 

@@ -186,7 +186,7 @@ class Output:
     metric_for_best: str | None = None
     """Default: the task's own (loss, accuracy)."""
     greater_is_better: bool | None = None
-    """Whether metric_for_best should grow; needed for a metric whose name does not tell."""
+    """Whether metric_for_best should grow; default: yes, but for loss, perplexity and bits_per_byte."""
     metrics: tuple[str, ...] = ()
     """Further metrics for classification, by name on the Hub or folder, computed by evaluate."""
     load_best_model_at_end: bool = False

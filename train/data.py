@@ -66,17 +66,7 @@ class PreparedData:
     def identity(self, config: Config, global_batch_size: int) -> dict[str, Any]:
         """What a checkpoint and a run that resumes from it must have in common."""
         values = to_values(config)
-        same = (
-            "task",
-            "dataset",
-            "max_length",
-            "mlm_probability",
-            "model",
-            "model_config",
-            "dtype",
-            "optimizer",
-            "seed",
-        )
+        same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
         train = self.examples.train
         return {
             **{name: values[name] for name in same},
@@ -86,11 +76,11 @@ class PreparedData:
         }
 
 
-def prepare_data(config: Config, task: Task, tokenizer_folder: Path, saves: bool) -> PreparedData:
+def prepare_data(config: Config, task: Task, folder: Path, saves: bool) -> PreparedData:
     """Loads, tokenises and describes the data; cached, so that further ranks and runs only read it.
 
     Args:
-        tokenizer_folder: where a tokenizer that is trained here is kept with the run.
+        folder: the run's folder, where a tokenizer that is trained on the data is kept.
         saves: whether this process writes it.
 
     Raises:
@@ -101,10 +91,12 @@ def prepare_data(config: Config, task: Task, tokenizer_folder: Path, saves: bool
     spec = data.tokenizer or config.architecture.model
     assert spec is not None
     own = spec == "words" or spec.startswith("train:")
+    trained_on = getattr(corpus.train, "_fingerprint", "stream")
+    saved = folder / f"tokenizer-{spec.replace(':', '-')}-{trained_on[:8]}" if own else None
     texts = (dict(row)["text"] for row in corpus.train) if own else ()
-    tokenizer = load_tokenizer(spec, texts, tokenizer_folder if own else None, config.architecture.trust_remote_code)
-    if own and saves:
-        tokenizer.save_pretrained(tokenizer_folder)
+    tokenizer = load_tokenizer(spec, texts, saved, config.architecture.trust_remote_code)
+    if saved is not None and saves:
+        tokenizer.save_pretrained(saved)
     task.check_tokenizer(tokenizer)
     examples = tokenize(corpus, task, tokenizer, data)
     return PreparedData(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from train.data import PreparedData
 
 
+SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+
+
 class TokenMetrics(evaluate.Metric):
     """Loss, perplexity and accuracy over all targets, and bits per byte of the text they cover; a row an example."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.data import PreparedData
-    from train.evaluation import Evaluator
+    from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal
     from train.outputs import Outputs
     from train.records import BatchArithmetic, Batches, Progress
@@ -50,7 +50,7 @@ def train(config: Config) -> int:
     from train.batching import batch_arithmetic
     from train.checkpoint import TrainingState
     from train.data import prepare_data
-    from train.evaluation import Evaluator
+    from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
     from train.losses import ModelWithLoss
     from train.modeling import build_model
@@ -76,7 +76,7 @@ def train(config: Config) -> int:
 
         task = build_task(data)
         with accelerator.local_main_process_first():
-            prepared = prepare_data(config, task, outputs.folder / "tokenizer", accelerator.is_local_main_process)
+            prepared = prepare_data(config, task, outputs.folder, accelerator.is_local_main_process)
         tokenizer = prepared.tokenizer
         outputs.note(*prepared.lines)
 
@@ -92,11 +92,13 @@ def train(config: Config) -> int:
 
         batches = prepared.training_batches(config, arithmetic, accelerator)
         evaluator = Evaluator(config, accelerator, model, prepared)
+        metric = output.metric_for_best or task.default_metric
+        grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
         goal = Goal(
             total_steps=optim.max_steps or (optim.num_epochs or 1) * (batches.steps_per_epoch or 1),
             peak_learning_rate=peak_learning_rate(optim, arithmetic.global_batch_size),
-            metric=output.metric_for_best or task.default_metric,
-            greater_is_better=task.greater_is_better if output.greater_is_better is None else output.greater_is_better,
+            metric=metric,
+            greater_is_better=grows,
             flops_per_token=model_flops_per_token(network, data.max_length),
             peak_flops_per_second=runtime.peak_flops_per_second,
         )
@@ -123,20 +125,21 @@ def train(config: Config) -> int:
             tick=outputs.tick,
         )
         progress = fit(parts, config, goal, progress)
-        outputs.close()
+        outputs.stop_bar()
         if not is_done(config, goal, progress):
             outputs.say(
                 f"stopped by {stop.received or 'a signal to another process'} after step {progress.step}; a checkpoint "
                 "is written and the same command goes on from it."
             )
+            outputs.close()
             return EXIT_STOPPED
-        close(
+        finish(
             config, task, prepared, evaluator, outputs, runtime, network, arithmetic, batches.steps_per_epoch, progress
         )
     return EXIT_DONE
 
 
-def close(
+def finish(
     config: Config,
     task: Task,
     prepared: PreparedData,

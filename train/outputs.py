@@ -166,10 +166,13 @@ class Outputs:
         """The validation made after ``step``, unless an earlier process made it."""
         return self._evaluations.get(step)
 
-    def close(self) -> None:
-        """Ends the progress line and the trackers."""
+    def stop_bar(self) -> None:
+        """Ends the progress line."""
         if self._bar is not None:
             self._bar.close()
+
+    def close(self) -> None:
+        """Ends the trackers."""
         if self._config.output.report_to:
             self._accelerator.end_training()
 

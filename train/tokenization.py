@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +173,7 @@ class _Encode:
         train: datasets.Dataset | datasets.IterableDataset,
     ) -> None:
         self.task, self.tokenizer, self.label_names, self.data = task, tokenizer, label_names, data
-        settings = {k: v for k, v in asdict(data).items() if not k.endswith("num_workers")}
+        settings = {name: getattr(data, name) for name in task.encode_settings}
         source = [inspect.getsource(cls) for cls in type(task).__mro__ if issubclass(cls, Task)]  # a fork changes it
         self.recipe = f"{source} {sorted(settings.items())} {list(label_names)} {tokenizer_digest(tokenizer)}"
 

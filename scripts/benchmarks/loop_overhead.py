@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -626,17 +627,19 @@ def main() -> int:
 
     options = tyro.cli(Options, prog="loop_overhead.py", description=__doc__)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
     # One device: Trainer would spread each batch over all that it sees.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    import torch  # only now: --help should not wait for it
+    # Imported only now: torch reads the environment, and --help should not wait for it.
+    import torch
 
     from train.report import hardware, versions
     from train.runtime import target_device
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
     device = target_device()
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-") if device.type == "cuda" else device.type
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     processes = Processes(on_cpu=device.type == "cpu")
     loads = chosen_workloads(options, device.type, chosen_precision(options.mixed_precision, device))
     report: dict[str, Any] = {
@@ -653,9 +656,9 @@ def main() -> int:
     text = "\n".join(["# What the loop costs", "", *lines, "", *notes(report), ""])
     print("\n" + text)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    stem = options.output_dir / f"loop_overhead-{name}"
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    as_json = json.dumps(report, indent=2) + "\n"
+    (options.output_dir / f"loop_overhead-{name}.json").write_text(as_json, encoding="utf-8")
+    (options.output_dir / f"loop_overhead-{name}.md").write_text(text, encoding="utf-8")
     return 0 if all(result["equal_work"] for result in report["results"]) else 1
 
 

@@ -31,11 +31,12 @@ class Task:
     """Class of transformers that builds the model for this task, by name."""
     default_metric: ClassVar[str]
     """The metric that says which checkpoint is best."""
-    greater_is_better: ClassVar[bool]
     headline_metric: ClassVar[str]
     """The metric that a person reads first."""
     labelled: ClassVar[bool] = False
     """Documents need a label."""
+    encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
+    """Fields of ``Data`` that :meth:`encode` depends on; examples cached under other values are not reused."""
     example_columns: ClassVar[tuple[str, ...]]
     """Columns that :meth:`encode` returns; ``length``, the positions a model sees, is one of them."""
 

@@ -25,7 +25,6 @@ class CausalLM(Task):
     name: ClassVar[str] = "causal_lm"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     default_metric: ClassVar[str] = "loss"
-    greater_is_better: ClassVar[bool] = False
     headline_metric: ClassVar[str] = "bits_per_byte"
     example_columns: ClassVar[tuple[str, ...]] = ("tokens", "length", "num_bytes")
 

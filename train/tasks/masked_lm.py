@@ -22,7 +22,6 @@ class MaskedLM(Task):
     name: ClassVar[str] = "masked_lm"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     default_metric: ClassVar[str] = "loss"
-    greater_is_better: ClassVar[bool] = False
     headline_metric: ClassVar[str] = "loss"
     example_columns: ClassVar[tuple[str, ...]] = ("tokens", "special", "length", "vocab_size", "mask_id")
 

@@ -23,9 +23,9 @@ class SequenceClassification(Task):
     name: ClassVar[str] = "sequence_classification"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     default_metric: ClassVar[str] = "accuracy"
-    greater_is_better: ClassVar[bool] = True
     headline_metric: ClassVar[str] = "accuracy"
     labelled: ClassVar[bool] = True
+    encode_settings: ClassVar[tuple[str, ...]] = ("max_length", "truncation")
     example_columns: ClassVar[tuple[str, ...]] = ("tokens", "length", "document_length", "label")
 
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
