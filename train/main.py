@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.data import PreparedData
-    from train.evaluation import SMALLER_IS_BETTER, Evaluator
+    from train.evaluation import Evaluator
     from train.loop import Goal
     from train.outputs import Outputs
     from train.records import BatchArithmetic, Batches, Progress

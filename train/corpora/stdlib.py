@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import platform
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
