@@ -19,7 +19,8 @@ dataset: {data}
 tokenizer: bytes
 max_length: 64
 validation_fraction: 0.2
-model_config: {{model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, resid_pdrop: 0.1, embd_pdrop: 0.1, attn_pdrop: 0.0}}
+model_config:
+  {{model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, resid_pdrop: 0.1, embd_pdrop: 0.1, attn_pdrop: 0.0}}
 micro_batch_size: 2
 global_batch_size: 8
 num_epochs: 2

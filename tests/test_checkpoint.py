@@ -164,7 +164,7 @@ def test_failed_save_leaves_the_earlier_one_and_no_rest(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, failing, full)
-    with pytest.raises(UserError, match="step 3 could not be written.*No space left"):
+    with pytest.raises(UserError, match=r"step 3 could not be written.*No space left"):
         checkpoint.save(two, training_state(), Progress(step=3))
     assert sorted(p.name for p in two.iterdir()) == ["step-00000001", "step-00000002"]
     assert checkpoint.newest_good(two)[0] == two / "step-00000002"

@@ -197,7 +197,7 @@ def test_loss_scale_at_its_floor_ends_the_run_with_an_explanation(monkeypatch: p
     run = Recorder(config())
     scaled(run, 2.0**-8, monkeypatch)
     break_gradients(run, set(range(10)))
-    with pytest.raises(UserError, match="overflow fp16 even at a loss scale of .*bf16"):
+    with pytest.raises(UserError, match=r"overflow fp16 even at a loss scale of .*bf16"):
         run.fit(7)
     assert run.steps_of("skipped") == [1, 2]
 
