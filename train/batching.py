@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader
 
@@ -132,7 +133,7 @@ class _Loader:
     """Fetches and collates given lists of examples through torch's DataLoader."""
 
     def __init__(self, examples: datasets.Dataset, collate: Collate, num_workers: int, pin_memory: bool) -> None:
-        self._examples = examples.with_format("numpy")
+        self._examples = examples.with_format("arrow")  # numpy's formatter takes four times as long
         self._collate, self._num_workers, self._pin_memory = collate, num_workers, pin_memory
 
     def load(self, id_lists: list[list[int]], seed: Sequence[int]) -> Iterator[MicroBatch]:
@@ -158,8 +159,16 @@ class _IdLists:
 
     def __getitem__(self, index: int) -> tuple[list[dict[str, Any]], bool]:
         ids = self._id_lists[index]
-        rows = self._examples.__getitems__(ids or [0])
-        return [{**row, "id": i} for row, i in zip(rows, ids or [0], strict=True)], bool(ids)
+        return rows_of(self._examples[ids or [0]], ids or [0]), bool(ids)
+
+
+def rows_of(table: pa.Table, ids: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of an Arrow table, lists as numpy arrays, each with its ``id``."""
+    rows: list[dict[str, Any]] = [{"id": i} for i in ids]
+    for name in table.column_names:
+        for row, value in zip(rows, table.column(name), strict=True):
+            row[name] = value.values.to_numpy(zero_copy_only=False) if pa.types.is_list(value.type) else value.as_py()
+    return rows
 
 
 class _Collated:
