@@ -182,6 +182,9 @@ class Outputs:
             return
         self.final.mkdir(exist_ok=True)
         if hasattr(model, "save_pretrained"):
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()
             model.config.use_cache = True  # pyright: ignore - off in training only
             model.save_pretrained(self.final)  # pyright: ignore
         else:
