@@ -171,7 +171,7 @@ def _mfu(share: float) -> str:
 
 
 def _precision(name: str) -> str:
-    return "fp32" if name == "no" else f"{name} mixed precision"
+    return "fp32" if name in ("no", "fp32") else f"{name} mixed precision"
 
 
 def _memory_context(summary: Mapping[str, Any]) -> str | None:
