@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ROOT, Run
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPE = """
 task: causal_lm
 dataset: {data}
@@ -53,9 +53,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(data=documents))
     return path
-
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture

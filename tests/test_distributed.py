@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from safetensors.torch import load_file
+from support import ROOT
 from test_main import STEPS, checkpoint_digests
 
 from train.errors import EXIT_DONE

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, Run
 from safetensors.torch import load_file
+from support import ROOT, Run
 
 from train.checkpoint import verify
 from train.config import parse
