@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support import ROOT, Run
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test file first imports a library
 RECIPE = """
 task: causal_lm
 dataset: {data}
@@ -34,7 +35,6 @@ cpu_threads: 1
 def _no_network_and_own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing is fetched, and what 🤗 datasets caches goes with the test run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
         import datasets.config
 
@@ -70,6 +70,3 @@ def run_main() -> Run:
         )
 
     return run
-
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it when a test file first imports it

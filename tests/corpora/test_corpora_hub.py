@@ -162,6 +162,7 @@ def test_whatever_the_hub_says_is_one_message(monkeypatch: pytest.MonkeyPatch, e
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
     said = message()
     assert said.startswith("the dataset 'user/name' on the Hub: ")
