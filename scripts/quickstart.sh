@@ -5,8 +5,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
 launch=cpu
+threads=$(.venv/bin/python -c 'import os; print(os.cpu_count() or 1)')
 if .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     launch=single_gpu
+    threads=1
 fi
-exec .venv/bin/accelerate launch --config_file "accelerate_configs/$launch.yaml" \
-    train/main.py --config recipes/quickstart.yaml "$@"
+exec .venv/bin/accelerate launch --quiet --config_file "accelerate_configs/$launch.yaml" \
+    --num_cpu_threads_per_process "$threads" train/main.py --config recipes/quickstart.yaml "$@"
