@@ -204,6 +204,7 @@ def test_resuming_with_other_settings_names_them(
     assert train(recipe, tmp_path / "run", "--max_steps", 2) == EXIT_DONE
     assert train(recipe, tmp_path / "run", "--seed", 7) == EXIT_ERROR
     assert "seed: was 42, is 7" in capsys.readouterr().err
+    assert parse(["--config", str(tmp_path / "run" / "config.yaml")]).optimization.seed == 42
     assert train(recipe, tmp_path / "run", "--seed", 7, "--allow_changes_on_resume", "True") == EXIT_DONE
 
 

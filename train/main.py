@@ -111,7 +111,7 @@ def train(config: Config) -> int:
             )
             return EXIT_DONE
 
-        outputs.start_bar(goal.total_steps, progress.step)
+        outputs.begin(goal.total_steps, progress.step)
         parts = Parts(
             accelerator=accelerator,
             model=model,

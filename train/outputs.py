@@ -61,7 +61,6 @@ class Outputs:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if self._config.output.resume == "never":
                     self._put_aside()
-                (self.folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
             except OSError as error:
                 reason = error.strerror or error
                 raise UserError(
@@ -125,8 +124,10 @@ class Outputs:
             checkpoint.rotate(self.checkpoints, self._config.output.save_total_limit, progress.best_step)
         self._accelerator.wait_for_everyone()
 
-    def start_bar(self, total_steps: int, step: int) -> None:
-        """The one progress line."""
+    def begin(self, total_steps: int, step: int) -> None:
+        """Training is about to start: the resolved configuration, the trackers and the one progress line."""
+        if self._is_main:
+            (self.folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
         report.start_trackers(self._accelerator, self._config)
         self._bar = tqdm(
             total=total_steps, initial=step, disable=not self._is_main, unit="step", dynamic_ncols=True, smoothing=0.1

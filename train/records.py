@@ -87,9 +87,11 @@ class BatchArithmetic:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def __str__(self) -> str:
+        examples = f"{self.micro_batch_size} example{'s' if self.micro_batch_size > 1 else ''}"
+        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         return (
-            f"{self.micro_batch_size} examples per micro-batch × {self.accumulation_steps} accumulated × "
-            f"{self.world_size} process{'es' if self.world_size > 1 else ''} = {self.global_batch_size} per step"
+            f"{examples} per micro-batch × {self.accumulation_steps} accumulated × {processes} = "
+            f"{self.global_batch_size} per step"
         )
 
 
