@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from train.config import parse
+from train.config import Config, parse, to_values
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {
@@ -161,3 +162,9 @@ def test_help_answers_without_importing_anything_heavy() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "train.config" in imported
     assert not imported & set(HEAVY)
+
+
+def test_every_option_is_read_by_something() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "train").rglob("*.py") if path.name != "config.py")
+    unread = [name for name in to_values(Config()) if not re.search(rf"\.{name}\b|\"{name}\"", code)]
+    assert unread == []
