@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import resource
 import signal
 import sys
@@ -44,7 +46,10 @@ def start_runtime(config: Config, accumulation_steps: int) -> Runtime:
 
     device = target_device()
     precision, substitution = resolve_precision(config.optimization.mixed_precision, device)
-    threads = set_cpu_threads(config.optimization.cpu_threads) if device.type == "cpu" else None
+    threads = None
+    if device.type == "cpu":
+        threads = set_cpu_threads(config.optimization.cpu_threads)
+        keep_freed_memory()
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation_steps,
         mixed_precision=precision,
@@ -121,6 +126,18 @@ def set_cpu_threads(asked: int | None) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_processes))
     return torch.get_num_threads()
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what a step frees for the next step, instead of giving it back and faulting it in again.
+
+    That takes some percent off a CPU step; other C libraries are left alone.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
 
 
 class StopRequest:
