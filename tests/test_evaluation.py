@@ -23,8 +23,11 @@ from train.evaluation import ClassMetrics, Evaluator, TokenMetrics
 from train.losses import ModelWithLoss
 from train.modeling import build_model, pad_token_id
 from train.records import IGNORE, Corpus
+from train.runtime import DeviceMeter
 from train.tasks import build_task
 from train.tokenization import load_tokenizer, tokenize
+
+METER = DeviceMeter(torch.device("cpu"))
 
 BYTES = load_tokenizer("bytes", ())
 TEXTS = ["one", "a longer document with more than one window", "Ünïcödé 🤗", "x", "five documents in all"]
@@ -64,7 +67,7 @@ def network(config: Config, prepared: PreparedData) -> nn.Module:
 
 
 def evaluated(config: Config, prepared: PreparedData, model: nn.Module) -> dict[str, Any]:
-    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared)
+    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared, METER)
     return evaluator.validation(step=3).metrics
 
 
@@ -163,7 +166,7 @@ def test_metrics_are_the_same_over_any_number_of_processes(
     metrics: dict[str, Any] = {}
     for rank in range(world):  # one after the other: the last one has gathered all rows
         process: Any = SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))
-        metrics = Evaluator(config, process, ModelWithLoss(model), prepared).validation(step=1).metrics
+        metrics = Evaluator(config, process, ModelWithLoss(model), prepared, METER).validation(step=1).metrics
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         assert metrics[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
@@ -173,7 +176,7 @@ def test_evaluation_leaves_dropout_out_and_the_model_in_training() -> None:
     config = configured("causal_lm")
     prepared = prepared_data(config, TEXTS)
     model = network(config, prepared).train()
-    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared)
+    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared, METER)
     first, second = evaluator.validation(step=1), evaluator.validation(step=2)
     assert first.metrics == second.metrics
     assert (first.split, first.step, second.step) == ("validation", 1, 2)

@@ -18,7 +18,7 @@ from train.errors import UserError
 from train.loop import Goal, Parts, fit
 from train.losses import ModelWithLoss
 from train.records import Evaluation, MicroBatch, Progress
-from train.runtime import StopRequest
+from train.runtime import DeviceMeter, StopRequest
 from train.step import optimizer_step
 
 
@@ -37,9 +37,9 @@ class ThreeSteps:
             yield [replace(b, example_ids=(10 * step + i,)) for i, b in enumerate(made)]
 
 
-class OneGiB:
-    def peak_allocated_bytes(self) -> int:
-        return 2**30
+class OneGiB(DeviceMeter):
+    def interval(self) -> dict[str, Any]:
+        return {"peak_allocated_bytes": 2**30}
 
 
 @dataclass
@@ -73,8 +73,9 @@ class Recorder:
             model=self.model,
             optimizer=self.optimizer,
             batches=self.batches,
-            meter=OneGiB(),
+            meter=OneGiB(torch.device("cpu")),
             stop=self.stop,
+            step=optimizer_step,
             evaluate=self.evaluate,
             save=self.saved.append,
             report=lambda kind, step, values: self.lines.append((kind, step, values)),

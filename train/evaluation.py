@@ -15,7 +15,7 @@ from torch import nn
 
 from train.errors import UserError
 from train.losses import Scores
-from train.records import IGNORE, Evaluation, MicroBatch, column
+from train.records import IGNORE, Evaluation, Meter, MicroBatch, column
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,8 +98,11 @@ def load_hub_metrics(names: Sequence[str], num_classes: int) -> dict[str, Any]:
 class Evaluator:
     """Evaluates the model on held-out splits."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, model: nn.Module, prepared: PreparedData) -> None:
+    def __init__(
+        self, config: Config, accelerator: Accelerator, model: nn.Module, prepared: PreparedData, meter: Meter
+    ) -> None:
         self._config, self._accelerator, self._model, self._prepared = config, accelerator, model, prepared
+        self._meter = meter
         self._more_metrics = load_hub_metrics(config.output.metrics, len(prepared.examples.label_names))
 
     def validation(self, step: int) -> Evaluation:
@@ -113,8 +116,9 @@ class Evaluator:
         self._model.eval()
         rows: list[tuple[float, ...]] = []
         for batch in self._prepared.evaluation_batches(examples, self._config, self._accelerator):
-            batch = batch.to(self._accelerator.device)
-            rows += _rows(self._model(batch.inputs, batch.labels, scored=True), batch)
+            with self._meter.evaluation(batch):
+                batch = batch.to(self._accelerator.device)
+                rows += _rows(self._model(batch.inputs, batch.labels, scored=True), batch)
         self._model.train()
         metrics = self._metrics(_gathered(self._accelerator, rows), examples)
         return Evaluation(name, step, metrics, time.perf_counter() - started)

@@ -14,7 +14,7 @@ from train.config import Config
 from train.errors import UserError
 from train.optim import learning_rate_at, set_learning_rate
 from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
-from train.step import optimizer_step, seed_step
+from train.step import seed_step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,6 +36,8 @@ class Parts:
     batches: Batches
     meter: Meter
     stop: StopRequest
+    step: Callable[..., StepOutcome]
+    """:func:`train.step.optimizer_step`, or a function that guards it."""
     evaluate: Callable[[int], Evaluation]
     """Evaluates after the given step, and records it."""
     save: Callable[[Progress], None]
@@ -72,7 +74,10 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
             seed_step(optim.seed, progress.step, parts.accelerator.process_index)
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
             set_learning_rate(parts.optimizer, learning_rate)
-            outcome = optimizer_step(parts.accelerator, parts.model, parts.optimizer, window, optim, bool(parts.stop))
+            with parts.meter.step(window):
+                outcome = parts.step(
+                    parts.accelerator, parts.model, parts.optimizer, window, optim, bool(parts.stop), parts.meter.mark
+                )
             progress = advance(progress, outcome)
             interval.add(outcome)
             parts.tick(progress.step)
@@ -219,7 +224,7 @@ class Interval:
             "tokens_per_second": tokens_per_second,
             "seconds_per_step": self._seconds / self._steps,
             "mfu": mfu,
-            "peak_allocated_bytes": self._parts.meter.peak_allocated_bytes(),
+            **self._parts.meter.interval(),
             "padding_share": 1 - self._tokens / self._positions,
             "loss_scale": accelerator.scaler.get_scale() if accelerator.scaler is not None else None,
             "tokens_seen": progress.tokens_seen,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from train.evaluation import Evaluator
     from train.loop import Goal
     from train.outputs import Outputs
-    from train.records import BatchArithmetic, Batches, Progress
+    from train.records import BatchArithmetic, Batches, Meter, Progress
     from train.runtime import Runtime
     from train.tasks.base import Task
 
@@ -57,6 +57,7 @@ def train(config: Config) -> int:
     from train.optim import build_optimizer, peak_learning_rate
     from train.outputs import Outputs
     from train.runtime import DeviceMeter, StopRequest, start_runtime
+    from train.step import optimizer_step
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
 
@@ -91,7 +92,8 @@ def train(config: Config) -> int:
         )
 
         batches = prepared.training_batches(config, arithmetic, accelerator)
-        evaluator = Evaluator(config, accelerator, model, prepared)
+        meter = DeviceMeter(accelerator.device)
+        evaluator = Evaluator(config, accelerator, model, prepared, meter)
         metric = output.metric_for_best or task.default_metric
         grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
         goal = Goal(
@@ -117,8 +119,9 @@ def train(config: Config) -> int:
             model=model,
             optimizer=optimizer,
             batches=batches,
-            meter=DeviceMeter(accelerator.device),
+            meter=meter,
             stop=stop,
+            step=optimizer_step,
             evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
             save=lambda now: outputs.save(state, now),
             report=outputs.record,
@@ -134,7 +137,17 @@ def train(config: Config) -> int:
             outputs.close()
             return EXIT_STOPPED
         finish(
-            config, task, prepared, evaluator, outputs, runtime, network, arithmetic, batches.steps_per_epoch, progress
+            config,
+            task,
+            prepared,
+            evaluator,
+            meter,
+            outputs,
+            runtime,
+            network,
+            arithmetic,
+            batches.steps_per_epoch,
+            progress,
         )
     return EXIT_DONE
 
@@ -144,6 +157,7 @@ def finish(
     task: Task,
     prepared: PreparedData,
     evaluator: Evaluator,
+    meter: Meter,
     outputs: Outputs,
     runtime: Runtime,
     network: nn.Module,
@@ -154,7 +168,6 @@ def finish(
     """Evaluates what is left to evaluate, and writes ``final/``, the summary and the report."""
     from train import report
     from train.model_card import model_card
-    from train.runtime import DeviceMeter
 
     step = progress.step
     if config.output.load_best_model_at_end and progress.best_step:
@@ -196,7 +209,7 @@ def finish(
         "training_seconds": progress.training_seconds,
         "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
         "seconds_to_first_step": outputs.seconds_to_first_step(STARTED),
-        "peak_allocated_bytes": DeviceMeter(runtime.accelerator.device).peak_allocated_bytes(),
+        **meter.summary(),
         "nonfinite_steps": progress.nonfinite_steps,
         "label_names": list(examples.label_names),
         "notes": outputs.notes,

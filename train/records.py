@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -148,10 +149,36 @@ def column(examples: datasets.Dataset, name: str) -> np.ndarray:
     return np.asarray(examples.with_format("numpy")[name][:])
 
 
-class Meter(Protocol):
-    """Peak memory of a device; ``main`` injects one."""
+Mark: TypeAlias = Callable[[str], None]
+"""Told the name of a phase of a step as it begins: forward, backward, clip, optimizer."""
 
-    def peak_allocated_bytes(self) -> int: ...
+
+def unmarked(phase: str) -> None:
+    """Nobody asked for the phases."""
+
+
+class Meter(Protocol):
+    """Memory of a device; ``main`` injects one."""
+
+    def step(self, window: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Surrounds an optimizer step."""
+        ...
+
+    def evaluation(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        """Surrounds the forward of a batch that is evaluated."""
+        ...
+
+    def mark(self, phase: str) -> None:
+        """A phase of the step begins."""
+        ...
+
+    def interval(self) -> dict[str, Any]:
+        """Figures since the last call, for a line of the log; ``peak_allocated_bytes`` is among them."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the whole run, for its summary; ``peak_allocated_bytes`` is among them."""
+        ...
 
 
 class Batches(Protocol):

@@ -8,16 +8,17 @@ import platform
 import resource
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from train.config import Config
 from train.errors import UsageError, UserError
+from train.records import MicroBatch
 from train.throughput import peak_flops_per_second
 
 if TYPE_CHECKING:
@@ -167,13 +168,27 @@ class StopRequest:
 
 
 class DeviceMeter:
-    """Peak memory: the allocator's own counter on CUDA, the process's largest resident set elsewhere."""
+    """A :class:`train.records.Meter` of the peak alone: CUDA's own counter, or the process's largest resident set."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def peak_allocated_bytes(self) -> int:
-        """Largest number of bytes so far."""
+    def step(self, window: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def evaluation(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self, phase: str) -> None:
+        """Phases are not told apart."""
+
+    def interval(self) -> dict[str, Any]:
+        return {"peak_allocated_bytes": self._peak_bytes()}
+
+    def summary(self) -> dict[str, Any]:
+        return self.interval()
+
+    def _peak_bytes(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         unit = 1 if sys.platform == "darwin" else 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from train.config import Optimization
 from train.errors import UserError
-from train.records import MicroBatch, StepOutcome
+from train.records import Mark, MicroBatch, StepOutcome, unmarked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,6 +24,9 @@ _NO_TARGETS = (
     "a whole global batch has no target: every label is masked, so there is nothing to learn from it. Look at the "
     "labels and at max_length."
 )
+
+
+Counts: TypeAlias = Sequence[int] | Tensor
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -44,6 +47,7 @@ def optimizer_step(
     window: Sequence[MicroBatch],
     config: Optimization,
     stop_requested: bool = False,
+    mark: Mark = unmarked,
 ) -> StepOutcome:
     """Updates ``model`` by the gradient of Σ token losses ÷ N, N being the targets of the whole global batch.
 
@@ -54,48 +58,80 @@ def optimizer_step(
         model: prepared :class:`train.losses.ModelWithLoss`.
         window: this rank's micro-batches, as many as on every other rank.
         stop_requested: whether this rank was asked to stop; the outcome says whether any was.
+        mark: told which phase of the step begins: forward, backward, clip, optimizer.
 
     Raises:
         UserError: the global batch has no target at all.
     """
-    counts: list[int] = [
+    totals = count_targets(accelerator, window, stop_requested)
+    loss_sum = accumulate_gradients(accelerator, model, window, totals[0], mark)
+    return update(accelerator, model, optimizer, config, loss_sum, totals, mark)
+
+
+def count_targets(accelerator: Accelerator, window: Sequence[MicroBatch], stop_requested: bool) -> Counts:
+    """(targets, tokens, positions, stop requests) of the whole global batch.
+
+    With several processes it is still on the device: reading it would wait for the device.
+    """
+    counts = [
         sum(b.num_targets for b in window),
         sum(b.num_tokens for b in window),
         sum(b.inputs["input_ids"].numel() for b in window),
         int(stop_requested),
     ]
-    totals: Sequence[float] | Tensor = counts
     if accelerator.num_processes > 1:  # fp64 is exact for counts and keeps the precision of an fp64 model
         here = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
-        totals = cast("Tensor", accelerator.reduce(here, reduction="sum"))
-    elif not counts[0]:
+        return cast("Tensor", accelerator.reduce(here, reduction="sum"))
+    if not counts[0]:
         raise UserError(_NO_TARGETS)
+    return counts
+
+
+def accumulate_gradients(
+    accelerator: Accelerator, model: nn.Module, window: Sequence[MicroBatch], num_targets: float | Tensor, mark: Mark
+) -> Tensor:
+    """Forward and backward of each micro-batch; returns this rank's summed loss ()."""
     # accelerator.backward divides by the accumulation, and data parallelism by the processes: both are undone here.
     accelerator.gradient_accumulation_steps = len(window)
     accelerator.step = 0
-    scale = len(window) * accelerator.num_processes / totals[0]
-
+    scale = len(window) * accelerator.num_processes / num_targets
     if not model.training:
         model.train()
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
-    norm = math.nan
     for micro_batch in window:
         with accelerator.accumulate(model):
+            mark("forward")
             micro_batch = micro_batch.to(accelerator.device)
             loss = model(micro_batch.inputs, micro_batch.labels)
+            mark("backward")
             accelerator.backward(loss * scale)
             loss_sum += loss.detach()
-            if accelerator.sync_gradients:
-                # The step's one wait for the device: whether to update has to be known here.
-                norm = clip_gradients(accelerator, model, config).item()
-                if isinstance(totals, Tensor):
-                    counts = [int(total) for total in totals.tolist()]
-                    if not counts[0]:
-                        raise UserError(_NO_TARGETS)
-                # With a scaler the call is due either way: it leaves the weights alone and lowers the scale.
-                if math.isfinite(norm) or accelerator.scaler is not None:
-                    optimizer.step()
-                optimizer.zero_grad()
+            del loss
+    return loss_sum
+
+
+def update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    config: Optimization,
+    loss_sum: Tensor,
+    totals: Counts,
+    mark: Mark,
+) -> StepOutcome:
+    """Clips the accumulated gradients, steps the optimizer if they are finite, and frees them."""
+    assert accelerator.sync_gradients  # true since the window's last micro-batch
+    mark("clip")
+    # The step's one wait for the device: whether to update has to be known here.
+    norm = clip_gradients(accelerator, model, config).item()
+    counts = [int(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
+    if not counts[0]:
+        raise UserError(_NO_TARGETS)
+    mark("optimizer")
+    # With a scaler the call is due either way: it leaves the weights alone and lowers the scale.
+    if math.isfinite(norm) or accelerator.scaler is not None:
+        optimizer.step()
+    optimizer.zero_grad()
     skipped = not math.isfinite(norm) or optimizer.step_was_skipped
     return StepOutcome(
         loss_sum=loss_sum,

@@ -182,6 +182,7 @@ def run_template(job: Job) -> None:
     from train.outputs import Outputs
     from train.records import Evaluation, Progress
     from train.runtime import DeviceMeter, StopRequest, start_runtime
+    from train.step import optimizer_step
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
 
@@ -215,6 +216,7 @@ def run_template(job: Job) -> None:
             batches=batches,
             meter=DeviceMeter(accelerator.device),
             stop=stop,
+            step=optimizer_step,
             evaluate=lambda step: Evaluation("validation", step, {"loss": 0.0}),
             save=lambda progress: None,
             report=outputs.record,
