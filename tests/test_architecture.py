@@ -66,7 +66,7 @@ ALLOWED = {
     "train.errors": set(),
     "train.records": {"train.errors"},
     "train.config": {"train.errors"},
-    "train.losses": {"train.records"},
+    "train.losses": {"train.records", "train.errors"},
     "train.step": {"train.records", "train.losses", "train.config", "train.errors"},
 }
 

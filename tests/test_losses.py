@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_outputs import CausalLMOutput
 
-from train.losses import ModelWithLoss, Scores, cross_entropy, cross_entropy_sum, logits_of
+from train import losses
+from train.errors import UserError
+from train.losses import (
+    ModelWithLoss,
+    Scores,
+    chunked_scores,
+    chunked_sum,
+    cross_entropy,
+    cross_entropy_sum,
+    logits_of,
+    obstacle_to_chunks,
+    use_chunks,
+)
+from train.modeling import enable_checkpointing
 from train.records import IGNORE
 
 
@@ -133,3 +154,360 @@ def test_scores_of_document_labels_are_one_an_example() -> None:
     scores = ModelWithLoss(Classifier())({"input_ids": logits}, labels, scored=True)
     torch.testing.assert_close(scores.loss_sums, by_hand(logits, labels))
     assert scores.predictions.tolist() == [1, 0]
+
+
+# In chunks
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four tokens, so that small tensors are several chunks and a rest."""
+    monkeypatch.setattr(losses, "CHUNK_LOGITS_BYTES", 0)
+    monkeypatch.setattr(losses, "MIN_CHUNK_TOKENS", 4)
+
+
+Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+HIDDEN, CLASSES = 5, 23
+
+
+def full_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    return cross_entropy_sum(F.linear(hidden, weight, bias), labels)
+
+
+def head_example(with_bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor | None], Tensor]:
+    """[hidden (2, 7, H), weight (V, H), bias (V,)] and labels (2, 7), five of them ignored."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 7, HIDDEN), (CLASSES, HIDDEN), (CLASSES,)]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).mul(2).to(dtype) for s in shapes]
+    labels = torch.randint(CLASSES, (2, 7), generator=generator)
+    labels[0, 3:] = labels[1, 0] = IGNORE
+    return [*tensors[:2], tensors[2] if with_bias else None], labels
+
+
+def gradients(
+    loss: Loss, tensors: list[Tensor | None], labels: Tensor, autocast: torch.dtype | None = None, scale: float = 1.0
+) -> list[Tensor]:
+    """The loss () and the gradients of ``scale`` × loss, in fp64 and divided by ``scale``."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        value = loss(leaves[0], leaves[1], leaves[2], labels)  # pyright: ignore[reportArgumentType]
+    (value * scale).backward()
+    found = [value.detach().double()]
+    for leaf in leaves:
+        if leaf is not None:
+            assert leaf.grad is not None and leaf.grad.dtype == leaf.dtype
+            found.append(leaf.grad.double() / scale)
+    return found
+
+
+def error(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Relative error of each tensor as a whole."""
+    return [((f - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_chunks_give_the_loss_and_gradients_of_all_logits(
+    dtype: torch.dtype, tolerance: float, with_bias: bool
+) -> None:
+    tensors, labels = head_example(with_bias, dtype)
+    found, expected = gradients(chunked_sum, tensors, labels), gradients(full_sum, tensors, labels)
+    assert len(found) == (4 if with_bias else 3)
+    assert max(error(found, expected)) < tolerance
+    assert (found[1][labels == IGNORE] == 0).all() and (found[1][labels != IGNORE] != 0).any(-1).all()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_in_chunks_are_those_of_finite_differences() -> None:
+    tensors, labels = head_example()
+    leaves = tuple(t.clone().requires_grad_() for t in tensors if t is not None)
+    assert torch.autograd.gradcheck(partial(chunked_sum, labels=labels), leaves)
+    assert torch.autograd.gradcheck(partial(chunked_sum, labels=labels, num_targets=7), leaves)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", ["autocast", "weights"])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_precision_in_chunks_is_no_worse_than_all_logits_at_once(half: torch.dtype, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, 32, generator=generator), torch.randn(300, 32, generator=generator) / 4
+    labels = torch.randint(300, (64,), generator=generator)
+    dtype, autocast = (torch.float32, half) if kind == "autocast" else (half, None)
+    tensors: list[Tensor | None] = [hidden.to(half).to(dtype), weight.to(half).to(dtype), None]
+    exact = gradients(full_sum, [None if t is None else t.double() for t in tensors], labels)
+    found = error(gradients(chunked_sum, tensors, labels, autocast), exact)
+    usual = error(gradients(full_sum, tensors, labels, autocast), exact)
+    # half-precision weights: rounding the sum of the chunks' rounded products comes on top, at most √2
+    worse = 1.05 if kind == "autocast" else 2**0.5
+    assert all(one <= worse * other for one, other in zip(found, usual, strict=True)), (found, usual)
+    assert usual[2] > 1e-5  # rounding was there to be seen
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_loss_scaling_saves_small_gradients_from_half_precision() -> None:
+    tensors, labels = head_example(False, torch.float32)
+    exact = gradients(full_sum, tensors, labels)
+    tiny = 1e-7  # one over the targets of a global batch
+    scaled = error(gradients(chunked_sum, tensors, labels, torch.float16, scale=tiny * 2**16), exact)
+    unscaled = error(gradients(chunked_sum, tensors, labels, torch.float16, scale=tiny), exact)
+    large = error(gradients(chunked_sum, tensors, labels, torch.float16, scale=2.0**13), exact)
+    assert max(scaled) < 5e-3 and max(large) < 5e-3
+    assert max(unscaled) > 0.1
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("num_targets", [None, 0])
+def test_chunks_without_targets_have_loss_zero_and_gradients_zero(num_targets: int | None) -> None:
+    tensors, labels = head_example()
+    loss = partial(chunked_sum, num_targets=num_targets)
+    found = gradients(loss, tensors, torch.full_like(labels, IGNORE))
+    assert len(found) == 4
+    assert all((f == 0).all() for f in found)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_rows_that_are_no_target_are_not_computed_where_their_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(len(hidden))
+        return hidden @ weight.T if bias is None else hidden @ weight.T + bias
+
+    tensors, labels = head_example()
+    labels[1, 2:] = IGNORE  # four of fourteen are left
+    labels[1, 1] = 3
+    expected = gradients(full_sum, tensors, labels)
+    monkeypatch.setattr(F, "linear", linear)
+    assert max(error(gradients(partial(chunked_sum, num_targets=4), tensors, labels), expected)) < 1e-14
+    assert seen == [4]
+    seen.clear()
+    gradients(chunked_sum, tensors, labels)
+    assert seen == [4, 4, 4, 2] * 2
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_hidden_states_may_be_a_view_and_weights_frozen() -> None:
+    (hidden, weight, bias), labels = head_example()
+    assert hidden is not None and weight is not None
+    strided = hidden.transpose(0, 1).contiguous().transpose(0, 1).detach().requires_grad_()
+    assert not strided.is_contiguous()
+    chunked_sum(strided, weight, bias, labels).backward()
+    assert strided.grad is not None and weight.grad is None
+    torch.testing.assert_close(strided.grad, gradients(full_sum, [hidden, weight, bias], labels)[1])
+    learned = weight.clone().requires_grad_()
+    chunked_sum(hidden, learned, bias, labels).backward()
+    assert hidden.grad is None and learned.grad is not None
+    torch.testing.assert_close(learned.grad, gradients(full_sum, [hidden, weight, bias], labels)[2])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_scores_in_chunks_are_those_of_all_logits() -> None:
+    (hidden, weight, bias), labels = head_example()
+    assert hidden is not None and weight is not None
+    scores, logits = chunked_scores(hidden, weight, bias, labels), F.linear(hidden, weight, bias)
+    torch.testing.assert_close(scores.loss_sums, by_hand(logits, labels).sum(1))
+    assert torch.equal(scores.predictions, logits.argmax(-1))
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most that ``work`` held at once, from the events of the allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        work()
+    assert trace.profiler is not None and trace.profiler.kineto_results is not None
+    found: Any = trace.profiler.kineto_results.events()
+    events = [(e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]"]
+    held = peak = 0
+    for _, change in sorted(events, key=lambda event: event[0]):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def test_chunks_hold_a_few_chunks_of_logits_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, width, classes = 1024, 16, 4000
+    monkeypatch.setattr(losses, "MIN_CHUNK_TOKENS", 64)
+    monkeypatch.setattr(losses, "CHUNK_LOGITS_BYTES", 0)
+    hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(classes, width, requires_grad=True)
+    labels = torch.randint(classes, (tokens,))
+    few, all_logits = 4 * 64 * classes, 4 * tokens * classes
+    gradient = 4 * (tokens + classes) * width
+    chunked = peak_bytes(lambda: chunked_sum(hidden, weight, None, labels).backward())
+    full = peak_bytes(lambda: full_sum(hidden, weight, None, labels).backward())
+    assert full > 2 * all_logits
+    assert chunked < 2 * few + gradient + 100_000  # logits and their softmax
+    assert chunked < full / 7
+    scored = peak_bytes(lambda: chunked_scores(hidden, weight, None, labels.view(2, -1)))
+    assert scored < 2 * few + 100_000
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_sum(hidden, weight, None, labels)
+    assert peak_bytes(loss.backward) < 3 * few + 2 * gradient + 100_000
+
+
+# Whole models in chunks
+
+SHAPE = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 67,
+    "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "llama-tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "gpt2": {"attn_pdrop": 0.0},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 8},
+    "bert": {"attention_probs_dropout_prob": 0.0},
+    "modernbert": {"mlp_dropout": 0.1},
+    "modernbert-frozen": {"decoder_bias": False},
+}
+
+
+def network(name: str, dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
+    torch.manual_seed(0)
+    model_type = name.partition("-")[0]
+    config = transformers.AutoConfig.for_model(model_type, **{**SHAPE, **MODELS.get(name, {}), **fields})
+    masked = model_type in ("bert", "modernbert")
+    factory = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    model = factory.from_config(config, dtype=dtype).train()
+    model.config.use_cache = False
+    if name.endswith("frozen"):
+        model.get_output_embeddings().weight.requires_grad_(False)
+    return model
+
+
+def batch() -> tuple[dict[str, Tensor], Tensor]:
+    ids = torch.arange(3, 3 + 2 * 13).view(2, 13)
+    labels = ids.roll(-1, 1)
+    labels[0, 4:] = IGNORE
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, labels
+
+
+def step(model: ModelWithLoss, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(1)  # for dropout
+    loss = model(*batch(), **kwargs)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_learn_the_same_from_chunks(name: str, checkpointing: str) -> None:
+    model = network(name)
+    enable_checkpointing(model, checkpointing)
+    assert use_chunks("chunked", model)
+    expected_loss, expected = step(ModelWithLoss(model))
+    assert len(expected) > 10
+    chunked = ModelWithLoss(model, chunked=True)
+    assert chunked.state_dict().keys() == ModelWithLoss(model).state_dict().keys()
+    for options in ({}, {"num_targets": 17}, {"num_targets": 4 + 13}):
+        loss, found = step(chunked, **options)
+        assert abs(loss - expected_loss) < 1e-12 * expected_loss
+        assert found.keys() == expected.keys()
+        for parameter, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-11, atol=1e-13, msg=parameter)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_models_are_scored_the_same_in_chunks(name: str) -> None:
+    model = network(name).eval()
+    expected, found = (ModelWithLoss(model, chunked)(*batch(), scored=True) for chunked in (False, True))
+    assert isinstance(found, Scores)
+    torch.testing.assert_close(found.loss_sums, expected.loss_sums, rtol=1e-12, atol=0)
+    assert torch.equal(found.predictions, expected.predictions)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_autocast_in_chunks_is_as_good_as_with_all_logits() -> None:
+    exact = step(ModelWithLoss(network("llama")))
+    with torch.autocast("cpu", torch.bfloat16):
+        usual = step(ModelWithLoss(network("llama", torch.float32)))
+        found = step(ModelWithLoss(network("llama", torch.float32), chunked=True))
+    assert found[0].dtype == torch.float32
+
+    def distance(gradients: dict[str, Tensor]) -> float:
+        return sum((g - exact[1][name]).norm().item() ** 2 for name, g in gradients.items()) ** 0.5
+
+    assert distance(found[1]) < 1.1 * distance(usual[1])
+    assert found[0].item() == pytest.approx(exact[0].item(), rel=1e-2)
+
+
+def test_model_gives_its_logits_to_everybody_else() -> None:
+    model = network("llama")
+    inputs, labels = batch()
+    expected = model(**inputs).logits
+    chunked = ModelWithLoss(model, chunked=True)
+    assert torch.equal(model(**inputs).logits, expected)
+    with pytest.raises(TypeError):
+        chunked({**inputs, "unknown_argument_of_no_model": 1, "input_ids": 3}, labels)
+    assert torch.equal(model(**inputs).logits, expected)
+    meanwhile: list[Tensor] = []
+
+    def elsewhere(*_: Any) -> None:
+        hook.remove()
+        thread = threading.Thread(target=lambda: meanwhile.append(model(**inputs).logits))
+        thread.start()
+        thread.join()
+
+    hook = model.model.register_forward_hook(elsewhere)
+    assert chunked(inputs, labels).shape == ()
+    assert len(meanwhile) == 1 and torch.equal(meanwhile[0], expected)
+
+
+def test_model_in_chunks_can_be_copied() -> None:
+    chunked = ModelWithLoss(network("llama"), chunked=True)
+    other = copy.deepcopy(chunked)
+    assert torch.equal(step(other)[0], step(chunked)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 5.0}),
+        ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.5}),
+        ("granite", {"num_key_value_heads": 2, "logits_scaling": 4.0}),
+    ],
+)
+def test_models_that_change_their_logits_keep_them(name: str, fields: dict[str, Any]) -> None:
+    model = network(name, vocab_size=losses.MIN_CHUNKED_CLASSES, **fields)
+    assert use_chunks("auto", model) is False and use_chunks("full", model) is False
+    with pytest.raises(UserError, match="loss: chunked does not work with this model: it changes the logits"):
+        use_chunks("chunked", model)
+
+
+def test_auto_takes_chunks_for_large_vocabularies_alone() -> None:
+    large = network("llama", vocab_size=losses.MIN_CHUNKED_CLASSES)
+    assert use_chunks("auto", large) is True and use_chunks("full", large) is False
+    assert use_chunks("auto", network("llama", vocab_size=losses.MIN_CHUNKED_CLASSES - 1)) is False
+
+
+def test_classifiers_and_models_of_ones_own_keep_their_logits() -> None:
+    config = transformers.AutoConfig.for_model("llama", **{**SHAPE, "num_key_value_heads": 2})
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    for model in (classifier, Network()):
+        assert use_chunks("auto", model) is False
+        with pytest.raises(UserError, match="no output embedding"):
+            use_chunks("chunked", model)
+
+
+def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:
+    model = network("llama")
+    model.model.eval()
+    before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    modes, head = [m.training for m in model.modules()], type(model.lm_head)
+    assert obstacle_to_chunks(model) is None
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [m.training for m in model.modules()] == modes and type(model.lm_head) is head
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert model.config.pad_token_id == 0 and model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_models_without_real_weights_are_judged_alike(name: str) -> None:
+    with torch.device("meta"):
+        assert obstacle_to_chunks(network(name)) is None
+    with FakeTensorMode():
+        model = network(name, torch.float32)
+        assert obstacle_to_chunks(model) is None
+    assert obstacle_to_chunks(model) is None

@@ -161,6 +161,9 @@ class Optimization:
     """Stop after this many steps in a row whose gradient was not finite."""
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     """Default: what the launcher says. fp16 where the device cannot do it becomes bf16 or no, and says so."""
+    loss: Literal["auto", "full", "chunked"] = "auto"
+    """full: hold all logits; chunked: hold only some, and compute them twice where they are many; auto: chunked for a
+    vocabulary of 4,096 or more where the model allows it."""
     seed: int = 42
     cpu_threads: int | None = None
     """Threads of one process on a CPU; default: the cores divided among the processes of this machine."""

@@ -52,7 +52,7 @@ def train(config: Config) -> int:
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
-    from train.losses import ModelWithLoss
+    from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
     from train.optim import build_optimizer, peak_learning_rate
     from train.outputs import Outputs
@@ -85,7 +85,8 @@ def train(config: Config) -> int:
         network = build_model(
             config.architecture, task.auto_class, tokenizer, data.max_length, prepared.examples.label_names
         )
-        model, optimizer = accelerator.prepare(ModelWithLoss(network), build_optimizer(network, optim))
+        with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
+        model, optimizer = accelerator.prepare(with_loss, build_optimizer(network, optim))
         network = accelerator.unwrap_model(model).model
         state = TrainingState(
             network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)

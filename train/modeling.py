@@ -25,6 +25,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     label_names: Sequence[str] = (),
+    weights: bool = True,
 ) -> nn.Module:
     """The model to train, with activation checkpointing set up, on the default device.
 
@@ -32,6 +33,7 @@ def build_model(
         auto_class: class of transformers for the task, by name.
         max_length: positions that the data will use.
         label_names: classes of a classifier; empty where the vocabulary is the classes.
+        weights: load a pretrained model's weights; without them its configuration is enough.
 
     Raises:
         UserError: the model cannot be found or built, or does not fit tokenizer or length.
@@ -39,7 +41,7 @@ def build_model(
     if config.model is not None and ":" in config.model and not Path(config.model).exists():
         model = _from_function(config.model)
     else:
-        model = _from_transformers(config, auto_class, tokenizer, max_length, label_names)
+        model = _from_transformers(config, auto_class, tokenizer, max_length, label_names, weights)
     enable_checkpointing(model, config.gradient_checkpointing, config.gradient_checkpointing_every_n_layers)
     return model
 
@@ -66,6 +68,7 @@ def _from_transformers(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     label_names: Sequence[str],
+    weights: bool,
 ) -> nn.Module:
     import transformers
 
@@ -83,6 +86,8 @@ def _from_transformers(
     try:
         if config.model is None:
             model = factory.from_config(model_config, **options)
+        elif not weights:
+            model = factory.from_config(model_config, trust_remote_code=config.trust_remote_code, **options)
         else:
             model = factory.from_pretrained(
                 config.model, config=model_config, trust_remote_code=config.trust_remote_code, **options

@@ -102,7 +102,7 @@ def accumulate_gradients(
         with accelerator.accumulate(model):
             mark("forward")
             micro_batch = micro_batch.to(accelerator.device)
-            loss = model(micro_batch.inputs, micro_batch.labels)
+            loss = model(micro_batch.inputs, micro_batch.labels, num_targets=micro_batch.num_targets)
             mark("backward")
             accelerator.backward(loss * scale)
             loss_sum += loss.detach()
@@ -124,6 +124,19 @@ def update(
     mark("clip")
     # The step's one wait for the device: whether to update has to be known here.
     norm = clip_gradients(accelerator, model, config).item()
+    return apply_gradients(accelerator, optimizer, config, loss_sum, totals, norm, mark)
+
+
+def apply_gradients(
+    accelerator: Accelerator,
+    optimizer: AcceleratedOptimizer,
+    config: Optimization,
+    loss_sum: Tensor,
+    totals: Counts,
+    norm: float,
+    mark: Mark,
+) -> StepOutcome:
+    """Steps the optimizer by clipped gradients if their ``norm`` from before is finite, and frees them."""
     counts = [int(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
     if not counts[0]:
         raise UserError(_NO_TARGETS)

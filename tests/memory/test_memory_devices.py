@@ -1,0 +1,188 @@
+"""Devices by name, by size and as found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from train.errors import UsageError
+from train.memory.devices import Device, find_device, nccl_buffer_bytes, this_device
+from train.throughput import peak_flops_per_second
+
+GIB, MIB = 2**30, 2**20
+
+CARDS = [
+    *("gb200", "b200", "gh200", "h200-nvl", "h200", "h100-nvl", "h100-pcie", "h100", "a100-80", "a100-40", "a10g"),
+    *("a10", "l40s", "l40", "l4", "t4", "v100-32", "v100-16", "rtx-6000-ada", "a6000", "rtx-5090", "rtx-4090"),
+    *("rtx-3090-ti", "rtx-3090"),
+]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_is_found_in_any_spelling(name: str) -> None:
+    device = find_device(name)
+    assert device.name == name
+    spaced, joined = name.replace("-", " "), name.replace("-", "")
+    for spelling in (name.upper(), spaced, joined, joined.upper(), f" {name} ", f"NVIDIA {spaced}"):
+        assert find_device(spelling) == device
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("h100-80", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("A100 40GB", "a100-40"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx-3090-ti"),
+        ("4090", "rtx-4090"),
+    ],
+)
+def test_product_names_are_understood(product: str, name: str) -> None:
+    assert find_device(product).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "total_bytes", "name"),
+    [
+        ("24GiB", 24 * GIB, "24GiB"),
+        ("24 gib", 24 * GIB, "24GiB"),
+        ("16GB", 16 * 10**9, "16GB"),
+        ("47.5GiB", 47 * GIB + GIB // 2, "47.5GiB"),
+    ],
+)
+def test_a_bare_size_is_a_card_of_unknown_speed(text: str, total_bytes: int, name: str) -> None:
+    device = find_device(text)
+    assert (device.name, device.total_bytes) == (name, total_bytes)
+    assert total_bytes - GIB < device.usable_bytes < total_bytes
+    assert (device.compute_capability, device.memory_bytes_per_second) == (None, None)
+    assert device.peak_flops_per_second("bf16") is None
+
+
+@pytest.mark.parametrize("text", ["0GiB", "0.5GB"])
+def test_a_size_below_the_context_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="context"):
+        find_device(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("a100", "a100-80 or a100-40?"), ("v100", "v100-32 or v100-16?"), ("rtx-4091", "rtx-4090"), ("h2000", "h200")],
+)
+def test_an_unknown_name_names_near_ones_and_all(text: str, near: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_device(text)
+    message = str(caught.value)
+    assert f"unknown device {text!r}. Did you mean " in message
+    assert near in message.partition("Known are")[0]
+    for name in (*CARDS, "cpu", "24GiB"):
+        assert name in message
+
+
+@pytest.mark.parametrize(
+    "text", ["", "frobnicator", "24", "24 MiB", "h100 mig 1g.10gb", "rtx 4090 laptop gpu", "-3GiB"]
+)
+def test_what_is_no_device_is_not_taken_for_one(text: str) -> None:
+    with pytest.raises(UsageError, match="unknown device"):
+        find_device(text)
+
+
+def test_memory_is_below_what_the_card_is_sold_with() -> None:
+    sold_gib = {
+        "h100": 80,
+        "a100-80": 80,
+        "a100-40": 40,
+        "a6000": 48,
+        "l4": 24,
+        "rtx-4090": 24,
+        "t4": 16,
+        "v100-32": 32,
+    }
+    for name, size in sold_gib.items():
+        assert 0.9 * size * GIB < find_device(name).total_bytes < size * GIB, name
+    assert 139 * GIB < find_device("h200").total_bytes < 140 * GIB
+
+
+def test_devices_are_ordered_as_they_should_be() -> None:
+    def usable(*names: str) -> list[int]:
+        return [find_device(name).usable_bytes for name in names]
+
+    def bandwidth(*names: str) -> list[float]:
+        return [find_device(name).memory_bytes_per_second or 0 for name in names]
+
+    by_memory = usable("t4", "v100-16", "l4", "v100-32", "a100-40", "a6000", "a100-80", "h100-nvl", "h200", "b200")
+    assert by_memory == sorted(by_memory)
+    by_bandwidth = bandwidth("l4", "a10", "v100-16", "a100-40", "a100-80", "h100", "h100-nvl", "h200", "b200")
+    assert by_bandwidth == sorted(by_bandwidth)
+    assert by_bandwidth[0] == 300e9
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_is_known_in_full(name: str) -> None:
+    device = find_device(name)
+    assert 200 * MIB <= device.context_bytes <= 1024 * MIB
+    assert device.usable_bytes == device.total_bytes - device.context_bytes
+    assert device.compute_capability is not None
+    assert device.compute_capability >= (7, 0)
+    rate = device.peak_flops_per_second("fp16")
+    assert rate is not None
+    assert rate == peak_flops_per_second(name, "fp16")
+    assert (device.peak_flops_per_second("bf16") is None) == (device.compute_capability < (8, 0))
+    assert device.memory_bytes_per_second is not None
+    assert 10 < rate / device.memory_bytes_per_second < 500  # operations per byte
+
+
+def test_cpu_is_this_machine() -> None:
+    device = find_device("CPU")
+    assert device.name == "cpu"
+    assert device.total_bytes == device.usable_bytes > GIB
+    assert device.compute_capability is None
+
+
+def test_this_device_is_the_cpu_where_there_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert this_device() == find_device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("product", "like"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx-3090-ti"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Something New", None),
+    ],
+)
+def test_this_device_asks_the_card_and_looks_its_bandwidth_up(
+    product: str, like: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(name=product, major=8, minor=0, total_memory=12345 * MIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert this_device() == Device(
+        name=product,
+        total_bytes=12345 * MIB,
+        context_bytes=find_device("a100-40").context_bytes,
+        compute_capability=(8, 0),
+        memory_bytes_per_second=find_device(like).memory_bytes_per_second if like else None,
+    )
+
+
+def test_nccl_takes_nothing_alone_and_more_in_larger_groups() -> None:
+    alone, two, three, many = (nccl_buffer_bytes(size) for size in (1, 2, 3, 1024))
+    assert alone == 0
+    assert 500 * MIB < two < three == many < GIB

@@ -1,0 +1,512 @@
+"""Out-of-memory messages: every wording is read, the cause follows from the figures, the text says what to type."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from train.config import parse
+from train.errors import UsageError
+from train.memory.explain import Change, OutOfMemory, Situation, explain, is_out_of_memory, parse_oom, post_mortem
+
+MIB, GIB = 2**20, 2**30
+
+OF_1_X = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity; 9.71 GiB already "
+    "allocated; 5.56 MiB free; 9.82 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try "
+    "setting max_split_size_mb to avoid fragmentation.  See documentation for Memory Management and "
+    "PYTORCH_CUDA_ALLOC_CONF"
+)
+IN_A_CONTAINER = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
+    "of which 1.56 GiB is free. Process 12345 has 77.5 GiB memory in use. Of the allocated memory 70 GiB is allocated "
+    "by PyTorch, with 12 MiB allocated in private pools (e.g., CUDA Graphs), and 5 GiB is reserved by PyTorch but "
+    "unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+    "to avoid fragmentation.  See documentation for Memory Management  "
+    "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+)
+WITH_A_NEIGHBOUR = (
+    "CUDA out of memory. Tried to allocate 18.56 GiB. GPU 0 has a total capacity of 47.37 GiB of which 17.60 GiB is "
+    "free. Process 3606394 has 2.27 GiB memory in use. Including non-PyTorch memory, this process has 27.45 GiB memory "
+    "in use. Of the allocated memory 25.54 GiB is allocated by PyTorch, and 1.52 GiB is reserved by PyTorch but "
+    "unallocated."
+)
+BESIDE_TWO_OTHERS = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 3 has a total capacity of 23.69 GiB of which 0 bytes is free. "
+    "Process 101 has 9.00 GiB memory in use. Process 102 has 10.50 GiB memory in use. Including non-PyTorch memory, "
+    "this process has 4.19 GiB memory in use. Of the allocated memory 3.50 GiB is allocated by PyTorch, and 200.00 MiB "
+    "is reserved by PyTorch but unallocated."
+)
+MISSPELT = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 55.57 GiB. GPU 0 has a total capacty of 12.00 "
+    "GiB of which 9.02 GiB is free. Of the allocated memory 984.52 MiB is allocated by PyTorch, and 463.48 MiB is "
+    "reserved by PyTorch but unallocated."
+)
+UNDER_A_LIMIT = (
+    "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 255.98 GiB "
+    "of which 244.65 GiB is free. 1.05 GiB allowed; Of the allocated memory 1017.01 MiB is allocated by PyTorch, with "
+    "17.00 MiB allocated in private pools (e.g., HIP Graphs), and 54.99 MiB is reserved by PyTorch but unallocated."
+)
+XPU = (
+    "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 4.66 GiB. GPU 0 has a total capacity of 5.65 GiB of "
+    "which 5.65 GiB is free. Of the allocated memory 195.50 KiB is allocated by PyTorch, and 1.81 MiB is reserved by "
+    "PyTorch but unallocated. Please use `empty_cache` to release all unoccupied cached memory."
+)
+NPU = (
+    "RuntimeError: NPU out of memory. Tried to allocate 64.00 GiB (NPU 0; 60.96 GiB total capacity; 18.35 GiB already "
+    "allocated; 18.35 GiB current active; 41.44 GiB free; 19.17 GiB reserved in total by PyTorch)"
+)
+IN_GRAPHS = (
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 47.53 GiB of "
+    "which 896.00 KiB is free. Process 1686436 has 47.51 GiB memory in use. Of the allocated memory 47.00 GiB is "
+    "allocated by PyTorch, with 46.22 GiB allocated in private pools (e.g., CUDA Graphs), and 149.10 MiB is reserved "
+    "by PyTorch but unallocated."
+)
+ASYNCHRONOUS = (
+    "torch.cuda.OutOfMemoryError: Allocation on device 5 would exceed allowed memory. (out of memory)\n"
+    "Currently allocated     : 54.14 GiB\nRequested               : 686.41 MiB\nDevice limit            : 79.35 GiB\n"
+    "Free (according to CUDA): 27.19 MiB\nPyTorch limit (set by user-supplied memory fraction)\n"
+    "                        : 17179869184.00 GiB"
+)
+MPS = (
+    "RuntimeError: MPS backend out of memory (MPS allocated: 8.51 GiB, other allocations: 172.98 MiB, max allowed: "
+    "9.07 GiB). Tried to allocate 512.00 MiB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable "
+    "upper limit for memory allocations (may cause system failure)."
+)
+CPU_LINUX = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+    "to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)"
+)
+CPU_WINDOWS = (
+    r"RuntimeError: [enforce fail at ..\c10\core\impl\alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough memory: "
+    "you tried to allocate 26214400 bytes."
+)
+
+WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch 1.x": (
+        OF_1_X,
+        {
+            "backend": "CUDA",
+            "device_index": 0,
+            "requested_bytes": 20 * MIB,
+            "total_bytes": 10.76 * GIB,
+            "allocated_bytes": 9.71 * GIB,
+            "free_bytes": 5.56 * MIB,
+            "reserved_bytes": 9.82 * GIB,
+            "reserved_unallocated_bytes": 0.11 * GIB,
+            "process_bytes": None,
+            "other_processes_bytes": None,
+        },
+    ),
+    "torch 1.0, cached beside allocated": (
+        "CUDA out of memory. Tried to allocate 1024.00 KiB (GPU 0; 11.17 GiB total capacity; 10.90 GiB already "
+        "allocated; 576.00 KiB free; 30.96 MiB cached)",
+        {
+            "requested_bytes": MIB,
+            "free_bytes": 576 * 1024,
+            "reserved_unallocated_bytes": 30.96 * MIB,
+            "reserved_bytes": 10.90 * GIB + 30.96 * MIB,
+        },
+    ),
+    "cached as the whole": (
+        "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 1; 10.76 GiB total capacity; 9.71 GiB already allocated; "
+        "5.56 MiB free; 9.82 GiB cached)",
+        {"device_index": 1, "reserved_bytes": 9.82 * GIB, "reserved_unallocated_bytes": 0.11 * GIB},
+    ),
+    "torch 1.x with a limit": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 10.76 GiB total capacity; 4.00 GiB already allocated; "
+        "6.00 GiB free; 5.00 GiB allowed; 4.10 GiB reserved in total by PyTorch)",
+        {"allowed_bytes": 5 * GIB, "free_bytes": 6 * GIB, "reserved_bytes": 4.10 * GIB},
+    ),
+    "torch 2.x, this process under another id": (
+        IN_A_CONTAINER,
+        {
+            "requested_bytes": 2 * GIB,
+            "total_bytes": 79.15 * GIB,
+            "free_bytes": 1.56 * GIB,
+            "process_bytes": 77.5 * GIB,
+            "allocated_bytes": 70 * GIB,
+            "private_pools_bytes": 12 * MIB,
+            "reserved_unallocated_bytes": 5 * GIB,
+            "reserved_bytes": 75 * GIB,
+            "other_processes": (),
+            "other_processes_bytes": 0.09 * GIB,
+        },
+    ),
+    "torch 2.x, this process and another": (
+        WITH_A_NEIGHBOUR,
+        {
+            "process_bytes": 27.45 * GIB,
+            "other_processes": ((3606394, round(2.27 * GIB)),),
+            "other_processes_bytes": 2.27 * GIB,
+            "reserved_bytes": 27.06 * GIB,
+        },
+    ),
+    "torch 2.x, several others": (
+        BESIDE_TWO_OTHERS,
+        {
+            "device_index": 3,
+            "free_bytes": 0,
+            "process_bytes": 4.19 * GIB,
+            "other_processes": ((101, 9 * GIB), (102, round(10.5 * GIB))),
+            "other_processes_bytes": 19.5 * GIB,
+        },
+    ),
+    "torch 2.x, a real neighbour and no word of this process": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 0.50 GiB is "
+        "free. Process 7 has 16.00 GiB memory in use. Of the allocated memory 6.00 GiB is allocated by PyTorch, and "
+        "0.50 GiB is reserved by PyTorch but unallocated.",
+        {"process_bytes": None, "other_processes": ((7, 16 * GIB),), "other_processes_bytes": 16 * GIB},
+    ),
+    "torch 2.0 (sic)": (
+        MISSPELT,
+        {"requested_bytes": 55.57 * GIB, "total_bytes": 12 * GIB, "allocated_bytes": 984.52 * MIB},
+    ),
+    "ROCm under a limit": (
+        UNDER_A_LIMIT,
+        {"backend": "HIP", "allowed_bytes": 1.05 * GIB, "private_pools_bytes": 17 * MIB, "free_bytes": 244.65 * GIB},
+    ),
+    "XPU": (XPU, {"backend": "XPU", "device_index": 0, "allocated_bytes": 195.5 * 1024, "free_bytes": 5.65 * GIB}),
+    "NPU": (NPU, {"backend": "NPU", "device_index": 0, "free_bytes": 41.44 * GIB, "reserved_bytes": 19.17 * GIB}),
+    "cudaMallocAsync": (
+        ASYNCHRONOUS,
+        {
+            "device_index": 5,
+            "requested_bytes": 686.41 * MIB,
+            "total_bytes": 79.35 * GIB,
+            "free_bytes": 27.19 * MIB,
+            "allocated_bytes": 54.14 * GIB,
+            "allowed_bytes": None,
+        },
+    ),
+    "MPS": (
+        MPS,
+        {
+            "backend": "MPS",
+            "requested_bytes": 512 * MIB,
+            "reserved_bytes": 8.51 * GIB,
+            "process_bytes": 8.51 * GIB + 172.98 * MIB,
+            "allowed_bytes": 9.07 * GIB,
+            "total_bytes": None,
+        },
+    ),
+    "MPS, GB for GiB": (
+        "MPS backend out of memory (MPS allocated: 5.56 GB, other allocations: 1.10 GB, max allowed: 6.80 GB). Tried "
+        "to allocate 768.00 MB on private pool.",
+        {"requested_bytes": 768 * MIB, "process_bytes": 6.66 * GIB, "allowed_bytes": 6.80 * GIB},
+    ),
+    "MPS, one buffer": ("RuntimeError: Invalid buffer size: 19.45 GB", {"requested_bytes": 19.45 * GIB}),
+    "CPU on Linux": (CPU_LINUX, {"backend": "host", "requested_bytes": 8 * GIB, "total_bytes": None}),
+    "CPU on Windows": (CPU_WINDOWS, {"backend": "host", "requested_bytes": 25 * MIB}),
+    "CPU, torch 0.4": (
+        "RuntimeError: $ Torch: not enough memory: you tried to allocate 9GB. Buy new RAM! at THGeneral.cpp:218",
+        {"backend": "host", "requested_bytes": 9 * GIB},
+    ),
+    "NumPy": (
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 14.9 GiB for an array with shape (2000000000,) "
+        "and data type float64",
+        {"backend": "host", "requested_bytes": 14.9 * GIB},
+    ),
+    "Linux kernel": (
+        "Out of memory: Killed process 4242 (python) total-vm:70000000kB, anon-rss:62000000kB",
+        {"backend": "host", "requested_bytes": None},
+    ),
+    "driver": (
+        "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other "
+        "API call, so the stacktrace below might be incorrect.",
+        {"backend": "CUDA", "library": "the driver", "requested_bytes": None, "total_bytes": None},
+    ),
+    "driver, torch 0.4": (
+        "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58",
+        {"backend": "CUDA", "library": "the driver"},
+    ),
+    "cuBLAS": (
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        {"library": "cuBLAS", "requested_bytes": None},
+    ),
+    "NCCL": (
+        "include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
+        "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
+        {"library": "NCCL", "requested_bytes": 6 * MIB},
+    ),
+    "cut short": ("torch.OutOfMemoryError: CUDA out of memory.", {"backend": "CUDA", "requested_bytes": None}),
+    "Triton": ("RuntimeError: Triton Error [CUDA]: out of memory", {"backend": "CUDA", "library": "the driver"}),
+    "overflow": ("CUDA out of memory. Tried to allocate more than 1EB memory.", {"requested_bytes": 2**60}),
+}
+
+
+def assert_figures(found: OutOfMemory | None, expected: dict[str, Any]) -> None:
+    assert found is not None
+    for name, value in expected.items():
+        figure = getattr(found, name)
+        if isinstance(value, int | float):
+            assert math.isclose(figure, value, rel_tol=1e-6, abs_tol=0.001 * GIB if value > GIB // 20 else 1), name
+        else:
+            assert figure == value, name
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_every_wording_is_read(wording: str) -> None:
+    message, expected = WORDINGS[wording]
+    assert_figures(parse_oom(message), expected)
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_every_wording_is_read_in_a_broken_coloured_log_too(wording: str) -> None:
+    message, expected = WORDINGS[wording]
+    words = message.split()
+    lines = [" ".join(words[i : i + 7]) for i in range(0, len(words), 7)]
+    logged = [f"\x1b[31m[rank0]: {line}\x1b[0m" for line in lines]
+    vllm = [f"(Worker rank=3 pid=1090) ERROR 06-05 06:18:13 [executor.py:470] {line}" for line in lines]
+    dated = [f"2026-03-09 01:46:33,473 - ERROR - {line}" for line in lines]
+    for log in (logged, vllm, dated):
+        text = "Traceback (most recent call last):\n" + "\n".join(log) + "\n[rank0]: Exit 1 after 3.5 GiB of logs\n"
+        assert_figures(parse_oom(text), expected)
+
+
+@pytest.mark.parametrize("message", [OF_1_X, IN_A_CONTAINER, UNDER_A_LIMIT, MPS, CPU_LINUX])
+def test_a_terminal_that_breaks_words_and_numbers_loses_nothing(message: str) -> None:
+    broken = "\n".join(message[i : i + 23] for i in range(0, len(message), 23))
+    assert parse_oom(broken) == parse_oom(message)
+
+
+def test_messages_of_several_ranks_are_not_mixed() -> None:
+    first = parse_oom(f"{OF_1_X}\n{BESIDE_TWO_OTHERS}")
+    assert first == parse_oom(OF_1_X)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072",
+        "RuntimeError: CUDA error: device-side assert triggered",
+        "ValueError: max_length is large: lower it to avoid running out of memory",
+        "Model loading took 45.11 GiB memory and 354.95 seconds; 1.2 GiB free",
+    ],
+)
+def test_other_messages_are_refused(message: str) -> None:
+    assert parse_oom(message) is None
+    assert not is_out_of_memory(RuntimeError(message))
+    with pytest.raises(UsageError, match="no out-of-memory message"):
+        explain(message)
+
+
+def why(text: str) -> str:
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("Why: "))
+    end = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith(" "))
+    return " ".join(line.strip() for line in lines[start:end])
+
+
+def first_remedy(text: str) -> str:
+    lines = text.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.startswith("What to do")) + 1].strip()
+
+
+def occupied(requested: str, free: float, allocated: float, unallocated: float) -> str:
+    """A message of a card of 24 GiB with no other process on it; sizes in GiB."""
+    return (
+        f"CUDA out of memory. Tried to allocate {requested}. GPU 0 has a total capacity of 24.00 GiB of which {free} "
+        f"GiB is free. Including non-PyTorch memory, this process has {24 - free} GiB memory in use. Of the allocated "
+        f"memory {allocated} GiB is allocated by PyTorch, and {unallocated} GiB is reserved by PyTorch but unallocated."
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "remedy"),
+    [
+        (BESIDE_TWO_OTHERS, "processes 101, 102. It holds 82.3% of it", "nvidia-smi"),
+        (OF_1_X.replace("9.71 GiB", "79.11 MiB").replace("9.82 GiB", "86.00 MiB"), "another program", "nvidia-smi"),
+        (IN_A_CONTAINER, "5.00 GiB that no tensor uses", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        (occupied("2.00 GiB", 0.5, 18.0, 5.0), "fragmentation", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        (occupied("5.50 GiB", 0.8, 18.0, 5.0), "With the 0.80 GiB free it would be enough", "PYTORCH_ALLOC_CONF"),
+        (occupied("2.00 GiB", 0.5, 22.0, 1.0), "simply full with 22.00 GiB of tensors", "--loss chunked"),
+        (occupied("100.00 MiB", 0.05, 23.0, 0.2), "simply full", "--loss chunked"),
+        (occupied("8.00 GiB", 7.0, 16.0, 0.5), "one huge tensor: 8.00 GiB, 33.3%", "--loss chunked"),
+        (OF_1_X, "simply full", "--loss chunked"),
+        (MISSPELT, "one huge tensor: 55.57 GiB", "--loss chunked"),
+        (UNDER_A_LIMIT, "this process may use only 1.05 GiB", "raise or remove the limit"),
+        (XPU, "the driver refused", "xpu-smi"),
+        (IN_GRAPHS, "CUDA graphs", "compile without graphs"),
+        (MPS, "simply full", "--loss chunked"),
+        (WORDINGS["MPS, one buffer"][0], "one huge tensor: 19.45 GiB.", "--loss chunked"),
+        (CPU_LINUX, "main memory (RAM) was full, not the GPU's", "--dataloader_num_workers 0"),
+        (WORDINGS["cuBLAS"][0], "cuBLAS asked for memory beside PyTorch's own", "nvidia-smi"),
+        (WORDINGS["driver"][0], "no figures", "nvidia-smi"),
+        (WORDINGS["cut short"][0], "no figures to tell by", "--loss chunked"),
+        (WORDINGS["overflow"][0], "an error in the code", "python -m pdb"),
+    ],
+)
+def test_the_cause_follows_from_the_figures(message: str, reason: str, remedy: str) -> None:
+    text = explain(message)
+    assert reason in why(text)
+    assert first_remedy(text).startswith(remedy)
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_texts_are_narrow(wording: str) -> None:
+    text = explain(WORDINGS[wording][0])
+    assert max(map(len, text.splitlines())) <= 100
+    assert "None" not in text
+
+
+def test_every_flag_exists() -> None:
+    texts = "\n".join(explain(message) for message, _ in WORDINGS.values())
+    typed = {line.strip().split("  ")[0] for line in texts.splitlines() if line.startswith("  --")}
+    assert len(typed) > 10
+    words = [word for flags in typed for word in (flags if " " in flags else f"{flags} 2").split()]
+    flags = dict(zip(words[::2], (value.replace("N", "3") for value in words[1::2]), strict=True))
+    # Raises on a flag or a value that does not exist.
+    parse(["--dataset", "stdlib", "--model", "x", *(word for pair in flags.items() for word in pair)])
+
+
+def test_each_figure_has_its_meaning() -> None:
+    lines = [" ".join(line.split()) for line in explain(BESIDE_TWO_OTHERS).splitlines()]
+    assert lines[0] == "Memory of GPU 3 (CUDA) was full: 1.00 GiB more did not fit."
+    assert "23.69 GiB the whole card" in lines
+    assert "0.0 MiB free" in lines
+    assert "4.19 GiB this process: PyTorch's reserve, the driver's context, libraries" in lines
+    assert "3.50 GiB in tensors: weights, gradients, optimizer state, activations" in lines
+    assert "0.20 GiB reserved by PyTorch but in no tensor: cache, and gaps between tensors" in lines
+    assert "19.50 GiB other processes: 101 (9.00 GiB), 102 (10.50 GiB)" in lines
+
+
+def test_what_changes_the_result_is_said() -> None:
+    lines = {line.strip().split()[0]: line for line in explain(OF_1_X).splitlines() if line.startswith("  --")}
+    assert "changes the result" in lines["--max_length"]
+    assert "changes the result" in lines["--optimizer"]
+    assert "same result with the same --global_batch_size" in lines["--micro_batch_size"]
+    assert next(iter(lines)) == "--loss"
+    assert list(lines)[-1] == "--max_length"
+
+
+def test_a_neighbour_whose_memory_would_do_is_named_beside_the_cause() -> None:
+    text = explain(WITH_A_NEIGHBOUR)
+    assert "one huge tensor: 18.56 GiB, 39.2%" in why(text)
+    assert first_remedy(text).startswith("end process 3606394")
+
+
+@pytest.mark.parametrize(
+    ("requested", "shape", "vocab_size", "name"),
+    [
+        (4 * 16384 * 151936 * 4, (4, 16384), 151936, "all logits in fp32: 4 × 16,384 × 151,936 × 4 bytes"),
+        (4 * 16384 * 151936 * 2, (4, 16384), 151936, "all logits in 16-bit"),
+        (2 * 32768 * 32768 * 2, (2, 32768), None, "an attention mask: 2 × 32,768 × 32,768 × 2 bytes"),
+        (12 * 8192 * 8192 * 4, (1, 8192), 1000, "the attention scores of 12 heads"),
+    ],
+)
+def test_the_size_asked_for_gets_its_name(
+    requested: int, shape: tuple[int, int], vocab_size: int | None, name: str
+) -> None:
+    message = (
+        f"CUDA out of memory. Tried to allocate {requested / GIB:.2f} GiB. GPU 0 has a total capacity of 24.00 GiB"
+    )
+    assert name in why(explain(message, shape, vocab_size))
+    assert "It has the size" not in explain(message, (shape[0], shape[1] + 999), vocab_size)
+    assert "It has the size" not in explain(message)
+
+
+KINDS = {
+    "parameters": 1 * GIB,
+    "gradients": 1 * GIB,
+    "optimizer state": 2 * GIB,
+    "activations": 5 * GIB,
+    "logits and loss": 10 * GIB,
+    "workspace": 1 * GIB,
+}
+SITUATION = Situation("backward", (4, 16384), 12, KINDS, 20 * GIB, 40000)
+CHANGES = [
+    Change("--loss chunked", 9 * GIB, "same result"),
+    Change("--micro_batch_size 2 --global_batch_size 32", 8 * GIB, "same result"),
+    Change("--gradient_checkpointing selective", 1 * GIB, "same result, slower"),
+    Change("--max_length 8192", 8 * GIB, "changes the result"),
+]
+
+
+def test_post_mortem_says_where_what_and_what_to_type() -> None:
+    card = (
+        "CUDA out of memory. Tried to allocate 9.77 GiB. GPU 0 has a total capacity of 16.00 GiB of which 5.00 GiB is "
+        "free. Including non-PyTorch memory, this process has 11.00 GiB memory in use. Of the allocated memory 9.00 "
+        "GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+    )
+    lines = [" ".join(line.split()) for line in post_mortem(card, SITUATION, CHANGES).splitlines()]
+    assert lines[0] == "Out of memory in backward of step 12, micro-batch of 4 × 16,384 (examples × tokens)."
+    assert lines[2] == "10.00 GiB 50.0% logits and loss ← most examples × tokens × vocabulary"
+    assert lines[3] == "5.00 GiB 25.0% activations kept by forward for backward; examples × tokens"
+    assert sum("← most" in line for line in lines) == 1
+    assert any("all logits in fp32" in line for line in lines)
+    # PyTorch can have the 10 GiB that it holds and the 5 GiB that are free.
+    assert "peak 20.00 GiB, room 15.00 GiB" in lines[-4]
+    assert lines[-3:] == [
+        "−9.00 GiB --loss chunked fits; same result",
+        "−8.00 GiB --micro_batch_size 2 --global_batch_size 32 fits; same result",
+        "−1.00 GiB --gradient_checkpointing selective not enough alone; same result, slower",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "available_bytes"),
+    [
+        (OF_1_X, 9.82 * GIB + 5.56 * MIB),
+        (UNDER_A_LIMIT, 1.05 * GIB),
+        (MPS, 9.07 * GIB - 172.98 * MIB),
+        (CPU_LINUX, None),
+    ],
+)
+def test_room_is_what_pytorch_could_have_as_things_were(message: str, available_bytes: float | None) -> None:
+    found = parse_oom(message)
+    assert found is not None
+    if available_bytes is None:
+        assert found.available_bytes is None
+    else:
+        assert found.available_bytes == pytest.approx(available_bytes, abs=2)
+
+
+def test_a_figure_of_nothing_is_not_shown_as_a_culprit() -> None:
+    assert "all else" in explain(OF_1_X)
+    assert "all else" not in explain(XPU)
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_post_mortem_is_compact(wording: str) -> None:
+    lines = post_mortem(WORDINGS[wording][0], SITUATION, CHANGES).splitlines()
+    assert len(lines) <= 26
+    assert max(map(len, lines)) <= 100
+
+
+def test_post_mortem_puts_first_what_needs_no_other_settings() -> None:
+    assert "\nFirst: PYTORCH_ALLOC_CONF=expandable_segments:True" in post_mortem(IN_A_CONTAINER, SITUATION, CHANGES)
+    assert "\nFirst: nvidia-smi" in post_mortem(BESIDE_TWO_OTHERS, SITUATION, CHANGES)
+    assert "\nFirst: " not in post_mortem(OF_1_X, SITUATION, CHANGES)
+
+
+def test_post_mortem_does_with_what_is_known() -> None:
+    bare = Situation("loading", None, None, {}, None)
+    assert post_mortem("", bare, []) == "Out of memory in loading."
+    text = post_mortem("", bare, CHANGES[:1])
+    assert text.splitlines()[-1].split() == ["−9.00", "GiB", "--loss", "chunked", "same", "result"]
+    assert "fits" not in text
+
+
+def test_errors_that_mean_full_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError(""))
+    assert is_out_of_memory(MemoryError())
+    for message in (CPU_LINUX, CPU_WINDOWS, MPS, OF_1_X, WORDINGS["cuBLAS"][0], WORDINGS["driver"][0]):
+        assert is_out_of_memory(RuntimeError(message))
+    assert not is_out_of_memory(ValueError(OF_1_X))
+    assert not is_out_of_memory(KeyboardInterrupt())
+
+
+def test_torchs_own_error_on_a_cpu_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50, dtype=torch.float64)
+    assert is_out_of_memory(raised.value)
+    found = parse_oom(str(raised.value))
+    assert found is not None
+    assert (found.backend, found.requested_bytes) == ("host", 2**53)

@@ -1,0 +1,70 @@
+"""Operations and bytes moved by a step, operator by operator, and the time they would take on a card.
+
+The estimate is a roofline (Williams, Waterman, Patterson 2009): each operator takes as long as its arithmetic or its
+traffic, whichever is longer, at rates that real kernels reach. It ranks settings; it does not replace a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8
+"""Shares of the published rates that large kernels reach."""
+LAUNCH_SECONDS = 5e-6
+"""Least time of an operator: launching its kernel."""
+
+
+@dataclass
+class Costs:
+    """What the operators of a step cost on a card with the given rates."""
+
+    flops_per_second: dict[torch.dtype, float]
+    """Published dense rates by type."""
+    bytes_per_second: float
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    seconds: float = 0.0
+    by_operator: dict[str, float] = field(default_factory=dict)
+    """Seconds."""
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Adds one operator."""
+        if func.is_view or func.namespace != "aten":
+            return
+        inputs, outputs = list(_tensors(args)), list(_tensors(result))
+        if not outputs or outputs[0].device.type == "meta":
+            return
+        traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        flops = 0.0
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            flops = float(formula(*args, **kwargs, out_val=result))
+            if _is_causal(func, args, kwargs):
+                flops /= 2  # half of the square is not computed
+        rate = self.flops_per_second.get(outputs[0].dtype) or max(self.flops_per_second.values())
+        seconds = max(
+            LAUNCH_SECONDS, flops / (rate * REACHED_FLOPS), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
+        )
+        self.flops += flops
+        self.bytes_moved += traffic
+        self.seconds += seconds
+        name = str(func.overloadpacket)
+        self.by_operator[name] = self.by_operator.get(name, 0.0) + seconds
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool(dict(zip(names, args, strict=False), **kwargs).get("is_causal", False))
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)

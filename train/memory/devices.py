@@ -1,0 +1,205 @@
+"""What planning knows of devices: memory that a process can use, memory bandwidth and arithmetic rates."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+
+from train.errors import UsageError, UserError
+from train.throughput import peak_flops_per_second
+
+_GIB = 2**30
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as far as it is known."""
+
+    name: str
+    total_bytes: int
+    """As ``torch.cuda.get_device_properties(...).total_memory`` reports it: less than what the card is sold with."""
+    context_bytes: int = 0
+    """Taken by the CUDA context and loaded kernels, outside of PyTorch's allocator, by a process on one device."""
+    compute_capability: tuple[int, int] | None = None
+    """(major, minor); None: no CUDA device, or unknown."""
+    memory_bytes_per_second: float | None = None
+    """Bandwidth of the device's memory by the data sheet; None: unknown."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What PyTorch's allocator can reserve."""
+        return self.total_bytes - self.context_bytes
+
+    def peak_flops_per_second(self, precision: str) -> float | None:
+        """The published dense rate; see :func:`train.throughput.peak_flops_per_second`."""
+        return peak_flops_per_second(self.name, precision)
+
+
+# name: (total memory in GiB, compute capability, memory bandwidth in bytes/s)
+#
+# Memory: what torch printed on such cards in public issues and notes (_CudaDeviceProperties(total_memory=...), or "GPU
+# 0 has a total capacity of ..." of an out-of-memory error), rounded down; where drivers differ, the smaller figure.
+# H200 NVL: no observation, taken as the H200. GH200: the one with 96 GB.
+# Bandwidth: NVIDIA's data sheets; A100-80: SXM (PCIe: 1.935e12); B200 and GB200: 7.7e12, as bus width and clock give it
+# (github.com/pytorch/ao/pull/4002).
+_CARDS: dict[str, tuple[float, tuple[int, int], float]] = {
+    "gb200": (184.3, (10, 0), 7.7e12),
+    "b200": (178.3, (10, 0), 7.7e12),
+    "gh200": (94.5, (9, 0), 4.0e12),
+    "h200-nvl": (139.7, (9, 0), 4.8e12),
+    "h200": (139.7, (9, 0), 4.8e12),
+    "h100-nvl": (93.0, (9, 0), 3.9e12),
+    "h100-pcie": (79.1, (9, 0), 2.0e12),
+    "h100": (79.1, (9, 0), 3.35e12),
+    "a100-80": (79.1, (8, 0), 2.039e12),
+    "a100-40": (39.3, (8, 0), 1.555e12),
+    "a10g": (22.0, (8, 6), 0.6e12),
+    "a10": (22.0, (8, 6), 0.6e12),
+    "l40s": (44.3, (8, 9), 0.864e12),
+    "l40": (44.3, (8, 9), 0.864e12),
+    "l4": (22.0, (8, 9), 0.3e12),
+    "t4": (14.5, (7, 5), 0.3e12),
+    "v100-32": (31.7, (7, 0), 0.9e12),
+    "v100-16": (15.7, (7, 0), 0.9e12),
+    "rtx-6000-ada": (47.3, (8, 9), 0.96e12),
+    "a6000": (47.4, (8, 6), 0.768e12),
+    "rtx-5090": (31.3, (12, 0), 1.792e12),
+    "rtx-4090": (23.5, (8, 9), 1.008e12),
+    "rtx-3090-ti": (23.5, (8, 6), 1.008e12),
+    "rtx-3090": (23.5, (8, 6), 0.936e12),
+}
+_OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}
+"""Compact names that carry the size where no second size is sold."""
+
+# MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less
+# what the error says PyTorch allocated and kept. Seen so: T4 110 to 170, A4000 200 to 240, A100 400, L4 250 to 260, RTX
+# 4090 460 to 520, L40 510, H200 520, H100 750, B200 710, RTX 5090 490 to 610. RTX 6000 Ada: 426 for the context alone
+# (github.com/unslothai/unsloth-zoo/pull/1053). V100: 300 to 400 (github.com/pytorch/pytorch/issues/20532). Kernels
+# are loaded when first used: a program that uses more of them takes more.
+_CONTEXT_MIB: dict[tuple[int, int] | None, int] = {
+    (7, 0): 400,
+    (7, 5): 300,
+    (8, 0): 500,
+    (8, 6): 400,
+    (8, 9): 550,
+    (9, 0): 750,
+    (10, 0): 800,
+    (12, 0): 650,
+}
+_CONTEXT_MIB_ELSEWHERE = 600
+
+
+def find_device(text: str) -> Device:
+    """The device of a name such as ``h200``, ``a100-80``, ``RTX 4090`` or ``cpu``, or of a size such as ``24GiB``.
+
+    Case, dashes, spaces and the maker's words do not matter. A size is taken as the memory that is reported (GiB:
+    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``cpu`` is this machine.
+
+    Raises:
+        UsageError: no such device; the message names near matches and all that are known.
+        UserError: the size of this machine's memory cannot be told.
+    """
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE)
+    if size:
+        return _card_of_size(float(size[1]), "GiB" if size[2] else "GB")
+    if text.strip().lower() == "cpu":
+        return _cpu()
+    names = {_compact(name): name for name in _CARDS} | _OTHER_NAMES
+    wanted = _compact(text)
+    if wanted not in names:
+        longer = [compact for compact in names if wanted and compact.startswith(wanted)]
+        near = [names[compact] for compact in longer or difflib.get_close_matches(wanted, names, n=3)]
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise UsageError(
+            f"unknown device {text!r}.{hint} Known are {', '.join([*_CARDS, 'cpu'])}; for any other card give its "
+            "memory, such as 24GiB or 24GB."
+        )
+    name = names[wanted]
+    total_gib, capability, bytes_per_second = _CARDS[name]
+    return Device(
+        name=name,
+        total_bytes=int(total_gib * _GIB),
+        context_bytes=_context_bytes(capability),
+        compute_capability=capability,
+        memory_bytes_per_second=bytes_per_second,
+    )
+
+
+def this_device() -> Device:
+    """The current CUDA device, its memory and capability asked of it; this machine's CPU where there is none.
+
+    Raises:
+        UserError: there is no CUDA device, and the size of this machine's memory cannot be told.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return _cpu()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    capability = (properties.major, properties.minor)
+    return Device(
+        name=properties.name,
+        total_bytes=properties.total_memory,
+        context_bytes=_context_bytes(capability),
+        compute_capability=capability,
+        memory_bytes_per_second=_known_bandwidth(properties.name),
+    )
+
+
+def nccl_buffer_bytes(group_size: int) -> int:
+    """What NCCL takes on each device for one process group, outside of PyTorch's allocator: a rough estimate.
+
+    As measured for the groups among 4 A100 with NVLink, after an all-reduce: 544 MB in groups of two, 688 MB in larger
+    ones (github.com/NVIDIA/nccl/issues/964; MB taken as MiB). It grows with the channels, so with faster links, and
+    no longer with the devices beyond two nodes (issue 986); 1.6 GB in one group were seen as well (issue 864).
+    All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
+    """
+    if group_size <= 1:
+        return 0
+    return (544 if group_size == 2 else 688) * _MIB
+
+
+def _card_of_size(amount: float, unit: str) -> Device:
+    name = f"{amount:g}{unit}"
+    total_bytes = int(amount * (_GIB if unit == "GiB" else 1e9))
+    context_bytes = _context_bytes(None)
+    if total_bytes <= context_bytes:
+        raise UsageError(
+            f"device {name!r}: the CUDA context alone takes about {context_bytes // _MIB} MiB. Give the memory of a "
+            "whole card, such as 24GiB."
+        )
+    return Device(name=name, total_bytes=total_bytes, context_bytes=context_bytes)
+
+
+def _cpu() -> Device:
+    try:
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        raise UserError(
+            "device 'cpu': this system does not tell the size of its memory. Give it instead, such as 16GiB."
+        ) from None
+    return Device(name="cpu", total_bytes=total_bytes)
+
+
+def _compact(text: str) -> str:
+    """The name without case, punctuation, the unit of its size, and words that set no two cards of the table apart."""
+    letters = re.sub(r"[^a-z0-9]", "", text.lower())
+    return re.sub(r"nvidia|geforce|tesla|quadro|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)", "", letters)
+
+
+def _known_bandwidth(product_name: str) -> float | None:
+    """By the name that the driver gives, such as "NVIDIA A100-SXM4-80GB"; None for what is not a whole known card."""
+    if peak_flops_per_second(product_name, "fp16") is None:
+        return None  # unknown, or a part or a lesser chip that shares words with a card
+    words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=\d)gb\b", "", product_name.lower())))
+    for name, (_, _, bytes_per_second) in _CARDS.items():
+        if words.issuperset(name.split("-")):
+            return bytes_per_second
+    return None
+
+
+def _context_bytes(compute_capability: tuple[int, int] | None) -> int:
+    return _CONTEXT_MIB.get(compute_capability, _CONTEXT_MIB_ELSEWHERE) * _MIB

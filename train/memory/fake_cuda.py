@@ -1,0 +1,131 @@
+"""Lets fake ``cuda`` tensors go through autograd and autocast on a machine that has no CUDA device.
+
+Torch's C++ core asks two tables about CUDA before it lets a tensor of that device through: the registry of device
+guards, and the accelerator hooks. Without a card they say that there is none, and backward stops. :func:`install`
+puts entries there that say there is one, on which nothing ever runs. Nothing is compiled: both tables are reached by
+the names of exported C++ functions.
+
+This changes the whole process and must not meet a real computation: call it in a process of its own. Where a card is
+present nothing is needed and nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from train.errors import UserError
+
+_CUDA = 1
+"""c10::DeviceType::CUDA."""
+_NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70
+"""Upper bounds of the virtual functions that are copied; the classes have fewer."""
+_TABLE_HEADER = 2
+"""Words before the first entry of a C++ table of virtual functions: offset to top, type information."""
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4
+"""Positions in at::AcceleratorHooksInterface, after its two destructors."""
+
+_kept: list[Any] = []
+"""Memory that C++ points to from now on."""
+
+
+def install(capability: tuple[int, int]) -> None:
+    """Has this process believe in one idle CUDA device of the given compute capability.
+
+    Raises:
+        UserError: this build of torch is not laid out as expected.
+    """
+    if torch.cuda.is_available():
+        return
+    try:
+        if not _kept:
+            _install_tables()
+        _install_answers(capability)
+        _check()
+    except Exception as error:  # a symbol that is not there, an operator that refuses, a table of another shape
+        raise UserError(
+            f"torch {torch.__version__} on {sys.platform} cannot be made to plan for a CUDA device that is not there "
+            f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}). Plan on a "
+            "machine with a CUDA device, or for the CPU with --device cpu."
+        ) from None
+
+
+def _library(name: str) -> ctypes.CDLL:
+    suffix = {"linux": "so", "darwin": "dylib"}[sys.platform]
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.{suffix}"))
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _install_tables() -> None:
+    answer = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+    zero, one = answer(lambda this: 0), answer(lambda this: 1)
+    _kept.extend([zero, one])
+    if not torch.backends.cuda.is_built():
+        # FakeTensorMode exchanges a guard that counts no device for one that does nothing; a CPU build has none at
+        # all, so this one, which answers 0 to everything, comes first.
+        table = (ctypes.c_void_p * _NUM_GUARD_METHODS)(*[_address(zero)] * _NUM_GUARD_METHODS)
+        guard = (ctypes.c_void_p * 4)(ctypes.addressof(table))
+        _kept.extend([table, guard])
+        register = _library("c10")._ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
+        register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
+        register(_CUDA, ctypes.addressof(guard))
+    torch._C._ensureCUDADeviceGuardSet()
+    hooks_of = _library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
+    hooks_of.argtypes, hooks_of.restype = [], ctypes.c_void_p
+    hooks = ctypes.cast(hooks_of(), ctypes.POINTER(ctypes.c_void_p))
+    old = ctypes.cast(hooks[0], ctypes.POINTER(ctypes.c_void_p))  # pyright: ignore[reportArgumentType]
+    words = [old[i - _TABLE_HEADER] for i in range(_TABLE_HEADER + _NUM_HOOK_METHODS)]
+    words[_TABLE_HEADER + _IS_BUILT] = _address(one)
+    words[_TABLE_HEADER + _HAS_PRIMARY_CONTEXT] = _address(zero)
+    new = (ctypes.c_void_p * len(words))(*words)
+    _kept.append(new)
+    hooks[0] = ctypes.addressof(new) + _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p)
+
+
+def _install_answers(capability: tuple[int, int]) -> None:
+    """What Python code asks before it chooses CUDA's way of doing things."""
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.get_device_capability = lambda device=None: capability
+    cuda.is_bf16_supported = lambda including_emulation=True: capability >= (8, 0)
+    cuda.get_device_name = lambda device=None: "a CUDA device that is not there"
+    cuda.manual_seed_all = lambda seed: None
+    # fake tensors made from Python numbers would else be made on the card first
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore[reportAttributeAccessIssue]
+    from torch.amp import autocast_mode, grad_scaler
+    from torch.cuda.amp import common
+
+    for module in (common, autocast_mode, grad_scaler):
+        if hasattr(module, "amp_definitely_not_available"):
+            module.amp_definitely_not_available = lambda: False
+
+
+def _check() -> None:
+    """One forward, backward and scaled update, of which every type and device must be CUDA's."""
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(8, 4, device="cuda"))
+        scaler = torch.amp.GradScaler("cuda")
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        with torch.autocast("cuda", torch.float16):
+            out = torch.empty(2, 4, device="cuda") @ weight.T
+        scaler.scale(out.float().sum()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.step()
+        gradient, found = weight.grad, (out.dtype, out.device.type, scaler.is_enabled())
+    if gradient is None or gradient.dtype != torch.float32 or found != (torch.float16, "cuda", True):
+        raise RuntimeError(f"a trial step gave {found} and a gradient {gradient}")

@@ -1,0 +1,143 @@
+"""A training step on fake tensors that allocates what the same step on real tensors would.
+
+Fake tensors (``torch._subclasses.fake_tensor``) have shapes, types, devices and storages, but no data. Some code
+treats them otherwise than real ones; each such place is put right here, and only inside :func:`fake_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from train.memory.costs import Costs
+from train.memory.kernels import temporary_bytes
+from train.memory.tracker import StorageTracker
+
+aten = torch.ops.aten
+
+
+class FakeTracker(StorageTracker):
+    """Tracks storages, answers what only data could answer, and adds what kernels take inside.
+
+    Args:
+        costs: where operations and bytes moved are counted; None: nowhere.
+    """
+
+    def __init__(self, *args: Any, costs: Costs | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fake_mode: FakeTensorMode | None = None
+        self.costs = costs
+        self.paused = False
+        """While true, nothing is counted."""
+        self._temporaries = 0
+
+    def __enter__(self) -> FakeTracker:
+        self.fake_mode = active_fake_mode()
+        super().__enter__()
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
+        self._resizing.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._resizing.stop()
+        super().__exit__(*exception)
+
+    def _resized(self, resize: Any) -> Any:
+        """``resize_`` of a storage, by which FSDP2 frees gathered parameters: no operator, so nothing else tells."""
+
+        def resize_and_count(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            key = getattr(storage, "_tracked_as", None)
+            if key in self.live:
+                self.resize(key, -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes)
+                self.observe("resize_")
+            return result
+
+        return resize_and_count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # comes back as operators on the local parts
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        if self.paused or func is torch.ops.prim.device.default or active_fake_mode() is not self.fake_mode:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._scalar(func, args[0])
+        result = _added_in_place(func, args, kwargs) if func is aten.add.Tensor else None
+        if result is None:
+            result = func(*args, **kwargs)
+        if func.overloadpacket is aten.any:
+            result._is_any = True
+        self.see_all(result)
+        buffers = temporary_bytes(func, args) if self.device_type == "cuda" else []
+        self.observe(func, self._take(buffers) if buffers else 0)
+        if self.costs is not None:
+            self.costs.count(func, args, kwargs, result)
+        return result
+
+    def _take(self, buffers: list[int]) -> int:
+        sizes = [-(-size // self.granule_bytes) * self.granule_bytes for size in buffers]
+        if self.trace is not None:
+            keys = range(self._temporaries - len(sizes), self._temporaries)  # below zero: no storage has such a key
+            self._temporaries -= len(sizes)
+            self.trace += zip(keys, sizes, strict=True)
+            self.trace += [(key, -size) for key, size in zip(keys, sizes, strict=True)]
+        return sum(sizes)
+
+    def _scalar(self, func: Any, tensor: Tensor) -> Any:
+        """The number in a tensor of one element: nothing unusual, since there is no data."""
+        try:
+            return func(tensor)
+        except RuntimeError:
+            if tensor.dtype is torch.bool:
+                return not getattr(tensor, "_is_any", False)  # all(): yes; any(): no
+            return 1.0 if tensor.is_floating_point() else 1
+
+
+def _added_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Two gradients of one tensor summed as autograd sums real ones: into the first, where nobody else has it.
+
+    For a tensor subclass autograd always takes a new one, which with tied embeddings would be one table too much.
+    """
+    first, second = args
+    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    if kwargs or not in_backward or not isinstance(first, FakeTensor) or not isinstance(second, Tensor):
+        return None
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return None
+    if torch._C._storage_Use_Count(first.untyped_storage()._cdata) != 2:  # the tensor's own, and the one just made
+        return None
+    return aten.add_.Tensor(first, second)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Inside it, new tensors are fake, and libraries take the ways they take for real ones."""
+    import torch.optim.optimizer as optimizer
+    import torch.utils._foreach_utils as foreach
+    from transformers.utils import import_utils
+
+    with ExitStack() as stack:
+        # else AdamW and clipping leave their foreach forms
+        for module in (optimizer, foreach):
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
+        # told apart by address, as accelerate does when it shards; a fake tensor's own would be zero
+        stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # else transformers takes the way it takes when it is traced, and builds masks that a run does not build
+        is_fake = import_utils.is_fake_tensor
+        differs = patch.object(
+            import_utils, "is_fake_tensor", lambda tensor: active_fake_mode() is not mode and is_fake(tensor)
+        )
+        stack.enter_context(differs)
+        yield stack.enter_context(mode)

@@ -1,0 +1,411 @@
+"""Memory of a training step before there is one: the real builder and the real step, run on fake tensors.
+
+Nothing here knows what a layer needs: the model comes from :mod:`train.modeling`, the step from :mod:`train.step`,
+and what they allocate is counted. So it holds for any model and any recipe, and takes the same few seconds whatever
+the sequence length. A prediction runs in a process of its own, see :class:`Predictor`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from train.config import Architecture, Config, from_values
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from torch import nn
+
+    from train.records import MicroBatch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CUDA_GRANULE_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that a prediction is for, as far as memory and time depend on it."""
+
+    device_type: str
+    """cpu or cuda."""
+    capability: tuple[int, int] = (9, 0)
+    prefers_cudnn: bool = False
+    """Whether torch tries cuDNN's attention before flash."""
+    flops_per_second: dict[str, float] = field(default_factory=dict)
+    """By precision: no, fp16, bf16."""
+    bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step to predict: a configuration, what the data makes of it, and the device."""
+
+    values: dict[str, Any]
+    """The configuration as flat values, see :func:`train.config.to_values`."""
+    target: Target
+    auto_class: str
+    vocab_size: int
+    micro_batch_size: int
+    length: int
+    """S of the longest micro-batch."""
+    accumulates: bool = True
+    """Whether an optimizer step has several micro-batches."""
+    num_labels: int = 0
+    """Classes of a classifier; 0: the vocabulary is the classes."""
+    padded: bool = False
+    """Whether the micro-batch comes with an attention mask that hides something."""
+    input_names: tuple[str, ...] = ("input_ids",)
+    """Inputs of the model, each (B, S)."""
+    eval_batch_size: int | None = None
+    special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)
+    """Start, end and padding."""
+    world_size: int = 1
+    sharding: str = "none"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step allocates on one rank."""
+
+    peak_bytes: int
+    """Largest number of bytes that tensors hold, as ``torch.cuda.max_memory_allocated`` counts."""
+    phase: str
+    operator: str
+    bytes_by_kind: dict[str, int]
+    """At the peak."""
+    peak_bytes_by_phase: dict[str, int]
+    reserved_bytes: int
+    """What the caching allocator holds for that; on a CPU, the peak itself."""
+    num_parameters: int
+    attention_kernels: tuple[str, ...]
+    flops: float | None
+    """Of one forward and backward."""
+    seconds: float | None
+    """Estimated, of one forward and backward."""
+    prediction_seconds: float
+    notes: tuple[str, ...] = ()
+
+
+class Predictor:
+    """A process that predicts. It starts with the first job, in a few seconds, and takes one job after the other."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._errors.close()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        foreign = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        return subprocess.Popen(
+            [sys.executable, "-m", "train.memory.predict"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**environment, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"},
+        )
+
+    def ask(self, job: Job) -> None:
+        """Hands over a job without waiting for the answer."""
+        if self._process is None:
+            self._process = self._start()
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def answer(self) -> Prediction:
+        """The answer to the oldest job without one.
+
+        Raises:
+            UserError: the job cannot work, or the process died of it; the next job starts another.
+        """
+        assert self._process is not None and self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        values = json.loads(line)
+        if "error" in values:
+            raise UserError(values["error"])
+        return Prediction(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    def predict(self, job: Job) -> Prediction:
+        """:meth:`ask` and :meth:`answer`."""
+        self.ask(job)
+        return self.answer()
+
+    def _died(self) -> UserError:
+        assert self._process is not None
+        status = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().strip().splitlines()[-1:]
+        self.close()
+        return UserError(
+            f"the prediction ended with status {status}: {' '.join(said) or 'no message'}. The memory of this model or "
+            "setting cannot be predicted here; a run still measures it."
+        )
+
+
+def predict(job: Job) -> Prediction:
+    """The memory of ``job``'s step. For a CUDA device that is not there, call it in a process of its own.
+
+    Raises:
+        UserError: the model cannot be built, or this torch cannot be made to plan for CUDA.
+    """
+    import torch
+
+    from train.memory import fake_cuda, ranks
+    from train.memory.allocator import replay
+    from train.memory.costs import Costs
+    from train.memory.fakes import FakeTracker, fake_tensors
+    from train.memory.kernels import Attention, library_workspace_bytes
+    from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
+    from train.step import optimizer_step
+
+    started = time.perf_counter()
+    config, target = from_values(job.values), job.target
+    on_cuda = target.device_type == "cuda"
+    if on_cuda:
+        fake_cuda.install(target.capability)
+    architecture, notes = _with_known_attention(config.architecture)
+    accelerator = _accelerator(job, config)
+    rates = {torch.float32: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    rates = {t: target.flops_per_second[p] for t, p in rates.items() if target.flops_per_second.get(p)}
+    costs = Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
+    num_classes = job.num_labels or job.vocab_size
+    with ExitStack() as stack:
+        stack.enter_context(fake_tensors())
+        # Made before anything is counted: on the device only what the step itself copies there counts.
+        window = [random_batch(job, job.micro_batch_size)]
+        evaluated = random_batch(job, job.eval_batch_size) if job.eval_batch_size else None
+        tracker = stack.enter_context(
+            FakeTracker(target.device_type, CUDA_GRANULE_BYTES if on_cuda else 1, num_classes, on_cuda, costs=costs)
+        )
+        if job.sharding == "fsdp2":
+            stack.enter_context(ranks.shapes_uncounted(tracker))
+        attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
+        model, optimizer, network = build(job, architecture, config, accelerator)
+        parameters = list(network.parameters())
+        tracker.tag(PARAMETERS, [*parameters, *network.buffers()])
+        for handle in tag_gradients(tracker, parameters):
+            stack.callback(handle.remove)
+        if job.sharding == "ddp":  # the reducer's buckets, which the fake gradients do not go through
+            tracker.hold(sum(p.numel() * p.element_size() for p in parameters if p.requires_grad), GRADIENTS)
+        if on_cuda:
+            tracker.hold(library_workspace_bytes(target.capability), WORKSPACE)
+
+        tracker.restart_trace()  # a run builds on the CPU and moves what is left of each tensor to the device
+        # The first update makes the optimizer's state, so only from the second step on the peak is what it stays.
+        tracker.mark("optimizer")
+        _zero_step(optimizer, parameters)
+        tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
+        if job.accumulates:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            tracker.tag(GRADIENTS, [p.grad for p in parameters])
+        tracker.mark("idle")
+        tracker.reset_peak()
+        optimizer_step(accelerator, model, optimizer, window, config.optimization, mark=tracker.mark)
+        flops, seconds = (costs.flops, costs.seconds) if costs is not None else (None, None)
+        tracker.mark("idle")
+        if evaluated is not None:
+            model.eval()
+            with torch.no_grad():
+                tracker.mark("evaluation")
+                evaluated = evaluated.to(accelerator.device)
+                model(evaluated.inputs, evaluated.labels, scored=True)
+        peak = tracker.peak
+        reserved = replay(tracker.trace).peak_reserved_bytes if tracker.trace is not None else peak.num_bytes
+    return Prediction(
+        peak_bytes=peak.num_bytes,
+        phase=peak.phase,
+        operator=peak.operator,
+        bytes_by_kind=peak.bytes_by_kind,
+        peak_bytes_by_phase={k: v for k, v in tracker.peak_bytes_by_phase.items() if k != "idle"},
+        reserved_bytes=reserved,
+        num_parameters=sum(p.numel() for p in parameters),
+        attention_kernels=tuple(sorted(attention.kernels_used)),
+        flops=flops,
+        seconds=seconds,
+        prediction_seconds=time.perf_counter() - started,
+        notes=tuple(notes),
+    )
+
+
+class _Tokenizer:
+    """What the builder asks of a tokenizer."""
+
+    def __init__(self, job: Job) -> None:
+        self._size = job.vocab_size
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = job.special_tokens
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def _accelerator(job: Job, config: Config) -> Accelerator:
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from train.memory import ranks
+    from train.runtime import resolve_precision
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    device_type = job.target.device_type
+    precision, _ = resolve_precision(config.optimization.mixed_precision, torch.device(device_type))
+    ranks.join(job.world_size, job.sharding, _layer_classes(job, config), device_type, precision)
+    return Accelerator(cpu=device_type == "cpu", mixed_precision=precision, gradient_accumulation_steps=1)
+
+
+def _layer_classes(job: Job, config: Config) -> list[str]:
+    """Names of the classes of layers that a model is sharded by."""
+    if job.sharding != "fsdp2":
+        return []
+    import torch
+
+    from train.modeling import build_model
+
+    tokenizer: Any = _Tokenizer(job)
+    labels = [str(number) for number in range(job.num_labels)]
+    with torch.device("meta"):
+        network = build_model(config.architecture, job.auto_class, tokenizer, job.length, labels, weights=False)
+    found = {type(module).__name__ for module in network.modules()}
+    return sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
+
+
+def _with_known_attention(architecture: Architecture) -> tuple[Architecture, list[str]]:
+    """Attention of separate packages is predicted as SDPA's flash kernel, which keeps the same tensors."""
+    asked = architecture.attn_implementation
+    if asked in (None, "sdpa", "eager"):
+        return architecture, []
+    note = f"attention {asked} is predicted as sdpa, whose flash kernel keeps the same tensors"
+    return replace(architecture, attn_implementation="sdpa"), [note]
+
+
+def build(
+    job: Job, architecture: Architecture, config: Config, accelerator: Accelerator, initialised: bool = False
+) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
+    """Prepared model, prepared optimizer, and the network inside the model.
+
+    Args:
+        initialised: with real weights; fake ones must do without, since some initialisations repeat until the data
+            pleases them.
+    """
+    from transformers.initialization import no_init_weights
+
+    from train.losses import ModelWithLoss, use_chunks
+    from train.modeling import build_model
+    from train.optim import build_optimizer
+
+    labels = [str(number) for number in range(job.num_labels)]
+    tokenizer: Any = _Tokenizer(job)
+    with ExitStack() as stack:
+        if not initialised:
+            stack.enter_context(accelerator.device)
+            stack.enter_context(no_init_weights())
+        network = build_model(architecture, job.auto_class, tokenizer, job.length, labels, weights=False)
+        if hasattr(network, "tie_weights"):
+            network.tie_weights()  # pyright: ignore - left out with the initialisation
+    model, optimizer = accelerator.prepare(
+        ModelWithLoss(network, use_chunks(config.optimization.loss, network)),
+        build_optimizer(network, config.optimization),
+        device_placement=[initialised, initialised],
+    )
+    return model, optimizer, network
+
+
+def _zero_step(optimizer: AcceleratedOptimizer, parameters: list[nn.Parameter]) -> None:
+    import torch
+
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.optimizer.step()
+    optimizer.optimizer.zero_grad()
+
+
+def random_batch(job: Job, size: int) -> MicroBatch:
+    """A micro-batch of the job's shape on the CPU; of zeros where tensors are fake."""
+    import torch
+
+    from train.records import MicroBatch
+
+    shape, high = (size, job.length), job.vocab_size
+    inputs = {name: torch.randint(3, high, shape) for name in job.input_names}
+    if job.padded:
+        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        inputs["attention_mask"][:, -1] = 0
+    labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
+    return MicroBatch(inputs, labels, labels.numel(), tuple(range(size)), size * job.length)
+
+
+def job_from(values: dict[str, Any]) -> Job:
+    """A job from what JSON made of it."""
+    target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})
+    lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    return Job(**{**values, **lists, "target": target})
+
+
+def this_target() -> Target:
+    """The device of this machine."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Target("cpu")
+    major, minor = torch.cuda.get_device_capability()
+    cudnn = torch.backends.cudnn.version() or 0
+    return Target("cuda", (major, minor), cudnn > 91500 and (major, minor) in ((9, 0), (10, 0), (10, 3)))
+
+
+def main() -> None:
+    """Reads jobs and writes predictions, a line of JSON each, until there are no more."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print is no answer
+    for line in sys.stdin:
+        try:
+            answer = asdict(predict(job_from(json.loads(line))))
+        except UserError as error:
+            answer = {"error": str(error)}
+        except Exception as error:  # whatever a model may do with tensors that have no data
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            answer = {"error": f"this model or setting cannot be predicted: {reason}. A run still measures it."}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        gc.collect()
+    answers.flush()
+    os._exit(0)  # what was put into C++ tables must not be asked again while the interpreter winds down
+
+
+if __name__ == "__main__":
+    main()

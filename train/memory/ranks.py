@@ -1,0 +1,111 @@
+"""One rank of many, alone: a process group that exchanges nothing, and CUDA streams that do nothing.
+
+With them torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size, and its buffers are
+counted like any others. For the process of a prediction only: what is changed here stays changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from train.memory.fakes import FakeTracker
+
+FSDP_SETTINGS = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def join(world_size: int, sharding: str, layer_classes: list[str], device_type: str, precision: str) -> None:
+    """Makes this process rank 0 of ``world_size``, as the launcher and accelerate would; FSDP2 alone needs that.
+
+    Args:
+        layer_classes: names of the classes of layers that are sharded one by one.
+    """
+    leave()
+    if sharding != "fsdp2":
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(FSDP_SETTINGS, ACCELERATE_MIXED_PRECISION=precision)
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(layer_classes)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        _still_streams()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    mesh = init_device_mesh(device_type, (world_size,))  # here: it reads numbers out of tensors, so they must be real
+    _fully_shard._init_default_mesh = lambda: mesh
+
+
+def leave() -> None:
+    """Undoes :func:`join` for the next prediction."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    launcher = ("FSDP_TRANSFORMER_CLS_TO_WRAP", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name in (*FSDP_SETTINGS, *launcher):
+        os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def shapes_uncounted(tracker: FakeTracker) -> Iterator[None]:
+    """Inside it, the whole tensors that DTensor makes only to learn a result's shape are not counted."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    find_shape = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def find_shape_uncounted(*args: Any, **options: Any) -> Any:
+        before, tracker.paused = tracker.paused, True
+        try:
+            return find_shape(*args, **options)
+        finally:
+            tracker.paused = before
+
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", find_shape_uncounted):
+        yield
+
+
+class _Stream:
+    """A stream or an event on which nothing is ever queued."""
+
+    device, device_index, device_type, stream_id = torch.device("cuda", 0), 0, 1, 0
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+    def record_event(self, *args: Any) -> _Stream:
+        return _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+
+def _still_streams() -> None:
+    cuda: Any = torch.cuda
+    any_torch: Any = torch
+    cuda.Stream = cuda.Event = any_torch.Event = _Stream
+    cuda.current_stream = cuda.default_stream = torch.accelerator.current_stream = lambda *args: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.set_stream = lambda stream: None
+    cuda._lazy_init = lambda *args: None
+    any_torch.Tensor.record_stream = lambda tensor, stream: None

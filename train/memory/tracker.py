@@ -1,0 +1,198 @@
+"""Counts the bytes of every tensor storage of one device as operators allocate and free them.
+
+The same tracker serves real tensors on a CPU, where it is the meter, and fake tensors of any device, where it is the
+prediction. Storages are counted, not tensors: views share one, and what is freed is seen when the storage goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, LOGITS, WORKSPACE)
+PHASES = ("forward", "backward", "clip", "optimizer", "evaluation")
+
+_KEYS = itertools.count()
+"""Numbers of storages; never one twice in a process, since a storage keeps the number of an earlier tracker."""
+_KIND_OF_PHASE = {"build": PARAMETERS, "forward": ACTIVATIONS, "evaluation": ACTIVATIONS}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest number of live bytes, and what they were."""
+
+    num_bytes: int = 0
+    phase: str = ""
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    operator: str = ""
+
+
+@dataclass
+class Block:
+    """One live storage."""
+
+    num_bytes: int
+    kind: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+class StorageTracker(TorchDispatchMode):
+    """While it is entered, follows every storage that operators touch on one type of device.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``; storages elsewhere are not counted.
+        granule_bytes: sizes are rounded up to a multiple of it; 512 on CUDA, as the caching allocator does.
+        num_classes: C of logits (..., C), to tell logits from other activations; None: do not.
+        keep_trace: also record each allocation and free, in order, in ``trace``.
+    """
+
+    def __init__(
+        self, device_type: str, granule_bytes: int = 1, num_classes: int | None = None, keep_trace: bool = False
+    ) -> None:
+        super().__init__()
+        self.device_type, self.granule_bytes, self.num_classes = device_type, granule_bytes, num_classes
+        self.phase = "build"
+        self.live: dict[int, Block] = {}
+        self.live_bytes = 0
+        self.bytes_by_kind = dict.fromkeys(KINDS, 0)
+        self.peak = Peak()
+        self.peak_bytes_by_phase: dict[str, int] = {}
+        self.trace: list[tuple[int, int]] | None = [] if keep_trace else None
+        """(storage, + bytes allocated or − bytes freed)."""
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def mark(self, phase: str) -> None:
+        """What is allocated from here on belongs to ``phase``."""
+        self.phase = phase
+
+    def reset_peak(self) -> None:
+        """Forgets the peaks; what is live now is where the next ones start."""
+        self.peak = Peak(self.live_bytes, self.phase, dict(self.bytes_by_kind), "")
+        self.peak_bytes_by_phase = {}
+
+    def restart_trace(self) -> None:
+        """The trace begins with what is live now, as if it had been allocated in one go."""
+        if self.trace is not None:
+            self.trace = [(key, block.num_bytes) for key, block in self.live.items() if block.num_bytes]
+
+    def tag(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Says what ``tensors`` are; those not seen before are counted from now on."""
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
+            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
+            self.see(tensor)
+            block = self.live.get(getattr(_storage(tensor), "_tracked_as", -1))
+            if block is not None:
+                self.bytes_by_kind[block.kind] -= block.num_bytes
+                self.bytes_by_kind[kind] += block.num_bytes
+                block.kind = kind
+
+    def hold(self, num_bytes: int, kind: str) -> None:
+        """Counts memory that no tensor shows, from now on."""
+        key = next(_KEYS)
+        self.live[key] = Block(num_bytes, kind, self.phase, (), None)
+        self._add(key, num_bytes, kind)
+
+    def see(self, tensor: Tensor) -> None:
+        """Counts the storage of ``tensor``, or what has become of its size."""
+        if tensor.device.type != self.device_type:
+            return
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        size = -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
+        key = getattr(storage, "_tracked_as", None)
+        if key is not None and key in self.live:
+            if self.live[key].num_bytes != size:
+                self.resize(key, size)
+            return
+        key = next(_KEYS)
+        storage._tracked_as = key
+        self._references[key] = weakref.ref(storage, lambda _, key=key: self._free(key))
+        kind = self._kind_of(tensor)
+        self.live[key] = Block(size, kind, self.phase, tuple(tensor.shape), tensor.dtype)
+        self._add(key, size, kind)
+
+    def _add(self, key: int, size: int, kind: str) -> None:
+        self.live_bytes += size
+        self.bytes_by_kind[kind] += size
+        if self.trace is not None and size:
+            self.trace.append((key, size))
+
+    def _kind_of(self, tensor: Tensor) -> str:
+        if self.num_classes and tensor.ndim > 1 and tensor.shape[-1] == self.num_classes and self.phase != "build":
+            return LOGITS if self.phase in ("forward", "backward", "evaluation") else WORKSPACE
+        # in backward only what is recomputed records gradients
+        recomputed = self.phase == "backward" and torch.is_grad_enabled()
+        return ACTIVATIONS if recomputed else _KIND_OF_PHASE.get(self.phase, WORKSPACE)
+
+    def resize(self, key: int, size: int) -> None:
+        """The storage with this number has grown or shrunk to ``size`` bytes."""
+        block = self.live[key]
+        if self.trace is not None:
+            self.trace += [(key, n) for n in (-block.num_bytes, size) if n]
+        self.live_bytes += size - block.num_bytes
+        self.bytes_by_kind[block.kind] += size - block.num_bytes
+        block.num_bytes = size
+
+    def _free(self, key: int) -> None:
+        block = self.live.pop(key, None)
+        self._references.pop(key, None)
+        if block is None:
+            return
+        self.live_bytes -= block.num_bytes
+        self.bytes_by_kind[block.kind] -= block.num_bytes
+        if self.trace is not None and block.num_bytes:
+            self.trace.append((key, -block.num_bytes))
+
+    def observe(self, operator: Any, temporary_bytes: int = 0) -> None:
+        """Compares what is live now, and what ``operator`` held on top of it, with the peaks."""
+        now = self.live_bytes + temporary_bytes
+        if now > self.peak_bytes_by_phase.get(self.phase, 0):
+            self.peak_bytes_by_phase[self.phase] = now
+        if now > self.peak.num_bytes:
+            by_kind = dict(self.bytes_by_kind)
+            by_kind[WORKSPACE] += temporary_bytes
+            self.peak = Peak(now, self.phase, by_kind, str(operator))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see_all(result)
+        self.observe(func)
+        return result
+
+    def see_all(self, result: Any) -> None:
+        """Counts every tensor of an operator's result."""
+        if isinstance(result, Tensor):
+            self.see(result)
+        elif isinstance(result, tuple | list):
+            for part in result:
+                self.see_all(part)
+
+
+def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list[Any]:
+    """Tags each gradient as soon as it is there; returns handles whose ``remove()`` ends that."""
+
+    def tag(parameter: Tensor) -> None:
+        tracker.tag(GRADIENTS, [parameter.grad])
+
+    return [p.register_post_accumulate_grad_hook(tag) for p in parameters if p.requires_grad]
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a tensor without one: sparse, or a wrapper around others
+        return None
