@@ -28,6 +28,7 @@ num_epochs: 2
 learning_rate: 0.01
 log_every_steps: 1
 cpu_threads: 1
+predict_memory: false
 """
 
 

@@ -97,6 +97,11 @@ class MapBatches:
         size = self.arithmetic.global_batch_size
         return epoch_order(len(self.lengths), self.seed, epoch)[step * size : (step + 1) * size]
 
+    def longest(self) -> MicroBatch:
+        """The longest examples of all, whatever step they belong to."""
+        ids = longest_ids(self.lengths, self.arithmetic.micro_batch_size)
+        return next(self._loader.load([ids], (self.seed, 0)))
+
     def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step of ``epoch`` from ``first_step`` on."""
         size = self.arithmetic.global_batch_size
@@ -111,6 +116,19 @@ class MapBatches:
         batches = self._loader.load([ids for window in plan for ids in window], (self.seed, epoch))
         for window in plan:
             yield list(itertools.islice(batches, len(window)))
+
+
+def longest_ids(lengths: Sequence[int] | np.ndarray, size: int) -> list[int]:
+    """The ``size`` longest examples; if all of these are of one length and others are not, the last is one of those.
+
+    For then the batch has padding, and with it whatever mask the model makes for it.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    ids = order[:size].tolist()
+    shorter = order[np.asarray(lengths)[order] < lengths[ids[0]]]
+    if size > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
+        ids[-1] = int(shorter[0])
+    return ids
 
 
 def evaluation_batches(
@@ -209,6 +227,12 @@ class StreamBatches:
     ) -> None:
         self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
         self._examples, self._collate, self._buffer_size = examples, collate, buffer_size
+
+    def longest(self) -> MicroBatch:
+        """The longest of the first examples, as many as three steps take: the rest of a stream is not known yet."""
+        rows = list(itertools.islice(self._shuffled(0), 3 * self.arithmetic.global_batch_size))
+        ids = longest_ids([row["length"] for row in rows], self.arithmetic.micro_batch_size)
+        return self._batch(rows, ids, 0)
 
     def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step of ``epoch`` from ``first_step`` on."""

@@ -123,8 +123,8 @@ class Architecture:
 class Optimization:
     """How it is trained."""
 
-    micro_batch_size: int = 1
-    """Examples of one forward/backward on one device."""
+    micro_batch_size: int | Literal["auto"] = 1
+    """Examples of one forward/backward on one device; auto: as many as are predicted to fit."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step and device; give this or global_batch_size."""
     global_batch_size: int | None = None
@@ -204,6 +204,23 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What is done about memory: predict, rehearse, measure, recover."""
+
+    predict_memory: bool = True
+    """Predict the peak, in a process beside the run, and show it beside the measured one."""
+    rehearse: bool = True
+    """Before step 1 make the step with the longest examples, and evaluate the longest ones; it leaves no trace."""
+    measure_memory: bool = True
+    """Measure peaks by phase and kind; False: only the highest."""
+    on_oom: Literal["split", "adapt", "stop"] = "split"
+    """Out of memory in a step: split the micro-batch and make the step again; adapt: where a single example does not
+    fit, also switch on checkpointing and a chunked loss; stop: end."""
+    memory_snapshot: bool = False
+    """Record allocations on CUDA and write them to output_dir when memory runs out, for torch's memory viewer."""
+
+
+@dataclass(frozen=True)
 class Config:
     """All sections of a run."""
 
@@ -211,6 +228,7 @@ class Config:
     architecture: Architecture = field(default_factory=Architecture)
     optimization: Optimization = field(default_factory=Optimization)
     output: Output = field(default_factory=Output)
+    memory: Memory = field(default_factory=Memory)
 
 
 @dataclass(frozen=True)
@@ -414,7 +432,7 @@ def check(config: Config) -> None:
     }
     flat = to_values(config)
     for name, smallest in at_least.items():
-        if flat[name] is not None and flat[name] < smallest:
+        if flat[name] is not None and flat[name] != "auto" and flat[name] < smallest:
             raise UsageError(f"{name}: {flat[name]} is too small: at least {smallest}.")
     for name in ("learning_rate", "max_grad_norm", "max_grad_value"):
         if flat[name] is not None and not 0 < flat[name] < math.inf:

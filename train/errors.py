@@ -17,3 +17,13 @@ class UsageError(UserError):
     """A wrong flag, key, value or combination, found before anything is loaded."""
 
     exit_status = EXIT_USAGE
+
+
+class StepError(UserError):
+    """An optimizer step that could not be made.
+
+    Attributes:
+        weights_intact: whether weights and optimizer are, on every rank, as they were before the step.
+    """
+
+    weights_intact = False

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.errors import UserError
+from train.errors import StepError, UserError
 from train.optim import learning_rate_at, set_learning_rate
 from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
 from train.step import seed_step
@@ -64,9 +64,10 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
     Raises:
+        StepError: a step cannot be made; where that left the weights alone, the steps before it are saved.
         UserError: no target in a whole global batch, or too many steps in a row without a finite gradient.
     """
-    optim, interval = config.optimization, Interval(parts, goal)
+    optim, interval, saved = config.optimization, Interval(parts, goal), progress.step
     progress = evaluate_if_due(parts, config, goal, progress)
     while not is_done(config, goal, progress):
         epoch = progress.epoch
@@ -74,10 +75,14 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
             seed_step(optim.seed, progress.step, parts.accelerator.process_index)
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
             set_learning_rate(parts.optimizer, learning_rate)
-            with parts.meter.step(window):
-                outcome = parts.step(
-                    parts.accelerator, parts.model, parts.optimizer, window, optim, bool(parts.stop), parts.meter.mark
-                )
+            stop, mark = bool(parts.stop), parts.meter.mark
+            try:
+                with parts.meter.step(window):
+                    outcome = parts.step(parts.accelerator, parts.model, parts.optimizer, window, optim, stop, mark)
+            except StepError as error:
+                if error.weights_intact and progress.step > saved:
+                    parts.save(progress)
+                raise
             progress = advance(progress, outcome)
             interval.add(outcome)
             parts.tick(progress.step)
@@ -92,6 +97,7 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
                 ends = ends or is_done(config, goal, progress)
             if ends or is_due(config.output.save_every_steps, progress) or progress.best_step == progress.step:
                 parts.save(progress)
+                saved = progress.step
             interval.restart()
             if ends:
                 return progress

@@ -55,9 +55,14 @@ class ModelWithLoss(nn.Module):
     def __init__(self, model: nn.Module, chunked: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.chunked = chunked
+        self.chunked = False
         if chunked:
-            _AnsweringHead.adopt(_head_of(model))
+            self.work_in_chunks()
+
+    def work_in_chunks(self) -> None:
+        """From now on never holds all logits."""
+        _AnsweringHead.adopt(_head_of(self.model))
+        self.chunked = True
 
     def forward(
         self, inputs: dict[str, Tensor], labels: Tensor, scored: bool = False, num_targets: int | None = None

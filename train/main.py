@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if not __package__:  # run as a script: the folder of this file must not shadow other packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from train.data import PreparedData
     from train.evaluation import Evaluator
     from train.loop import Goal
+    from train.memory.session import MemorySession
     from train.outputs import Outputs
-    from train.records import BatchArithmetic, Batches, Meter, Progress
-    from train.runtime import Runtime
+    from train.records import BatchArithmetic, Batches, Progress
+    from train.runtime import Runtime, StopRequest
     from train.tasks.base import Task
 
 STARTED = time.perf_counter()
@@ -43,11 +45,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(config: Config) -> int:
-    """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
+    """Opens what a run needs from its start to its end, and explains it if memory runs out; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
+    from train.outputs import Outputs
+    from train.runtime import StopRequest, start_runtime
+
+    with StopRequest().listening() as stop:
+        runtime = start_runtime(config, arithmetic_of(config, 1).accumulation_steps)
+        outputs = Outputs(config, runtime.accelerator)
+        outputs.prepare()
+        outputs.note(*runtime.lines)
+        memory = open_memory(config, outputs)
+        try:
+            return run(config, runtime, outputs, memory, stop)
+        except Exception as error:
+            if (explanation := memory.explain(error, outputs.folder)) is None:
+                raise
+            outputs.stop_bar()
+            raise UserError(explanation) from None
+        finally:
+            memory.close()
+
+
+def run(config: Config, runtime: Runtime, outputs: Outputs, memory: MemorySession, stop: StopRequest) -> int:
+    """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
-    from train.batching import batch_arithmetic
     from train.checkpoint import TrainingState
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
@@ -55,101 +78,95 @@ def train(config: Config) -> int:
     from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
     from train.optim import build_optimizer, peak_learning_rate
-    from train.outputs import Outputs
-    from train.runtime import DeviceMeter, StopRequest, start_runtime
-    from train.step import optimizer_step
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
 
-    data, optim, output = config.data, config.optimization, config.output
-    arithmetic = batch_arithmetic(
-        optim.micro_batch_size,
-        optim.gradient_accumulation_steps,
-        optim.global_batch_size,
-        int(os.environ.get("WORLD_SIZE", "1")),
+    accelerator, data = runtime.accelerator, config.data
+    task = build_task(data)
+    with accelerator.local_main_process_first():
+        prepared = prepare_data(config, task, outputs.folder, accelerator.is_local_main_process)
+    tokenizer, examples = prepared.tokenizer, prepared.examples
+    outputs.note(*prepared.lines)
+
+    memory.describe(accelerator, task.auto_class, tokenizer, len(examples.label_names))
+    if config.optimization.micro_batch_size == "auto":
+        pair = prepared.training_batches(config, arithmetic_of(config, 2, 1), accelerator).longest()
+        size = memory.micro_batch_size(accelerator, "attention_mask" in pair.inputs)
+        config = replace(config, optimization=replace(config.optimization, micro_batch_size=size))
+        outputs.use(config)
+    optim, output, arithmetic = config.optimization, config.output, arithmetic_of(config)
+    batches = prepared.training_batches(config, arithmetic, accelerator)
+    longest, accumulates = batches.longest(), arithmetic.accumulation_steps > 1
+    memory.ask(longest, accumulates)
+
+    torch.manual_seed(optim.seed)
+    network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
+    with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
+    model, optimizer = accelerator.prepare(with_loss, build_optimizer(network, optim))
+    network = accelerator.unwrap_model(model).model
+    state = TrainingState(
+        network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
     )
-    with StopRequest().listening() as stop:
-        runtime = start_runtime(config, arithmetic.accumulation_steps)
-        accelerator = runtime.accelerator
-        outputs = Outputs(config, accelerator)
-        outputs.prepare()
-        outputs.note(*runtime.lines)
+    memory.equip(accelerator, model, optimizer)
+    evaluator = Evaluator(config, accelerator, model, prepared, memory.meter)
+    metric = output.metric_for_best or task.default_metric
+    grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
+    goal = Goal(
+        total_steps=optim.max_steps or (optim.num_epochs or 1) * (batches.steps_per_epoch or 1),
+        peak_learning_rate=peak_learning_rate(optim, arithmetic.global_batch_size),
+        metric=metric,
+        greater_is_better=grows,
+        flops_per_token=model_flops_per_token(network, data.max_length),
+        peak_flops_per_second=runtime.peak_flops_per_second,
+    )
+    outputs.note(*describe_training(network, arithmetic, batches, goal, data.max_length))
+    if not outputs.is_complete(goal.total_steps):
+        evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator), None)
+        memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
+    progress = outputs.resume(state)
+    if is_done(config, goal, progress) and outputs.is_complete(progress.step):
+        outputs.say(
+            f"nothing to do: {outputs.folder} already holds this run, {progress.step} steps long. For a new run "
+            "give --resume never or another --output_dir; for a longer one --max_steps."
+        )
+        return EXIT_DONE
 
-        task = build_task(data)
-        with accelerator.local_main_process_first():
-            prepared = prepare_data(config, task, outputs.folder, accelerator.is_local_main_process)
-        tokenizer = prepared.tokenizer
-        outputs.note(*prepared.lines)
-
-        torch.manual_seed(optim.seed)
-        network = build_model(
-            config.architecture, task.auto_class, tokenizer, data.max_length, prepared.examples.label_names
+    outputs.begin(goal.total_steps, progress.step)
+    parts = Parts(
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        batches=batches,
+        meter=memory.meter,
+        stop=stop,
+        step=memory.step,
+        evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
+        save=lambda now: outputs.save(state, now),
+        report=outputs.record,
+        tick=outputs.tick,
+    )
+    progress = fit(parts, config, goal, progress)
+    outputs.stop_bar()
+    if not is_done(config, goal, progress):
+        outputs.say(
+            f"stopped by {stop.received or 'a signal to another process'} after step {progress.step}; a checkpoint "
+            "is written and the same command goes on from it."
         )
-        with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
-        model, optimizer = accelerator.prepare(with_loss, build_optimizer(network, optim))
-        network = accelerator.unwrap_model(model).model
-        state = TrainingState(
-            network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
-        )
-
-        batches = prepared.training_batches(config, arithmetic, accelerator)
-        meter = DeviceMeter(accelerator.device)
-        evaluator = Evaluator(config, accelerator, model, prepared, meter)
-        metric = output.metric_for_best or task.default_metric
-        grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
-        goal = Goal(
-            total_steps=optim.max_steps or (optim.num_epochs or 1) * (batches.steps_per_epoch or 1),
-            peak_learning_rate=peak_learning_rate(optim, arithmetic.global_batch_size),
-            metric=metric,
-            greater_is_better=grows,
-            flops_per_token=model_flops_per_token(network, data.max_length),
-            peak_flops_per_second=runtime.peak_flops_per_second,
-        )
-        outputs.note(*describe_training(network, arithmetic, batches, goal, data.max_length))
-        progress = outputs.resume(state)
-        if is_done(config, goal, progress) and outputs.is_complete(progress.step):
-            outputs.say(
-                f"nothing to do: {outputs.folder} already holds this run, {progress.step} steps long. For a new run "
-                "give --resume never or another --output_dir; for a longer one --max_steps."
-            )
-            return EXIT_DONE
-
-        outputs.begin(goal.total_steps, progress.step)
-        parts = Parts(
-            accelerator=accelerator,
-            model=model,
-            optimizer=optimizer,
-            batches=batches,
-            meter=meter,
-            stop=stop,
-            step=optimizer_step,
-            evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
-            save=lambda now: outputs.save(state, now),
-            report=outputs.record,
-            tick=outputs.tick,
-        )
-        progress = fit(parts, config, goal, progress)
-        outputs.stop_bar()
-        if not is_done(config, goal, progress):
-            outputs.say(
-                f"stopped by {stop.received or 'a signal to another process'} after step {progress.step}; a checkpoint "
-                "is written and the same command goes on from it."
-            )
-            outputs.close()
-            return EXIT_STOPPED
-        finish(
-            config,
-            task,
-            prepared,
-            evaluator,
-            meter,
-            outputs,
-            runtime,
-            network,
-            arithmetic,
-            batches.steps_per_epoch,
-            progress,
-        )
+        outputs.close()
+        return EXIT_STOPPED
+    finish(
+        config,
+        task,
+        prepared,
+        evaluator,
+        memory,
+        outputs,
+        runtime,
+        network,
+        arithmetic,
+        batches.steps_per_epoch,
+        progress,
+    )
     return EXIT_DONE
 
 
@@ -158,7 +175,7 @@ def finish(
     task: Task,
     prepared: PreparedData,
     evaluator: Evaluator,
-    meter: Meter,
+    memory: MemorySession,
     outputs: Outputs,
     runtime: Runtime,
     network: nn.Module,
@@ -210,7 +227,7 @@ def finish(
         "training_seconds": progress.training_seconds,
         "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
         "seconds_to_first_step": outputs.seconds_to_first_step(STARTED),
-        **meter.summary(),
+        **memory.summary(),
         "nonfinite_steps": progress.nonfinite_steps,
         "label_names": list(examples.label_names),
         "notes": outputs.notes,
@@ -220,6 +237,29 @@ def finish(
     outputs.write_final(network, prepared.tokenizer, model_card(config, summary, evaluations))
     outputs.write_report(summary, sample)
     outputs.say_result(summary, sample)
+
+
+def open_memory(config: Config, outputs: Outputs) -> MemorySession:
+    """What predicts, measures and guards memory; in a fork without ``train/memory/``, what does none of it."""
+    from train.runtime import WithoutMemoryBranch
+
+    try:
+        from train.memory.session import MemorySession
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("train.memory"):
+            raise
+        return cast("MemorySession", WithoutMemoryBranch(config))
+    return MemorySession(config, outputs.say)
+
+
+def arithmetic_of(config: Config, size_for_auto: int = 0, world_size: int | None = None) -> BatchArithmetic:
+    """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
+    from train.batching import batch_arithmetic
+
+    optim = config.optimization
+    size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
+    launched = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, launched)
 
 
 def describe_training(

@@ -38,6 +38,10 @@ class Outputs:
         self._first_step: float | None = None
         self._evaluations: dict[int, Evaluation] = {}
 
+    def use(self, config: Config) -> None:
+        """``config`` is what the run's choices came to."""
+        self._config = config
+
     def say(self, line: str) -> None:
         """A line for the person who watches."""
         if self._is_main:

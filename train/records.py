@@ -187,6 +187,10 @@ class Batches(Protocol):
     steps_per_epoch: int | None
     """None: known only when the stream ends."""
 
+    def longest(self) -> MicroBatch:
+        """A micro-batch of the longest examples, with padding where examples differ in length: what takes most."""
+        ...
+
     def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step of ``epoch`` from ``first_step`` on."""
         ...

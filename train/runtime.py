@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ import torch
 
 from train.config import Config
 from train.errors import UsageError, UserError
-from train.records import MicroBatch
+from train.records import Meter, MicroBatch
+from train.step import optimizer_step
 from train.throughput import peak_flops_per_second
 
 if TYPE_CHECKING:
@@ -165,6 +167,36 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class WithoutMemoryBranch:
+    """Stands in for :class:`train.memory.session.MemorySession` in a fork that deleted ``train/memory/``."""
+
+    def __init__(self, config: Config) -> None:
+        if config.optimization.micro_batch_size == "auto":
+            raise UserError("micro_batch_size: auto needs train/memory/, which is not there: give a number.")
+        self.step = optimizer_step
+        self.meter: Meter
+
+    def describe(self, *args: Any) -> None: ...
+
+    def micro_batch_size(self, *args: Any) -> int:
+        raise NotImplementedError
+
+    def ask(self, *args: Any) -> None: ...
+
+    def equip(self, accelerator: Accelerator, *args: Any) -> None:
+        self.meter = DeviceMeter(accelerator.device)
+
+    def rehearse(self, *args: Any) -> None: ...
+
+    def summary(self) -> dict[str, Any]:
+        return self.meter.summary()
+
+    def explain(self, error: Exception, folder: Path) -> str | None:
+        return None
+
+    def close(self) -> None: ...
 
 
 class DeviceMeter:

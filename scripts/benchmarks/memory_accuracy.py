@@ -153,8 +153,6 @@ def job(
         architecture["n_positions"] = length
     accumulation = settings.pop("gradient_accumulation_steps", 1)
     classifies = task == "sequence_classification"
-    if task == "seq2seq":
-        architecture["decoder_start_token_id"] = 0
     values = {
         **to_values(Config()),
         "model_config": architecture,

@@ -21,6 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.errors import UserError
 
+
+class CannotStandInError(UserError):
+    """This build of torch cannot be made to believe in a card."""
+
+
 _CUDA = 1
 """c10::DeviceType::CUDA."""
 _NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70
@@ -38,7 +43,7 @@ def install(capability: tuple[int, int]) -> None:
     """Has this process believe in one idle CUDA device of the given compute capability.
 
     Raises:
-        UserError: this build of torch is not laid out as expected.
+        CannotStandInError: this build of torch is not laid out as expected.
     """
     if torch.cuda.is_available():
         return
@@ -48,7 +53,7 @@ def install(capability: tuple[int, int]) -> None:
         _install_answers(capability)
         _check()
     except Exception as error:  # a symbol that is not there, an operator that refuses, a table of another shape
-        raise UserError(
+        raise CannotStandInError(
             f"torch {torch.__version__} on {sys.platform} cannot be made to plan for a CUDA device that is not there "
             f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}). Plan on a "
             "machine with a CUDA device, or for the CPU with --device cpu."

@@ -27,13 +27,14 @@ class FakeTracker(StorageTracker):
     """Tracks storages, answers what only data could answer, and adds what kernels take inside.
 
     Args:
+        padded: whether batches have padding: what ``all()`` of an attention mask would say.
         costs: where operations and bytes moved are counted; None: nowhere.
     """
 
-    def __init__(self, *args: Any, costs: Costs | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, padded: bool = False, costs: Costs | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.fake_mode: FakeTensorMode | None = None
-        self.costs = costs
+        self.padded, self.costs = padded, costs
         self.paused = False
         """While true, nothing is counted."""
         self._temporaries = 0
@@ -75,10 +76,10 @@ class FakeTracker(StorageTracker):
         result = _added_in_place(func, args, kwargs) if func is aten.add.Tensor else None
         if result is None:
             result = func(*args, **kwargs)
-        if func.overloadpacket is aten.any:
-            result._is_any = True
+        if func.overloadpacket in (aten.any, aten.all):
+            result._is_rare = func.overloadpacket is aten.any or self.padded
         self.see_all(result)
-        buffers = temporary_bytes(func, args) if self.device_type == "cuda" else []
+        buffers = temporary_bytes(func, args, result)
         self.observe(func, self._take(buffers) if buffers else 0)
         if self.costs is not None:
             self.costs.count(func, args, kwargs, result)
@@ -99,7 +100,7 @@ class FakeTracker(StorageTracker):
             return func(tensor)
         except RuntimeError:
             if tensor.dtype is torch.bool:
-                return not getattr(tensor, "_is_any", False)  # all(): yes; any(): no
+                return not getattr(tensor, "_is_rare", False)  # all(): yes, unless something is padding; any(): no
             return 1.0 if tensor.is_floating_point() else 1
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from train.runtime import cpu_is_fast_at_bf16
+
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 
@@ -114,9 +116,17 @@ def _autocast(tensor: Tensor | None) -> Tensor | None:
     return tensor.to(target)
 
 
-def temporary_bytes(func: Any, args: Any) -> list[int]:
-    """Buffers that the CUDA kernel of an operator takes from the allocator and gives back before it returns."""
+def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
+    """Buffers that the kernel of an operator takes from the allocator and gives back before it returns."""
     name = func._schema.name
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        query = args[1]
+        rows, columns = min(query.shape[2], 128), min(args[2].shape[2], 512)
+        return [query.numel() * query.element_size(), rows * columns * (4 + 2 * (query.dtype in HALF))]
+    if name in ("aten::mm", "aten::addmm") and result.device.type == "cpu":
+        # a processor without bf16 arithmetic sums in fp32 first
+        sums_apart = result.dtype == torch.bfloat16 and not cpu_is_fast_at_bf16()
+        return [result.numel() * 4 + 128] if sums_apart else []
     if name == "aten::_scaled_dot_product_flash_attention_backward":
         return _flash_backward(args[1], args[2])
     if name == "aten::_scaled_dot_product_cudnn_attention_backward":

@@ -103,6 +103,8 @@ class Predictor:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._hides_cards = True  # no memory of a card is to be taken by a process that only plans
+        self._asked: list[Job] = []
 
     def __enter__(self) -> Predictor:
         return self
@@ -117,14 +119,22 @@ class Predictor:
             self._process.communicate()
             self._errors.close()
             self._process = None
+        self._asked = []
 
-    def _start(self) -> subprocess.Popen[str]:
+    def start(self) -> None:
+        """Begins to load the libraries, if that has not happened."""
+        if self._process is None:
+            self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         foreign = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
         environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        if self._hides_cards:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         return subprocess.Popen(
-            [sys.executable, "-m", "train.memory.predict"],
+            [sys.executable, "-c", "from train.memory.predict import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -134,9 +144,9 @@ class Predictor:
 
     def ask(self, job: Job) -> None:
         """Hands over a job without waiting for the answer."""
-        if self._process is None:
-            self._process = self._start()
-        assert self._process.stdin is not None
+        self.start()
+        assert self._process is not None and self._process.stdin is not None
+        self._asked.append(job)
         try:
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
             self._process.stdin.flush()
@@ -154,6 +164,14 @@ class Predictor:
         if not line:
             raise self._died()
         values = json.loads(line)
+        if values.get("needs_card") and self._hides_cards:
+            waiting = list(self._asked)
+            self.close()
+            self._hides_cards = False
+            for job in waiting:
+                self.ask(job)
+            return self.answer()
+        self._asked.pop(0)
         if "error" in values:
             raise UserError(values["error"])
         return Prediction(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
@@ -208,7 +226,14 @@ def predict(job: Job) -> Prediction:
         window = [random_batch(job, job.micro_batch_size)]
         evaluated = random_batch(job, job.eval_batch_size) if job.eval_batch_size else None
         tracker = stack.enter_context(
-            FakeTracker(target.device_type, CUDA_GRANULE_BYTES if on_cuda else 1, num_classes, on_cuda, costs=costs)
+            FakeTracker(
+                target.device_type,
+                granule_bytes=CUDA_GRANULE_BYTES if on_cuda else 1,
+                num_classes=num_classes,
+                keep_trace=on_cuda,
+                padded=job.padded,
+                costs=costs,
+            )
         )
         if job.sharding == "fsdp2":
             stack.enter_context(ranks.shapes_uncounted(tracker))
@@ -391,9 +416,16 @@ def main() -> None:
     """Reads jobs and writes predictions, a line of JSON each, until there are no more."""
     answers = sys.stdout
     sys.stdout = sys.stderr  # what libraries print is no answer
+    from train.memory.fake_cuda import CannotStandInError
+    from train.memory.fakes import fake_tensors
+
+    with fake_tensors():  # loads the libraries while there is no job yet
+        pass
     for line in sys.stdin:
         try:
             answer = asdict(predict(job_from(json.loads(line))))
+        except CannotStandInError as error:
+            answer = {"error": str(error), "needs_card": True}
         except UserError as error:
             answer = {"error": str(error)}
         except Exception as error:  # whatever a model may do with tensors that have no data
@@ -405,7 +437,3 @@ def main() -> None:
         gc.collect()
     answers.flush()
     os._exit(0)  # what was put into C++ tables must not be asked again while the interpreter winds down
-
-
-if __name__ == "__main__":
-    main()

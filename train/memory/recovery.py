@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Optimization
-from train.errors import UserError
+from train.errors import StepError
 from train.memory.explain import is_out_of_memory
 from train.records import IGNORE, Mark, MicroBatch, StepOutcome, unmarked
 from train.step import Counts, accumulate_gradients, apply_gradients, clip_gradients, count_targets
@@ -55,7 +55,7 @@ class Fault:
         return f"{self.phase}, micro-batch of {batch_size:,} × {length:,}{rank}"
 
 
-class OutOfMemoryError(UserError):
+class OutOfMemoryError(StepError):
     """A step that does not fit in memory, whatever was tried.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
-KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, LOGITS, WORKSPACE)
+KINDS: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, LOGITS, WORKSPACE)
 PHASES = ("forward", "backward", "clip", "optimizer", "evaluation")
 
 _KEYS = itertools.count()
@@ -65,7 +65,7 @@ class StorageTracker(TorchDispatchMode):
         self.phase = "build"
         self.live: dict[int, Block] = {}
         self.live_bytes = 0
-        self.bytes_by_kind = dict.fromkeys(KINDS, 0)
+        self.bytes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.peak = Peak()
         self.peak_bytes_by_phase: dict[str, int] = {}
         self.trace: list[tuple[int, int]] | None = [] if keep_trace else None

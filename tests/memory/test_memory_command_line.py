@@ -1,0 +1,172 @@
+"""``python -m train.memory``: what it understands, refuses and answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from train.memory.__main__ import main, read_request
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY = json.dumps(
+    {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+     "num_attention_heads": 2, "vocab_size": 300}
+)  # fmt: skip
+MODEL = ["--model_config", TINY, "--tokenizer", "bytes", "--max_length", "256", "--global_batch_size", "4"]
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 22.03 GiB of which 1.10 GiB is free."
+)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["predict", "--help"], ["explain", "--help"]])
+def test_help_answers_without_torch(words: list[str]) -> None:
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "train.memory", *words], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0
+    assert "train.memory" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "train.memory" in imported and not imported & {"torch", "numpy", "transformers", "matplotlib"}
+    assert time.perf_counter() - began < 5
+
+
+def test_flags_of_both_sides_are_told_apart() -> None:
+    request = read_request(
+        "plan",
+        [
+            "--device=l4",
+            *MODEL,
+            "--world-size",
+            "2",
+            "--micro-batch-size",
+            "2",
+            "--sharding",
+            "fsdp2",
+            "--json",
+            "a.json",
+        ],
+    )
+    question = request.question
+    assert question.device.name == "l4" and question.world_size == 2 and question.sharding == "fsdp2"
+    assert question.config.optimization.micro_batch_size == 2 and question.vocab_size == 300
+    assert request.words == (*MODEL, "--micro_batch_size", "2")
+    assert request.json_path == "a.json" and not request.grid
+    grid = ["--grid", "--lengths", "1024,2048", "--micro_batch_sizes=1,2", "--picture", "grid.png"]
+    request = read_request("plan", ["--device", "l4", *grid, *MODEL])
+    assert request.lengths == (1024, 2048) and request.micro_batch_sizes == (1, 2)
+    assert request.picture == Path("grid.png") and request.json_path is None
+    assert read_request("predict", ["--json", "--device", "l4", *MODEL]).json_path == "-"
+
+
+def test_auto_opens_a_question() -> None:
+    request = read_request("plan", ["--device", "l4", *MODEL, "--max_length", "auto", "--micro_batch_size=auto"])
+    assert request.open_length and request.open_micro_batch
+    assert "--max_length" not in request.words
+    assert request.question.config.optimization.micro_batch_size == 1
+    assert not read_request("plan", ["--device", "l4", *MODEL]).open_length
+
+
+def test_classes_and_padding() -> None:
+    words = ["--device", "l4", *MODEL, "--task", "sequence_classification"]
+    assert read_request("predict", words).question.num_labels == 2
+    assert read_request("predict", [*words, "--num_labels", "7"]).question.num_labels == 7
+    assert read_request("predict", [*words, "--padded", "no"]).question.padded is False
+    assert read_request("predict", words).question.padded is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fly"], "none of plan, predict, explain"),
+        (["plan", "--device", "zx80"], "unknown device 'zx80'"),
+        (["plan", "--device", "l4", "--world_size", "0"], "not a whole number above zero"),
+        (["plan", "--device"], "expected one argument"),
+        (["plan", "--device", "l4", "--task", "causal_lm"], "no model"),
+        (["plan", "--device", "l4", "--task", "poetry", *MODEL], "'poetry' is not one of"),
+        (["plan", "--device", "l4", "--config", "nowhere.yaml"], "No such file"),
+        (["plan", "--device", "l4", "--lengths", "1024", *MODEL], "belong to --grid"),
+        (["plan", "--device", "l4", "--grid", "--lengths", "1k", *MODEL], "'1k' is not a whole number"),
+        (["plan", "--device", "l4", "--grid", "--picture", "grid", *MODEL], "ends in .png"),
+        (["plan", "--device", "l4", "--grid", *MODEL, "--max_length", "auto"], "--lengths"),
+        (["plan", "--device", "l4", "--num_labels", "3", *MODEL], "sequence_classification"),
+        (["plan", "--device", "l4", "--sharding", "ddp", *MODEL], "--world_size"),
+        (["plan", "--device", "l4", *MODEL[:-2], "--micro_batch_size", "auto"], "--global_batch_size"),
+        (["predict", "--device", "l4", *MODEL, "--max_length", "auto"], "'plan'"),
+        (["predict", "--device", "l4", *MODEL, "--micro_batch_size", "3"], "not a multiple"),
+        (["explain", "all is well"], "no out-of-memory message"),
+    ],
+)
+def test_bad_usage_is_said_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.splitlines()[-1].startswith("error: ") and "Traceback" not in error
+
+
+def test_a_flag_that_neither_side_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--device", "l4", *MODEL, "--nosuch", "3"])
+    assert stop.value.code == 2
+    assert "nosuch" in capsys.readouterr().err
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", MESSAGE]) == 0
+    text = capsys.readouterr().out
+    assert "2.00 GiB" in text and "22.03 GiB" in text
+    for words in ([], ["-"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "train.memory", "explain", *words], input=MESSAGE, capture_output=True, text=True,
+            cwd=ROOT,
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout == text
+
+
+def test_plan_for_a_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    words = [
+        "--device",
+        "l4",
+        *MODEL[:-1],
+        "1",
+        "--gradient_checkpointing",
+        "full",
+        "--mixed_precision",
+        "bf16",
+        "--json",
+        str(path),
+    ]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0].startswith("Fits: llama, ") and "1 × 256 tokens on l4" in lines[0]
+    assert len(lines) <= 40
+    for part in ("parameters", "gradients", "optimizer state", "peak", "reserved", "CUDA context", "room", "estimated"):
+        assert part in text
+    assert "accelerate launch --config_file accelerate_configs/single_gpu.yaml train/main.py --model_config" in text
+    values = json.loads(path.read_text())
+    asked, best = values["asked"], values["best"]
+    assert asked["fits"] and asked["setting"]["gradient_checkpointing"] == "full"
+    assert asked["needed_bytes"] == asked["prediction"]["reserved_bytes"] + asked["context_bytes"]
+    assert best["setting"]["gradient_checkpointing"] == "none" and best["setting"]["mixed_precision"] == "bf16"
+    assert best["setting"]["micro_batch_size"] == 1
+    assert values["num_predictions"] <= 5
+    # 2 layers of 64 wide and 300 tokens twice: Adam keeps two numbers for each
+    parameters = asked["prediction"]["bytes_by_kind"]["parameters"]
+    assert asked["prediction"]["bytes_by_kind"]["optimizer state"] == pytest.approx(2 * parameters, rel=0.02)
+
+
+def test_predict_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "prediction.json"
+    assert main(["predict", "--device", "cpu", *MODEL, "--json", str(path)]) == 0
+    values = json.loads(path.read_text())
+    assert values["fits"] and values["context_bytes"] == 0 and values["prediction"]["seconds"] is None
+    assert values["needed_bytes"] == values["prediction"]["peak_bytes"]
+    text = capsys.readouterr().out
+    assert text.startswith("Fits: llama") and "estimated" not in text and "this machine's memory" in text

@@ -1,0 +1,410 @@
+"""The search for the fastest setting that fits and for the longest length, the grid, and what they read."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from train.config import parse
+from train.errors import UsageError, UserError
+from train.memory.devices import Device
+from train.memory.grid import draw, grid_text, grid_values, make_grid
+from train.memory.plan import (
+    MARGIN,
+    Predictions,
+    Question,
+    Setting,
+    command,
+    job_of,
+    largest_fitting,
+    launcher_words,
+    longest_length,
+    make_plan,
+    position_limit,
+    target_of,
+    vocabulary_size,
+)
+from train.memory.predict import Job, Prediction, Target
+
+GIB, MIB = 2**30, 2**20
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8000}
+CHECKPOINTING, LOSSES = ("none", "selective", "full"), ("full", "chunked")
+
+
+class Synthetic:
+    """Predicts by formulas: memory affine in B·S; time the same with a floor for small micro-batches."""
+
+    def __init__(
+        self,
+        fixed: float = 2 * GIB,
+        activations: tuple[float, float, float] = (200e3, 80e3, 20e3),
+        logits: tuple[float, float] = (100e3, 1e3),
+        launch_seconds: float = 0.05,
+        refused: dict[str, str] | None = None,
+        positions: int | None = None,
+    ) -> None:
+        self.fixed, self.activations, self.logits = fixed, activations, logits
+        self.launch_seconds, self.refused, self.positions = launch_seconds, refused or {}, positions
+        self.jobs: list[Job] = []
+
+    def predict(self, job: Job) -> Prediction:
+        self.jobs.append(job)
+        values = job.values
+        for name, value in self.refused.items():
+            if values[name] == value:
+                raise UserError(f"{name}: {value} does not work with this model.")
+        loss = values["loss"] if values["loss"] != "auto" else "chunked"
+        row, column = CHECKPOINTING.index(values["gradient_checkpointing"]), LOSSES.index(loss)
+        tokens = job.micro_batch_size * job.length
+        activations, logits = self.activations[row] * tokens, self.logits[column] * tokens
+        fixed = self.fixed / (job.world_size if job.sharding == "fsdp2" else 1)
+        tokens *= 1 if values["mixed_precision"] in ("fp16", "bf16") else 3  # time alone
+        seconds = max(self.launch_seconds, 1e-5 * tokens * (1 + 0.2 * row + 0.1 * column)) + 0.002
+        size = int(fixed + activations + logits)
+        return Prediction(
+            peak_bytes=size,
+            phase="backward",
+            operator="aten.mm",
+            bytes_by_kind={
+                "optimizer state": int(fixed),
+                "activations": int(activations),
+                "logits and loss": int(logits),
+            },
+            peak_bytes_by_phase={"backward": size},
+            reserved_bytes=size,
+            num_parameters=10**8,
+            attention_kernels=("flash",),
+            flops=1.0,
+            seconds=seconds,
+            prediction_seconds=0.0,
+        )
+
+
+def question(total_gib: float = 24.0, *, world_size: int = 1, **changes: Any) -> Question:
+    values = {"model_config": LLAMA, "tokenizer": "bytes", "max_length": 8192, "global_batch_size": 32, **changes}
+    words = [w for k, v in values.items() for w in (f"--{k}", json.dumps(v) if isinstance(v, dict) else str(v))]
+    return Question(
+        parse(words), Device("a100-80", int(total_gib * GIB), 0, (8, 0), 2e12), vocab_size=8000, world_size=world_size
+    )
+
+
+def brute_force(asked: Question, predictor: Synthetic, sharding: str = "none") -> tuple[float, int]:
+    """(least seconds per token among what fits, how many settings there are)."""
+    per_rank = asked.global_batch_size // asked.world_size
+    found, tried = [], 0
+    for size in (n for n in range(1, per_rank + 1) if per_rank % n == 0):
+        for checkpointing in CHECKPOINTING:
+            for loss in LOSSES:
+                tried += 1
+                job = asked.job(Setting(size, checkpointing, "bf16", loss, sharding))
+                prediction = predictor.predict(job)
+                assert prediction.seconds is not None
+                if prediction.reserved_bytes + asked.nccl_bytes <= asked.room_bytes:
+                    found.append(prediction.seconds / (size * job.length))
+    return min(found), tried
+
+
+@pytest.mark.parametrize("total_gib", [4, 5, 8, 12, 24, 80, 200])
+@pytest.mark.parametrize("length", [512, 8192, 65536])
+@pytest.mark.parametrize("launch_seconds", [0.0, 0.05, 0.5])
+def test_the_fastest_that_fits_is_found_with_few_predictions(
+    total_gib: float, length: int, launch_seconds: float
+) -> None:
+    asked = question(total_gib, max_length=length, global_batch_size=96)
+    predictor = Synthetic(launch_seconds=launch_seconds)
+    plan = make_plan(asked, Predictions([predictor]))
+    made = len(predictor.jobs)
+    assert plan.best is not None and plan.best.fits
+    least, possible = brute_force(asked, predictor)
+    assert plan.best.seconds_per_token <= least * 1.04
+    assert plan.best.needed_bytes <= total_gib * GIB * (1 - MARGIN)
+    assert made == plan.num_predictions <= 21 < possible
+    assert plan.best.setting.mixed_precision == "bf16"
+
+
+def test_the_global_batch_is_kept() -> None:
+    asked = question(24, global_batch_size=24)
+    predictor = Synthetic()
+    plan = make_plan(asked, Predictions([predictor]))
+    assert plan.best is not None
+    assert {24 % job.micro_batch_size for job in predictor.jobs} == {0}
+    for outcome in (plan.best, plan.smallest):
+        optim = asked.configured(outcome.setting).optimization
+        assert optim.global_batch_size == 24
+        assert 24 % outcome.setting.micro_batch_size == 0
+    by_accumulation = question(24, micro_batch_size=2, global_batch_size=None, gradient_accumulation_steps=6)
+    optim = by_accumulation.configured(Setting(4, "none", "bf16", "full")).optimization
+    assert (optim.global_batch_size, optim.gradient_accumulation_steps, optim.micro_batch_size) == (12, None, 4)
+
+
+def test_a_configuration_that_is_as_fast_as_any_stays_as_it_is() -> None:
+    asked = question(200, micro_batch_size=8, mixed_precision="bf16", loss="full")
+    plan = make_plan(asked, Predictions([Synthetic(launch_seconds=0)]))
+    assert plan.best == plan.asked
+    assert asked.changes(plan.best.setting) == {} if plan.best else False
+
+
+def test_nothing_fits() -> None:
+    predictor = Synthetic(fixed=2 * GIB)
+    asked = question(3, max_length=65536)  # 21 kB a token: 1.28 GiB more than the fixed part
+    plan = make_plan(asked, Predictions([predictor]))
+    assert plan.best is None
+    assert plan.smallest.setting == Setting(1, "full", "bf16", "chunked")
+    room = 3 * GIB * (1 - MARGIN)
+    expected = int((room - 2 * GIB) / 21e3) // 1024 * 1024
+    assert plan.longest == expected
+    assert plan.num_predictions <= 12
+    assert make_plan(question(1, max_length=65536), Predictions([Synthetic()])).longest == 0
+
+
+def test_what_the_model_refuses_is_left_out() -> None:
+    plan = make_plan(question(24), Predictions([Synthetic(refused={"loss": "chunked"})]))
+    assert plan.best is not None and plan.best.setting.loss == "full"
+    plan = make_plan(question(24), Predictions([Synthetic(refused={"gradient_checkpointing": "full"})]))
+    assert plan.smallest.setting.gradient_checkpointing == "selective"
+    with pytest.raises(UserError, match="bf16 does not work"):
+        make_plan(question(24), Predictions([Synthetic(refused={"mixed_precision": "bf16"})]))
+    plan = make_plan(
+        question(24, gradient_checkpointing="full"),
+        Predictions([Synthetic(refused={"gradient_checkpointing": "full"})]),
+    )
+    assert plan.asked is None and plan.problem is not None and "does not work" in plan.problem
+    assert plan.best is not None
+
+
+def test_ranks_are_sharded_only_where_it_is_worth_it() -> None:
+    roomy = make_plan(question(80, world_size=4), Predictions([Synthetic(launch_seconds=0)]))
+    assert roomy.best is not None and roomy.best.setting.sharding == "ddp"
+    predictor = Synthetic(fixed=40 * GIB, launch_seconds=0)
+    tight = make_plan(question(24, world_size=4), Predictions([predictor]))
+    assert tight.best is not None and tight.best.setting.sharding == "fsdp2"
+    assert len(predictor.jobs) <= 20
+    only = replace(question(24, world_size=4), sharding="ddp")
+    assert make_plan(only, Predictions([Synthetic(fixed=40 * GIB)])).best is None
+
+
+@pytest.mark.parametrize("total_gib", [3, 8, 24, 80])
+def test_longest_length(total_gib: float) -> None:
+    predictor = Synthetic()
+    predictions = Predictions([predictor])
+    length, setting = longest_length(question(total_gib), predictions)
+    assert setting == Setting(1, "full", "bf16", "chunked")
+    expected = int((total_gib * GIB * (1 - MARGIN) - 2 * GIB) / 21e3) // 1024 * 1024
+    assert length == expected
+    assert predictions.count <= 9
+
+
+def test_longest_length_ends_at_the_models_positions() -> None:
+    asked = question(80, model_config={**LLAMA, "max_position_embeddings": 5000}, max_length=2048)
+    assert longest_length(asked, Predictions([Synthetic()]))[0] == 4096
+    assert longest_length(question(1), Predictions([Synthetic()]))[0] == 0
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0, 0.5])
+@pytest.mark.parametrize("room", [0, 10, 1000, 5000, 10**9])
+def test_largest_fitting_is_exact_whatever_the_curve(power: float, room: int) -> None:
+    candidates = range(1, 2000)
+    tried = []
+
+    def needs(size: int) -> int:
+        tried.append(size)
+        return int(3 * size**power) + 7
+
+    expected = max((size for size in candidates if int(3 * size**power) + 7 <= room), default=None)
+    assert largest_fitting(candidates, needs, room, 1) == expected
+    assert len(tried) == len(set(tried)) <= 22
+
+
+def test_each_job_is_predicted_once_and_by_whoever_is_free() -> None:
+    first, second = Synthetic(), Synthetic()
+    announced: list[int] = []
+    predictions = Predictions([first, second], lambda number, job: announced.append(number))
+    asked = question()
+    jobs = [asked.job(Setting(size, "none", "bf16", "full")) for size in (1, 2, 4, 8)]
+    found = predictions.of_all([*jobs, jobs[0]])
+    assert [f.peak_bytes for f in found if isinstance(f, Prediction)] == [
+        Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]
+    ]
+    predictions.of(jobs[2])
+    assert len(first.jobs) + len(second.jobs) == predictions.count == 4
+    assert sorted(announced) == [1, 2, 3, 4]
+
+
+# ---- from configuration and device to job ----------------------------------------------------------------------------
+
+
+def test_job_of_a_configuration() -> None:
+    config = question(micro_batch_size=4).config
+    job = job_of(config, Target("cpu"), 8000)
+    assert (job.micro_batch_size, job.length, job.accumulates, job.padded) == (4, 8192, True, False)
+    assert (job.auto_class, job.eval_batch_size, job.num_labels) == ("AutoModelForCausalLM", 4, 0)
+    masked = question(task="masked_lm", micro_batch_size=32, eval_batch_size=2).config
+    job = job_of(masked, Target("cpu"), 8000)
+    assert (job.padded, job.accumulates, job.eval_batch_size) == (True, False, 2)
+    assert not job_of(masked, Target("cpu"), 8000, padded=False).padded
+    assert not job_of(question(task="masked_lm").config, Target("cpu"), 8000).padded
+    job = job_of(question(micro_batch_size=8).config, Target("cpu"), 8000, 0, None, 4, "fsdp2")
+    assert (job.accumulates, job.world_size, job.sharding) == (False, 4, "fsdp2")
+    with pytest.raises(UsageError, match="multiple"):
+        job_of(question(micro_batch_size=5).config, Target("cpu"), 8000)
+    with pytest.raises(UsageError, match="task"):
+        job_of(question(task="poetry").config, Target("cpu"), 8000)
+
+
+def test_target_of_a_device() -> None:
+    hopper = target_of(Device("h100", 80 * GIB, 0, (9, 0), 3e12))
+    assert hopper.prefers_cudnn and hopper.flops_per_second["bf16"] == pytest.approx(989.4e12)
+    assert not target_of(Device("a100-80", 80 * GIB, 0, (8, 0), 2e12)).prefers_cudnn
+    assert "bf16" not in target_of(Device("t4", 14 * GIB, 0, (7, 5), 3e11)).flops_per_second
+    unknown = target_of(Device("24GiB", 24 * GIB))
+    assert unknown.capability == (8, 0) and not unknown.flops_per_second
+    assert target_of(Device("cpu", 8 * GIB)) == Target("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "changes", "precision"),
+    [
+        ("a100-80", (8, 0), {}, "bf16"),
+        ("t4", (7, 5), {}, "fp16"),
+        ("t4", (7, 5), {"mixed_precision": "bf16"}, "fp16"),
+        ("a100-80", (8, 0), {"mixed_precision": "fp16"}, "fp16"),
+        ("a100-80", (8, 0), {"mixed_precision": "no"}, "no"),
+        ("a100-80", (8, 0), {"dtype": "bfloat16"}, None),
+        ("cpu", None, {}, None),
+    ],
+)
+def test_precision(device: str, capability: Any, changes: dict[str, Any], precision: str | None) -> None:
+    asked = replace(question(24, **changes), device=Device(device, 8 * GIB, 0, capability, 1e12))
+    assert asked.precision == precision
+
+
+def test_vocabulary_without_data(tmp_path: Path) -> None:
+    small = {k: v for k, v in LLAMA.items() if k != "vocab_size"}
+    assert vocabulary_size(question().config) == 8000
+    assert vocabulary_size(question(model_config=small).config) == 259
+    assert vocabulary_size(question(model_config=small, tokenizer="train:5000").config) == 5000
+    with pytest.raises(UsageError, match="--vocab_size"):
+        vocabulary_size(question(model_config=small, tokenizer="words").config)
+    with pytest.raises(UserError, match="--vocab_size"):
+        vocabulary_size(question(model_config=small, tokenizer=str(tmp_path)).config)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 1234, "max_position_embeddings": 777}))
+    stored = replace(question().config.architecture, model=str(tmp_path), model_config=None)
+    config = replace(question().config, architecture=stored)
+    assert vocabulary_size(config) == 1234 and position_limit(config) == 777
+    missing = replace(config, architecture=replace(stored, model=str(tmp_path / "nothing")))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        vocabulary_size(missing)
+
+
+def test_position_limit_of_an_architecture() -> None:
+    assert position_limit(question().config) is None
+    gpt2 = {"model_type": "gpt2", "n_positions": 512}
+    assert position_limit(question(model_config=gpt2, max_length=64).config) == 512
+
+
+# ---- what to type ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_parses_to_the_setting_it_is_for() -> None:
+    words = [
+        "--model_config",
+        json.dumps(LLAMA),
+        "--tokenizer=bytes",
+        "--micro_batch_size",
+        "2",
+        "--max_length",
+        "4096",
+    ]
+    words += ["--gradient_accumulation_steps", "4", "--gradient_checkpointing=full", "--metrics", "a", "b"]
+    words += ["--gradient_checkpointing_every_n_layers", "2"]
+    asked = replace(question(), config=parse(words))
+    setting = Setting(8, "none", "bf16", "full")
+    typed = shlex.split(command(asked, setting, words, {"max_length": 2048}))
+    assert typed[:5] == ["accelerate", "launch", "--config_file", "accelerate_configs/single_gpu.yaml", "train/main.py"]
+    config = parse(typed[5:])
+    assert config == replace(asked.configured(setting), data=replace(asked.config.data, max_length=2048))
+    assert config.optimization.global_batch_size == 8 and config.output.metrics == ("a", "b")
+    assert command(asked, asked.asked, words).endswith(shlex.join(words))
+
+
+def test_launchers() -> None:
+    assert launcher_words(True, 1, "none") == ["--config_file", "accelerate_configs/cpu.yaml"]
+    for sharding in ("ddp", "fsdp2"):
+        words = launcher_words(False, 8, sharding)
+        assert words[-2:] == ["--num_processes", "8"] or words[0] == "--config_file"
+
+
+# ---- grid ------------------------------------------------------------------------------------------------------------
+
+
+def test_grid_is_exact_near_the_frontier_and_says_where_it_is_not() -> None:
+    predictor = Synthetic()
+    asked = question(16)
+    grid = make_grid(asked, Predictions([predictor]), [1024, 4096, 16384, 65536], [1, 2, 4, 8, 16])
+    assert grid.lengths == [1024, 4096, 16384, 65536] and grid.micro_batch_sizes == [1, 2, 4, 8, 16]
+    exact = [cell for row in grid.cells for cell in row if cell.exact]
+    assert len(exact) == len(predictor.jobs) < 20
+    for row in grid.cells:
+        for cell in row:
+            true = int(2 * GIB + 201e3 * cell.length * cell.micro_batch_size)
+            assert cell.fits == (true <= asked.room_bytes)
+            if cell.exact:
+                assert cell.needed_bytes == cell.peak_bytes == true
+            else:
+                assert not cell.fits and 2 * asked.room_bytes < cell.needed_bytes < true and cell.peak_bytes is None
+    assert {job.accumulates for job in predictor.jobs} == {True}
+
+
+def test_default_lengths_end_where_nothing_fits_or_at_the_models_positions() -> None:
+    grid = make_grid(question(16), Predictions([Synthetic()]), None, None)
+    assert grid.lengths[0] == 1024 and not grid.cells[-1][0].fits and grid.cells[-2][0].fits
+    short = question(16, model_config={**LLAMA, "max_position_embeddings": 3000}, max_length=1024)
+    assert make_grid(short, Predictions([Synthetic()]), None, [1]).lengths == [1024, 2048]
+    with pytest.raises(UserError, match="1 × 4,096 tokens: loss: full"):
+        make_grid(question(loss="full"), Predictions([Synthetic(refused={"loss": "full"})]), [4096], [1])
+
+
+def test_grid_text_and_json() -> None:
+    grid = make_grid(question(16), Predictions([Synthetic()]), [1024, 16384, 131072], [1, 2, 3, 4, 5, 6, 8, 16])
+    text = grid_text(grid)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "llama, 100.0M parameters, on a100-80 (16.00 GiB)"
+    assert "checkpointing none" in lines[1] and "global" not in lines[1]
+    rows = [line for line in lines if line.strip().startswith("16,384")]
+    assert rows[0].split()[:5] == ["16,384", "5.07", "8.13", "11.20", "14.27"]
+    assert rows[0].split()[5:] == ["17.34", "no", "20.40", "no", "26.54", "no"]
+    assert "≥" in text and "not predicted" in text
+    values = json.loads(json.dumps(grid_values(grid)))
+    assert len(values["cells"]) == 24
+    assert values["cells"][8] == {
+        "length": 16384,
+        "micro_batch_size": 1,
+        "needed_bytes": int(2 * GIB + 201e3 * 16384),
+        "peak_bytes": int(2 * GIB + 201e3 * 16384),
+        "fits": True,
+        "exact": True,
+    }
+    all_exact = make_grid(question(16), Predictions([Synthetic()]), [1024], [1])
+    assert "≥" not in grid_text(all_exact)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    grid = make_grid(question(16), Predictions([Synthetic()]), None, None)
+    path = tmp_path / "grid.png"
+    draw(grid, path)
+    pixels = np.asarray(imread(path))[..., :3]
+    assert pixels.shape[0] > 300 and pixels.shape[1] > 600
+    assert pixels.std() > 0.1
+    red = (pixels[..., 0] > 0.6) & (pixels[..., 1] < 0.15) & (pixels[..., 2] < 0.15)
+    assert red.sum() > 200  # the frontier
+    with pytest.raises(UserError, match="--picture"):
+        draw(grid, tmp_path / "nowhere" / "grid.png")

@@ -1,0 +1,486 @@
+"""``python -m train.memory``: plan a run before there is one, and explain why one ran out of memory."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from train.config import Config, parse
+from train.errors import EXIT_DONE, UsageError, UserError
+from train.memory import plan as planning
+from train.memory.devices import Device, find_device, this_device
+from train.memory.explain import explain
+from train.memory.plan import Outcome, Plan, Predictions, Question
+from train.memory.predict import Job, Predictor
+from train.wording import count, duration, gib
+
+PROGRAM = "python -m train.memory"
+ABOUT = """\
+Memory of a training run: predicted before it, explained after it. No GPU is needed.
+
+  plan      does a configuration fit on a device, and what is the fastest that does?
+  predict   only the first part: memory of a configuration as it stands
+  explain   what an out-of-memory message says, and what to do about it
+
+examples
+  python -m train.memory plan --config recipes/quickstart.yaml --device l4
+  python -m train.memory plan --model Qwen/Qwen2.5-0.5B --device 24GiB --max_length auto
+  python -m train.memory plan --config recipe.yaml --device h200 --grid --picture grid.png
+  python -m train.memory explain 'CUDA out of memory. Tried to allocate 2.00 GiB ...'
+
+python -m train.memory plan --help lists the flags.
+"""
+TRAINING_FLAGS = """\
+Every flag of the training command line may be given too: --config, --model, --model_config, --max_length,
+--micro_batch_size, --global_batch_size ... (train/main.py --help lists them). The data is not read.
+"""
+AUTO_FLAGS = """\
+  --max_length auto        plan for the longest sequences that fit, in multiples of 1,024
+  --micro_batch_size auto  choose it, with --global_batch_size given
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. {self.prog} --help lists the flags.")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line of ``plan`` or ``predict``, understood."""
+
+    question: Question
+    words: tuple[str, ...]
+    """The training flags among it."""
+    open_length: bool
+    open_micro_batch: bool
+    grid: bool
+    lengths: tuple[int, ...] | None
+    micro_batch_sizes: tuple[int, ...] | None
+    json_path: str | None
+    """``-``: standard output."""
+    picture: Path | None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Answers the command line and returns the exit status (see ``train.errors``)."""
+    words = sys.argv[1:] if arguments is None else arguments
+    commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            print(ABOUT, end="")
+            return EXIT_DONE if words else UsageError.exit_status
+        if words[0] not in commands:
+            raise UsageError(f"{words[0]!r} is none of plan, predict, explain. {PROGRAM} --help shows examples.")
+        return commands[words[0]](words[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def run_plan(arguments: list[str]) -> int:
+    """``plan``: the configuration as it stands, and the fastest setting that fits."""
+    request = read_request("plan", arguments)
+    question = request.question
+    with ExitStack() as stack:
+        # Each answer of the search decides what is asked next; only cells of a table can be predicted side by side.
+        predictions = _predictions(stack, question, processes=2 if request.grid else 1)
+        if request.grid:
+            from train.memory.grid import draw, grid_text, grid_values, make_grid
+
+            grid = make_grid(question, predictions, request.lengths, request.micro_batch_sizes)
+            _clear_progress()
+            if request.picture is not None:
+                draw(grid, request.picture)
+            _emit(request, grid_text(grid), grid_values(grid))
+            return EXIT_DONE
+        said: dict[str, Any] = {}
+        if request.open_length:
+            length, setting = planning.longest_length(question, predictions)
+            if not length:
+                _clear_progress()
+                raise UserError(
+                    f"max_length: not even 1,024 tokens fit on {question.device.name} with {_settings(setting)}. "
+                    "Take a larger device, a smaller model, or another optimizer."
+                )
+            question = planning.replace_length(question, length)
+            said["max_length"] = length
+        plan = planning.make_plan(question, predictions, request.open_length or request.open_micro_batch)
+        _clear_progress()
+    if request.open_micro_batch and plan.best is not None:
+        said |= {
+            "micro_batch_size": plan.best.setting.micro_batch_size,
+            "global_batch_size": question.global_batch_size,
+        }
+    typed = None
+    if plan.best is not None:
+        typed = planning.command(question, plan.best.setting, request.words, said)
+    text = plan_text(question, plan, typed, longest=request.open_length)
+    _emit(request, text, plan_values(question, plan, typed))
+    return EXIT_DONE
+
+
+def run_predict(arguments: list[str]) -> int:
+    """``predict``: the configuration as it stands."""
+    request = read_request("predict", arguments)
+    with ExitStack() as stack:
+        outcome = planning.predicted(request.question, _predictions(stack, request.question, processes=1))
+        _clear_progress()
+    lines = [_verdict(request.question, outcome), "", *_parts(request.question, outcome)]
+    lines += _notes(request.question, outcome)
+    _emit(request, "\n".join(lines), _outcome_values(request.question, outcome))
+    return EXIT_DONE
+
+
+def run_explain(arguments: list[str]) -> int:
+    """``explain``: a message, from the command line or from standard input."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(
+            f"usage: {PROGRAM} explain 'message'\n       command 2>&1 | {PROGRAM} explain\n\n"
+            "Says what each figure of an out-of-memory message means, why memory was full and what to do.\n"
+            "The message may stand within a traceback or a log; '-' reads it from standard input."
+        )
+        return EXIT_DONE
+    if arguments in ([], ["-"]):
+        if not arguments and sys.stdin.isatty():
+            raise UsageError("explain: give the message in quotes, or pipe the log into it.")
+        message = sys.stdin.read()
+    else:
+        message = " ".join(arguments)
+    print(explain(message))
+    return EXIT_DONE
+
+
+# ---- reading the command line ----------------------------------------------------------------------------------------
+
+
+def read_request(command: str, arguments: list[str]) -> Request:
+    """Splits the flags of this command from those of the training command line and checks both.
+
+    Raises:
+        UsageError: what does not work, and what would.
+        UserError: the vocabulary cannot be told.
+    """
+    own, words = _own_flags(command).parse_known_args(_with_underscores(arguments))
+    words, open_length = _without_auto(words, "max_length")
+    if open_length and own.grid:
+        raise UsageError("--grid shows many lengths: give --lengths instead of --max_length auto.")
+    if (own.lengths or own.micro_batch_sizes or own.picture) and not own.grid:
+        raise UsageError("--lengths, --micro_batch_sizes and --picture belong to --grid: give it too.")
+    if own.picture is not None and own.picture.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"--picture {own.picture}: give a name that ends in .png, .pdf or .svg.")
+    config = parse(words)
+    open_micro_batch = config.optimization.micro_batch_size == "auto"
+    if command == "predict" and (open_length or open_micro_batch):
+        raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
+    if open_micro_batch and config.optimization.global_batch_size is None and not own.grid:
+        raise UsageError("micro_batch_size: auto keeps the global batch: give it with --global_batch_size.")
+    if open_micro_batch:  # the search begins with the smallest
+        config = replace(config, optimization=replace(config.optimization, micro_batch_size=1))
+    device = find_device(own.device) if own.device else this_device()
+    question = _question(config, device, own)
+    return Request(
+        question,
+        tuple(words),
+        open_length,
+        open_micro_batch,
+        own.grid,
+        own.lengths,
+        own.micro_batch_sizes,
+        own.json,
+        own.picture,
+    )
+
+
+def _own_flags(command: str) -> _Parser:
+    about = {
+        "plan": "Does the configuration fit on the device, and which setting is the fastest that does?",
+        "predict": "The memory of one training step of the configuration, part by part.",
+    }[command]
+    parser = _Parser(
+        prog=f"{PROGRAM} {command}",
+        usage=f"{PROGRAM} {command} [--device NAME] [flags below] [training flags]",
+        description=f"{about}\n\n{TRAINING_FLAGS}{AUTO_FLAGS if command == 'plan' else ''}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def add(name: str, **options: Any) -> None:
+        parser.add_argument(f"--{name}", **options)
+
+    add(
+        "device",
+        metavar="NAME",
+        help="h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one",
+    )
+    add("world_size", metavar="N", type=_positive, default=1, help="devices that train together")
+    add("sharding", choices=("ddp", "fsdp2"), help="how they divide the work; default: what does better")
+    add("vocab_size", metavar="N", type=_positive, help="tokens of the vocabulary, where only the data tells")
+    add("num_labels", metavar="N", type=_positive, help="classes of a classifier; default: 2")
+    add(
+        "padded",
+        choices=("yes", "no"),
+        help="whether examples of one micro-batch differ in length; default: yes for masked_lm and "
+        "sequence_classification with 2 or more (causal_lm needs no mask)",
+    )
+    add("json", metavar="PATH", nargs="?", const="-", help="write the answer as JSON, without PATH instead of the text")
+    if command == "plan":
+        add("grid", action="store_true", help="a table of memory over sequence length and micro-batch size instead")
+        add("lengths", metavar="N,N...", type=_numbers, help="its lengths; default: 1,024 to 262,144")
+        add("micro_batch_sizes", metavar="N,N...", type=_numbers, help="its sizes; default: 1,2,4,8,16")
+        add("picture", metavar="PATH", type=Path, help="draw it into a .png file")
+    else:
+        parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return number
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part.strip()) for part in text.split(","))
+
+
+def _with_underscores(words: list[str]) -> list[str]:
+    """Flags written the way the configuration writes them: --max_length for --max-length."""
+
+    def written(word: str) -> str:
+        name, equals, value = word.partition("=")
+        return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
+
+    return [written(word) for word in words]
+
+
+def _without_auto(words: list[str], name: str) -> tuple[list[str], bool]:
+    """``words`` without ``--name auto``, and whether it was the last word on that flag."""
+    values = [word.partition("=")[2] for word in words if word.startswith(f"--{name}=")]
+    values += [value for word, value in itertools.pairwise(words) if word == f"--{name}"]
+    if "auto" not in values:
+        return words, False
+    return planning.without_flags(words, {name}), True
+
+
+def _question(config: Config, device: Device, own: argparse.Namespace) -> Question:
+    from train.tasks import TASKS, check_task
+
+    check_task(config.data.task)
+    classifies = TASKS[config.data.task] == TASKS["sequence_classification"]
+    if own.num_labels is not None and not classifies:
+        raise UsageError(f"--num_labels is for sequence_classification; the task is {config.data.task}.")
+    if own.sharding is not None and own.world_size == 1:
+        raise UsageError(f"--sharding {own.sharding} needs several devices: give --world_size too.")
+    return Question(
+        config=config,
+        device=device,
+        vocab_size=own.vocab_size or planning.vocabulary_size(config),
+        num_labels=(own.num_labels or 2) if classifies else 0,
+        padded=None if own.padded is None else own.padded == "yes",
+        world_size=own.world_size,
+        sharding=own.sharding,
+    )
+
+
+# ---- predicting and showing ------------------------------------------------------------------------------------------
+
+
+def _predictions(stack: ExitStack, question: Question, processes: int) -> Predictions:
+    predictors = [stack.enter_context(Predictor()) for _ in range(processes)]
+    if not sys.stderr.isatty():
+        print(f"predicting for {question.device.name}; each prediction takes some seconds", file=sys.stderr)
+
+    def announce(number: int, job: Job) -> None:
+        if sys.stderr.isatty():
+            values = job.values
+            line = f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens, "
+            line += f"checkpointing {values['gradient_checkpointing']}, loss {values['loss']}"
+            print(f"\r\033[K{line[:99]}", end="", file=sys.stderr, flush=True)
+
+    return Predictions(predictors, announce)
+
+
+def _clear_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _emit(request: Request, text: str, values: dict[str, Any]) -> None:
+    if request.json_path == "-":
+        print(json.dumps(values, indent=2))
+        return
+    if request.json_path is not None:
+        try:
+            Path(request.json_path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json {request.json_path}: {error.strerror}. Give a file that can be written.") from None
+    print(text)
+
+
+def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:
+    """A plan for the terminal, the verdict first.
+
+    Args:
+        command: what to type for the best setting, where there is one.
+        longest: whether ``max_length`` was found, not given.
+    """
+    shown = plan.asked or plan.best or plan.smallest
+    length = question.config.data.max_length
+    lines = []
+    if plan.problem is not None:
+        lines.append(f"Cannot run as it stands: {plan.problem}")
+    if longest:
+        lines.append(f"Longest that fits on {question.device.name}: {length:,} tokens.")
+    if plan.asked is not None or not longest:
+        lines.append(_verdict(question, shown))
+    lines += ["", *_parts(question, shown), ""]
+    lines += _proposal(question, plan, command) if plan.best is not None else _no_way(question, plan)
+    return "\n".join([*lines, *_notes(question, plan.best or shown)])
+
+
+def _verdict(question: Question, outcome: Outcome) -> str:
+    architecture, device = question.config.architecture, question.device
+    name = architecture.model or (architecture.model_config or {}).get("model_type", "model")
+    ranks = f"each of {question.world_size} × " if question.world_size > 1 else ""
+    what = f"{name}, {count(outcome.prediction.num_parameters)} parameters, "
+    what += f"{outcome.setting.micro_batch_size} × {outcome.length:,} tokens on {ranks}{device.name}"
+    if outcome.fits:
+        return f"Fits: {what}: {gib(outcome.needed_bytes)} of {gib(question.room_bytes)}."
+    over = outcome.needed_bytes - question.room_bytes
+    return f"Does not fit: {what}: {gib(outcome.needed_bytes)}, {gib(over)} more than there is room."
+
+
+def _parts(question: Question, outcome: Outcome) -> list[str]:
+    prediction, device = outcome.prediction, question.device
+    margin = f"{gib(device.total_bytes)} less {100 * planning.MARGIN:.0f} %"
+    rows: list[tuple[str, float, str]] = [(kind, size, "") for kind, size in prediction.bytes_by_kind.items() if size]
+    rows.append(("peak", prediction.peak_bytes, f"in {prediction.phase} ({prediction.operator})"))
+    if device.name != "cpu":
+        rows.append(("reserved", prediction.reserved_bytes, "what the caching allocator holds for that"))
+        rows.append(("CUDA context", device.context_bytes, "driver and kernels"))
+    if question.nccl_bytes:
+        rows.append(("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"))
+    if device.name != "cpu":
+        rows.append(("needed", outcome.needed_bytes, "reserved and what comes beside it"))
+    rows.append(("room", question.room_bytes, margin))
+    lines = [f"{_settings(outcome.setting)}:"]
+    for label, size, note in rows:
+        lines.append(
+            f"{'  ' if label in prediction.bytes_by_kind else ''}{label}".ljust(18) + f"{gib(size):>12}  {note}"
+        )
+    seconds = prediction.seconds
+    if planning.has_known_speed(device) and seconds:
+        taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
+        rate = count(question.world_size / outcome.seconds_per_token)
+        lines.append(f"{'time, estimated':<18}{taken:>12}  forward and backward of a micro-batch: {rate} tokens/s")
+    return [line.rstrip() for line in lines]
+
+
+def _settings(setting: planning.Setting) -> str:
+    precision = "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision
+    words = [
+        f"micro-batch {setting.micro_batch_size}",
+        f"checkpointing {setting.gradient_checkpointing}",
+        f"precision {precision}",
+        f"loss {setting.loss}",
+    ]
+    return ", ".join([*words, setting.sharding] if setting.sharding != "none" else words)
+
+
+def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
+    best = plan.best
+    assert best is not None
+    if plan.asked == best:
+        return ["Nothing that fits is estimated to be faster. To run it:", f"  {command}"]
+    gain = ""
+    if plan.asked is not None and best.seconds_per_token:
+        gain = f", {plan.asked.seconds_per_token / best.seconds_per_token:.2f} × the speed of the above (estimated)"
+    elif planning.has_known_speed(question.device) and best.seconds_per_token:
+        gain = f", {count(question.world_size / best.seconds_per_token)} tokens/s (estimated)"
+    return [
+        f"Fastest that fits, global batch {question.global_batch_size} kept: {gib(best.needed_bytes)}{gain}",
+        f"  {_settings(best.setting)}",
+        f"  {command}",
+    ]
+
+
+def _no_way(question: Question, plan: Plan) -> list[str]:
+    smallest = plan.smallest
+    kind, size = max(smallest.prediction.bytes_by_kind.items(), key=lambda entry: entry[1])
+    lines = [
+        f"Nothing fits. The least is {gib(smallest.needed_bytes)}, {gib(size)} of it {kind}:",
+        f"  {_settings(smallest.setting)}",
+    ]
+    if plan.longest:
+        lines.append(f"  With it up to --max_length {plan.longest} would fit.")
+    else:
+        lines.append("  With it not even 1,024 tokens would fit.")
+    lines.append(f"  A device of {planning.device_gib_for(smallest)}GiB would hold it.")
+    return lines
+
+
+def _notes(question: Question, outcome: Outcome) -> list[str]:
+    notes = list(outcome.prediction.notes)
+    if outcome.padded:
+        notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
+    if question.device.name == "cpu":
+        notes.append("room is this machine's memory; Python and its libraries take some of it, some 0.5 GiB")
+    elif not planning.has_known_speed(question.device):
+        notes.append(
+            f"the speed of {question.device.name} is unknown: settings are ranked by rates of {planning.STAND_IN}"
+        )
+    if question.world_size > 1:
+        notes.append("estimates leave out the communication between devices")
+    return ["", *(f"Note: {note}." for note in notes)] if notes else []
+
+
+def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str, Any]:
+    """A plan as plain values for JSON."""
+    return {
+        "device": asdict(question.device),
+        "world_size": question.world_size,
+        "global_batch_size": question.global_batch_size,
+        "max_length": question.config.data.max_length,
+        "asked": plan.asked and _outcome_values(question, plan.asked),
+        "problem": plan.problem,
+        "best": plan.best and _outcome_values(question, plan.best),
+        "command": command,
+        "smallest": _outcome_values(question, plan.smallest),
+        "longest_max_length": plan.longest,
+        "num_predictions": plan.num_predictions,
+    }
+
+
+def _outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
+    prediction = outcome.prediction
+    if not planning.has_known_speed(question.device):
+        prediction = replace(prediction, seconds=None)
+    return {
+        "fits": outcome.fits,
+        "needed_bytes": outcome.needed_bytes,
+        "room_bytes": question.room_bytes,
+        "context_bytes": question.device.context_bytes,
+        "nccl_bytes": question.nccl_bytes,
+        "setting": asdict(outcome.setting),
+        "max_length": outcome.length,
+        "prediction": asdict(prediction),
+    }
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.exit(status)

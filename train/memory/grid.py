@@ -1,0 +1,227 @@
+"""What fits over sequence length and micro-batch: a table, JSON and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from train.errors import UserError
+from train.memory.plan import Outcome, Predictions, Question, outcome_of, position_limit, replace_length
+from train.memory.predict import Job
+from train.wording import gib
+
+LENGTHS = tuple(1024 * 2**power for power in range(9))
+"""1,024 to 262,144 tokens."""
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+FAR = 2
+"""A cell is not predicted if a smaller one needs this many times the room."""
+_COLUMNS_PER_TABLE = 7
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One micro-batch."""
+
+    length: int
+    micro_batch_size: int
+    needed_bytes: int
+    """Of the device; a lower bound where not ``exact``."""
+    peak_bytes: int | None
+    """In tensors; None where not predicted."""
+    fits: bool
+    exact: bool
+    """Predicted; otherwise what a smaller micro-batch needs."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells by length and micro-batch size."""
+
+    cells: tuple[tuple[Cell, ...], ...]
+    """A row a length, a column a size, both growing."""
+    title: str
+    subtitle: str
+    total_bytes: int
+    """Of the device."""
+    room_bytes: int
+    """What may be taken of it."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row[0].length for row in self.cells]
+
+    @property
+    def micro_batch_sizes(self) -> list[int]:
+        return [cell.micro_batch_size for cell in self.cells[0]]
+
+
+def make_grid(
+    question: Question, predictions: Predictions, lengths: Sequence[int] | None, micro_batch_sizes: Sequence[int] | None
+) -> Grid:
+    """The memory of the configuration's other settings over lengths and micro-batch sizes.
+
+    Args:
+        lengths: None: 1,024 to 262,144 tokens, up to the model's positions and the first length of which not even
+            the smallest micro-batch fits.
+
+    Raises:
+        UserError: a cell cannot run.
+    """
+    chosen = sorted(set(lengths or _default_lengths(question)))
+    sizes = sorted(set(micro_batch_sizes or MICRO_BATCH_SIZES))
+    known: dict[tuple[int, int], Cell] = {}
+    example: Outcome | None = None
+    # Diagonal by diagonal: all smaller neighbours of a cell are known, and the cells of one can be predicted at once.
+    for diagonal in range(len(chosen) + len(sizes) - 1):
+        wave = [(row, diagonal - row) for row in range(len(chosen)) if 0 <= diagonal - row < len(sizes)]
+        exact = []
+        for row, column in wave:
+            if lengths is None and row and ((row - 1, 0) not in known or not known[row - 1, 0].fits):
+                continue
+            below = [known[place] for place in ((row - 1, column), (row, column - 1)) if place in known]
+            least = max((cell.needed_bytes for cell in below), default=0)
+            if least > FAR * question.room_bytes:
+                known[row, column] = Cell(chosen[row], sizes[column], least, None, fits=False, exact=False)
+            else:
+                exact.append((row, column))
+        jobs = [_job(question, chosen[row], sizes[column]) for row, column in exact]
+        for (row, column), job, found in zip(exact, jobs, predictions.of_all(jobs), strict=True):
+            if isinstance(found, UserError):
+                raise UserError(f"{sizes[column]} × {chosen[row]:,} tokens: {found}")
+            outcome = example = outcome_of(question, question.asked, job, found)
+            known[row, column] = Cell(
+                chosen[row], sizes[column], outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True
+            )
+    assert example is not None  # the first cell has no smaller one
+    rows = tuple(
+        tuple(known[row, column] for column in range(len(sizes))) for row in range(len(chosen)) if (row, 0) in known
+    )
+    return Grid(rows, *_titles(question, example), question.device.total_bytes, question.room_bytes)
+
+
+def _default_lengths(question: Question) -> list[int]:
+    limit = position_limit(question.config) or LENGTHS[-1]
+    return [length for length in LENGTHS if length <= limit] or [limit]
+
+
+def _job(question: Question, length: int, micro_batch_size: int) -> Job:
+    """A cell's step. Whether gradients are accumulated stays as it is, so that cells differ by their size alone."""
+    optim = question.config.optimization
+    accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
+    optim = replace(
+        optim,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=None,
+        gradient_accumulation_steps=2 if accumulates else 1,
+    )
+    sized = replace_length(question, length)
+    sized = replace(sized, config=replace(sized.config, optimization=optim))
+    return sized.job(sized.asked)
+
+
+def _titles(question: Question, example: Outcome) -> tuple[str, str]:
+    architecture, setting = question.config.architecture, question.asked
+    name = architecture.model or (architecture.model_config or {}).get("model_type", "model")
+    ranks = f"{question.world_size} × " if question.world_size > 1 else ""
+    device = f"{ranks}{question.device.name} ({gib(question.device.total_bytes)})"
+    words = [
+        question.config.data.task,
+        "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision,
+        f"checkpointing {setting.gradient_checkpointing}",
+        f"loss {setting.loss}",
+        question.config.optimization.optimizer,
+        *([setting.sharding] if question.world_size > 1 else []),
+    ]
+    return f"{name}, {example.prediction.num_parameters / 1e6:.1f}M parameters, on {device}", ", ".join(words)
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def grid_text(grid: Grid) -> str:
+    """The grid as tables of at most 100 columns."""
+    lines = [grid.title, grid.subtitle, ""]
+    for first in range(0, len(grid.micro_batch_sizes), _COLUMNS_PER_TABLE):
+        part = slice(first, first + _COLUMNS_PER_TABLE)
+        lines.append("GiB needed".ljust(12) + "micro-batch size".rjust(17))
+        sizes = "".join(f"{size:>9}   " for size in grid.micro_batch_sizes[part])
+        lines.append(f"{'tokens':>10}  {sizes}".rstrip())
+        lines += [f"{row[0].length:>10,}  {''.join(map(_cell_text, row[part]))}".rstrip() for row in grid.cells]
+        lines.append("")
+    lines.append(f"no: more than the {gib(grid.room_bytes)} that may be taken of {gib(grid.total_bytes)}.")
+    if any(not cell.exact for row in grid.cells for cell in row):
+        lines.append("≥: not predicted; a smaller micro-batch already needs that much.")
+    return "\n".join(lines)
+
+
+def _cell_text(cell: Cell) -> str:
+    number = f"{'' if cell.exact else '≥ '}{_short(cell.needed_bytes)}"
+    return f"{number:>9} {'  ' if cell.fits else 'no'}"
+
+
+def _short(size_bytes: int) -> str:
+    size_gib = size_bytes / 2**30
+    return f"{size_gib:.{2 if size_gib < 100 else 1 if size_gib < 1000 else 0}f}"
+
+
+def grid_values(grid: Grid) -> dict[str, Any]:
+    """The grid as plain values for JSON."""
+    return {
+        "title": grid.title,
+        "settings": grid.subtitle,
+        "total_bytes": grid.total_bytes,
+        "room_bytes": grid.room_bytes,
+        "cells": [asdict(cell) for row in grid.cells for cell in row],
+    }
+
+
+def draw(grid: Grid, path: Path) -> None:
+    """The grid as a picture: the darker, the fuller the device; what does not fit is hatched.
+
+    Raises:
+        UserError: ``path`` cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    rows, columns = len(grid.cells), len(grid.micro_batch_sizes)
+    figure = Figure(figsize=(max(6.4, 2.6 + 1.0 * columns), 2.2 + 0.46 * rows), layout="constrained")
+    axes = figure.subplots()
+    colours = matplotlib.colormaps["YlGnBu"]
+    shown = [
+        [cell.needed_bytes / 2**30 if cell.fits else float("nan") for cell in row] for row in grid.cells
+    ]  # hatched cells have no colour
+    image = axes.imshow(shown, cmap=colours, vmin=0, vmax=grid.room_bytes / 2**30, aspect="auto", origin="lower")
+    for i, row in enumerate(grid.cells):
+        for j, cell in enumerate(row):
+            share = cell.needed_bytes / grid.room_bytes
+            if not cell.fits:
+                patch = Rectangle(
+                    (j - 0.5, i - 0.5), 1, 1, facecolor="#f2f2f2", edgecolor="#bdbdbd", hatch="////", lw=0
+                )
+                axes.add_patch(patch)
+            label = f"{'' if cell.exact else '≥ '}{_short(cell.needed_bytes)}"
+            colour = "#333333" if not cell.fits or share < 0.55 else "white"
+            box = {"facecolor": "#f2f2f2", "edgecolor": "none", "pad": 1.5} if not cell.fits else None
+            axes.text(j, i, label, ha="center", va="center", fontsize=9, color=colour, bbox=box)
+            for di, dj, xs, ys in (
+                (0, 1, (j + 0.5, j + 0.5), (i - 0.5, i + 0.5)),
+                (1, 0, (j - 0.5, j + 0.5), (i + 0.5, i + 0.5)),
+            ):
+                if i + di < rows and j + dj < columns and cell.fits and not grid.cells[i + di][j + dj].fits:
+                    axes.plot(xs, ys, color="#b30000", linewidth=3, solid_capstyle="round")
+    axes.set_xticks(range(columns), [str(size) for size in grid.micro_batch_sizes])
+    axes.set_yticks(range(rows), [f"{length:,}" for length in grid.lengths])
+    axes.set_xlabel("micro-batch size (examples)")
+    axes.set_ylabel("sequence length (tokens)")
+    axes.tick_params(length=0)
+    axes.set_title(f"{grid.subtitle}. Hatched: does not fit", fontsize=9)
+    figure.suptitle(grid.title, fontsize=11, fontweight="bold")
+    figure.colorbar(image, ax=axes, label="memory needed (GiB)", pad=0.02)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--picture {path}: {error}. Give a file that can be written, ending in .png.") from None

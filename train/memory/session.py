@@ -1,0 +1,337 @@
+"""What a run does about its memory, put together for ``train.main``: predict, choose, measure, rehearse, explain."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.config import Config, Optimization, to_values
+from train.errors import UserError
+from train.losses import ModelWithLoss, obstacle_to_chunks
+from train.memory.devices import this_device
+from train.memory.explain import Change, Situation, is_out_of_memory, post_mortem
+from train.memory.meter import MemoryMeter
+from train.memory.plan import largest_fitting, target_of
+from train.memory.predict import Job, Prediction, Predictor
+from train.memory.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
+from train.memory.rehearsal import rehearse
+from train.modeling import enable_checkpointing
+from train.records import Meter, MicroBatch, StepOutcome
+from train.runtime import DeviceMeter
+from train.step import optimizer_step
+from train.wording import gib
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import PreTrainedTokenizerBase
+
+MARGIN = 0.03
+"""Share of the free memory that a chosen micro-batch leaves alone."""
+SIZES = [2**power for power in range(11)]
+"""Micro-batch sizes to choose from where no global batch restricts them."""
+
+
+class MemorySession:
+    """Memory of one run on one rank; the methods are called in the order in which they stand here.
+
+    Args:
+        say: a line for the person who watches.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self._predictor: Predictor | None = None
+        self._base: Job | None = None
+        self._asked: Job | None = None
+        self._prediction: Prediction | None = None
+        self._recovering: RecoveringStep | None = None
+        self.meter: Meter
+        self.step: Callable[..., StepOutcome] = optimizer_step
+
+    def close(self) -> None:
+        """Ends the process that predicts."""
+        if self._predictor is not None:
+            self._predictor.close()
+            self._predictor = None
+
+    def describe(
+        self, accelerator: Accelerator, auto_class: str, tokenizer: PreTrainedTokenizerBase, num_labels: int
+    ) -> None:
+        """Says what is to be trained, and starts the process that predicts: its imports take seconds."""
+        special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        start, end, padding = (i if isinstance(i, int) else None for i in special)
+        self._base = Job(
+            values=to_values(self._config),
+            target=target_of(this_device()),
+            auto_class=auto_class,
+            vocab_size=len(tokenizer),
+            micro_batch_size=1,
+            length=self._config.data.max_length,
+            num_labels=num_labels,
+            special_tokens=(start, end, padding),
+            world_size=accelerator.num_processes,
+            sharding=sharding_of(accelerator),
+        )
+        wanted = self._config.memory.predict_memory or self._config.optimization.micro_batch_size == "auto"
+        if accelerator.is_main_process and wanted and accelerator.device.type in ("cpu", "cuda"):
+            self._predictor = Predictor()
+            self._predictor.start()
+
+    def micro_batch_size(self, accelerator: Accelerator, has_padding: bool) -> int:
+        """The largest micro-batch that is predicted to fit, for ``micro_batch_size: auto``; the same on every rank.
+
+        It divides this process's share of the global batch, where that is given.
+
+        Args:
+            has_padding: whether examples of different lengths come with an attention mask.
+
+        Raises:
+            UserError: not even one example fits, or this model cannot be predicted.
+        """
+        from accelerate.utils import broadcast_object_list
+
+        choice: list[Any] = [None]
+        if accelerator.is_main_process:
+            try:
+                choice[0] = self._largest_fitting(accelerator, has_padding)
+            except UserError as error:
+                choice[0] = error
+        found = broadcast_object_list(choice)[0]
+        if isinstance(found, UserError):
+            raise found
+        self._config = with_micro_batch_size(self._config, found)
+        return found
+
+    def _largest_fitting(self, accelerator: Accelerator, has_padding: bool) -> int:
+        optim, base, predictor = self._config.optimization, self._base, self._predictor
+        if base is None or predictor is None:
+            raise UserError(f"micro_batch_size: auto is not known for {accelerator.device.type}: give a number.")
+        sizes = SIZES
+        if optim.global_batch_size is not None:
+            share = optim.global_batch_size // accelerator.num_processes
+            sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
+        room = int(free_bytes(accelerator.device) * (1 - MARGIN))
+        needed: dict[int, int] = {}
+
+        def needs(size: int) -> int:
+            values = to_values(with_micro_batch_size(self._config, size))
+            job = replace(
+                base,
+                values=values,
+                micro_batch_size=size,
+                accumulates=(optim.gradient_accumulation_steps or optim.global_batch_size or 1) > 1,
+                padded=has_padding and size > 1,
+                eval_batch_size=self._config.output.eval_batch_size or size,
+            )
+            needed[size] = predictor.predict(job).reserved_bytes
+            return needed[size]
+
+        best = largest_fitting(sizes, needs, room, first=sizes[0])
+        if best is None:
+            raise UserError(
+                f"micro_batch_size: auto: one example of {base.length:,} tokens is predicted to need "
+                f"{gib(needed[sizes[0]])}, and {gib(room)} may be taken. python -m train.memory plan finds settings "
+                "that fit."
+            )
+        self._say(f"micro_batch_size: {best}, predicted to take {gib(needed[best])} of {gib(room)} that may be taken")
+        return best
+
+    def ask(self, longest: MicroBatch, accumulates: bool) -> None:
+        """Has the step with the longest micro-batch predicted, beside whatever comes next."""
+        if self._base is None:
+            return
+        size, length = shape_of(longest)
+        self._asked = replace(
+            self._base,
+            values=to_values(self._config),
+            micro_batch_size=size,
+            length=length,
+            accumulates=accumulates,
+            padded="attention_mask" in longest.inputs,
+            input_names=tuple(name for name in longest.inputs if name != "attention_mask"),
+            eval_batch_size=self._config.output.eval_batch_size or size,
+        )
+        if self._predictor is not None and self._config.memory.predict_memory:
+            self._predictor.ask(self._asked)
+
+    def equip(self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
+        """Makes the meter and the step that the loop will be handed."""
+        inner: ModelWithLoss = accelerator.unwrap_model(model)
+        settings = self._config.memory
+        if settings.measure_memory and accelerator.device.type in ("cpu", "cuda"):
+            classes = (self._base.num_labels or self._base.vocab_size) if self._base else None
+            self.meter = MemoryMeter(accelerator.device, inner.model, optimizer.optimizer, classes, self._say)
+        else:
+            self.meter = DeviceMeter(accelerator.device)
+        if settings.on_oom != "stop" and can_recover(accelerator):
+            measures = further_measures(inner, self._config) if settings.on_oom == "adapt" else ()
+            self.step = self._recovering = RecoveringStep(self._say, measures)
+        if settings.memory_snapshot and accelerator.device.type == "cuda":
+            torch.cuda.memory._record_memory_history()
+
+    def rehearse(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        optimizer: AcceleratedOptimizer,
+        longest: MicroBatch,
+        accumulates: bool,
+        evaluated: MicroBatch | None,
+        config: Optimization,
+    ) -> None:
+        """Makes the most expensive step once, without a trace, and shows measured beside predicted."""
+        from accelerate.utils import DistributedType
+
+        if self._config.memory.rehearse and accelerator.distributed_type != DistributedType.DEEPSPEED:
+            window = [longest] * (2 if accumulates else 1)
+            rehearse(accelerator, model, optimizer, self.step, window, evaluated, config, self.meter)
+            size, length = shape_of(longest)
+            figures = self.meter.interval()
+            peak = gib(figures["peak_allocated_bytes"])
+            said = f"memory: the longest step ({size} × {length:,} tokens) peaks at {peak}"
+            if figures.get("peak_reserved_bytes"):
+                said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
+        else:
+            said = "memory: not rehearsed"
+        if self._predictor is not None and self._asked is not None and self._config.memory.predict_memory:
+            try:
+                self._prediction = self._predictor.answer()
+                said += f", predicted {gib(self._prediction.peak_bytes)}"
+                if accelerator.device.type == "cuda":
+                    said += f" allocated, {gib(self._prediction.reserved_bytes)} reserved"
+            except UserError as error:
+                said += f", not predicted: {error}"
+        self.close()
+        self._say(said)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for ``summary.json``."""
+        figures = self.meter.summary()
+        if self._prediction is not None:
+            figures["predicted_peak_bytes"] = self._prediction.peak_bytes
+            figures["predicted_reserved_bytes"] = self._prediction.reserved_bytes
+        if self._recovering is not None:
+            figures["oom_recoveries"] = self._recovering.recoveries
+        return figures
+
+    def explain(self, error: Exception, folder: Path) -> str | None:
+        """The post-mortem of a run that ended with ``error``; None where that was not for want of memory."""
+        if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
+            return None
+        fault = error.fault if isinstance(error, OutOfMemoryError) else None
+        peak = self._prediction.peak_bytes if self._prediction else None
+        meter = getattr(self, "meter", None)
+        kinds = meter.bytes_by_kind if isinstance(meter, MemoryMeter) else {}
+        situation = Situation(
+            phase=fault.phase if fault else getattr(meter, "phase", "") or "outside a step",
+            micro_batch_shape=fault.shape if fault else getattr(meter, "last_shape", None),
+            step=None,
+            bytes_by_kind=kinds or (self._prediction.bytes_by_kind if self._prediction else {}),
+            predicted_peak_bytes=peak,
+            vocab_size=self._base.vocab_size if self._base else None,
+        )
+        text = post_mortem(fault.error if fault else str(error), situation, self._changes())
+        if self._config.memory.memory_snapshot and torch.cuda.is_available():
+            path = folder / f"memory_snapshot-{os.environ.get('RANK', '0')}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+            text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
+        return text
+
+    def _changes(self) -> list[Change]:
+        """What the cheapest changes would save, predicted."""
+        job = self._asked
+        if job is None:
+            return []
+        changes = []
+        try:
+            with Predictor() as predictor:
+                now = predictor.predict(job).peak_bytes
+                for flags, note, changed in cheaper(job):
+                    saved = now - predictor.predict(changed).peak_bytes
+                    if saved > 0:
+                        changes.append(Change(flags, saved, note))
+        except UserError:
+            return changes
+        return changes
+
+
+def cheaper(job: Job) -> list[tuple[str, str, Job]]:
+    """Settings that take less memory, those that cost least first: flags, what they cost, and the job with them."""
+
+    def changed(size: int | None = None, length: int | None = None, **values: Any) -> Job:
+        size, length = size or job.micro_batch_size, length or job.length
+        accumulates = job.accumulates or size < job.micro_batch_size
+        values = {**job.values, **values, "micro_batch_size": size, "max_length": length}
+        evaluated = job.eval_batch_size and min(job.eval_batch_size, size)
+        return replace(
+            job, values=values, micro_batch_size=size, length=length, accumulates=accumulates, eval_batch_size=evaluated
+        )
+
+    found = []
+    if job.micro_batch_size > 1:
+        half = job.micro_batch_size // 2
+        found.append((f"--micro_batch_size {half}", "same update, more micro-batches", changed(size=half)))
+    if not job.num_labels and job.values["loss"] == "full":
+        found.append(("--loss chunked", "same update, logits computed twice", changed(loss="chunked")))
+    if job.values["gradient_checkpointing"] != "full":
+        flags = "--gradient_checkpointing full"
+        found.append((flags, "same update, about a third more time", changed(gradient_checkpointing="full")))
+    if job.values["optimizer"] == "adamw":
+        found.append(("--optimizer adafactor", "another optimizer: tune it anew", changed(optimizer="adafactor")))
+    half = job.length // 2
+    found.append((f"--max_length {half}", "shorter examples: another task", changed(length=half)))
+    return found
+
+
+def further_measures(model: ModelWithLoss, config: Config) -> Sequence[Measure]:
+    """For a step that does not fit with single examples: what can be switched on in the middle of a run."""
+
+    def checkpoint() -> bool:
+        try:
+            enable_checkpointing(model.model, "full")
+        except UserError:
+            return False
+        return True
+
+    def chunk() -> bool:
+        if model.chunked or obstacle_to_chunks(model.model) is not None:
+            return False
+        model.work_in_chunks()
+        return True
+
+    measures: list[Measure] = [("the loss never holds all logits from now on", chunk)]
+    now = config.architecture
+    if now.gradient_checkpointing != "full" or now.gradient_checkpointing_every_n_layers > 1:
+        measures.append(("activation checkpointing is switched on", checkpoint))
+    return measures
+
+
+def with_micro_batch_size(config: Config, size: int) -> Config:
+    """``config`` with the number of examples that ``auto`` came to."""
+    return replace(config, optimization=replace(config.optimization, micro_batch_size=size))
+
+
+def sharding_of(accelerator: Accelerator) -> str:
+    """How this run is spread over processes, in the words of :class:`train.memory.predict.Job`."""
+    if accelerator.num_processes == 1:
+        return "none"
+    return "fsdp2" if accelerator.is_fsdp2 else "ddp"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still take on ``device``; on a CPU, its share of what is available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return available // processes
