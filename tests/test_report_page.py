@@ -39,6 +39,15 @@ SUMMARY: dict[str, Any] = {
     "mfu": 0.381,
     "peak_allocated_bytes": 3 * 2**30,
     "predicted_peak_bytes": 3.1 * 2**30,
+    "bytes_by_kind": {
+        "parameters": 2**29,
+        "gradients": 0,
+        "optimizer state": 2**30,
+        "activations": 2**30,
+        "logits and loss": 2**28,
+        "workspace": 2**28,
+    },
+    "peak_bytes_by_phase": {"forward": int(2.75 * 2**30), "backward": 3 * 2**30, "optimizer": int(1.5 * 2**30)},
     "metric_name": "bits_per_byte",
     "metric_value": 3.25,
     "best_step": 30,
@@ -100,7 +109,7 @@ def test_the_page_says_what_happened(html: str):
 
 def test_the_page_is_well_formed_and_fetches_nothing(html: str):
     outline = _Outline(html)
-    assert outline.tags.count("figure") == outline.tags.count("figcaption") == outline.tags.count("svg") == 6
+    assert outline.tags.count("figure") == outline.tags.count("figcaption") == outline.tags.count("svg") == 7
     assert len(outline.ids) == len(set(outline.ids))
     assert "://" not in html and "script" not in outline.tags and "@import" not in html
     assert set(re.findall(r'(?:href|src)="(.)', html)) <= {"#"}
@@ -159,6 +168,19 @@ def test_charts_are_the_same_each_time_and_valid_xml():
 def test_the_gradient_chart_marks_threshold_and_skipped_steps():
     chart = next(chart for chart in charts(METRICS, SUMMARY) if chart.title == "Gradient norm")
     assert "clipped to 1" in chart.svg and "not finite, skipped (2)" in chart.svg
+
+
+def test_memory_is_shown_by_kind_and_phase_beside_the_prediction():
+    chart = next(chart for chart in charts([], SUMMARY) if chart.title == "Memory by kind and phase")
+    for words in ("optimizer state 1.00 GiB", "activations 1.00 GiB", "predicted 3.10 GiB", "at the peak", "2.75 GiB"):
+        assert words in chart.svg
+    assert "gradients" not in chart.svg  # there were none at the peak
+    assert "backward 3.00 GiB" in chart.svg  # in the spoken label
+    assert charts([], {"peak_allocated_bytes": 1, "bytes_by_kind": {}, "peak_bytes_by_phase": None}) == []
+
+
+def test_a_leak_is_among_the_notes():
+    assert "<li>memory leak: 1.0 MiB</li>" in page("t", "", {"memory_leak": "memory leak: 1.0 MiB"}, [])
 
 
 def test_reference_values_stand_beside_bits_per_byte():

@@ -238,7 +238,7 @@ def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: 
     losses = hidden.new_empty(targets.shape, dtype=_wide(dtype))
     predictions = torch.empty_like(targets)
     with _own_dtypes(hidden.device):
-        for rows, logits in _logits_by_chunk(flat, weight.to(dtype), _to(bias, dtype)):
+        for rows, logits in logits_by_chunk(flat, weight.to(dtype), _to(bias, dtype)):
             losses[rows] = cross_entropy(logits, targets[rows])
             predictions[rows] = logits.argmax(-1)
             del logits
@@ -258,7 +258,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels)
         losses = hidden.new_empty(len(hidden), dtype=_wide(dtype))
         with _own_dtypes(hidden.device):
-            for rows, logits in _logits_by_chunk(hidden, weight.to(dtype), _to(bias, dtype)):
+            for rows, logits in logits_by_chunk(hidden, weight.to(dtype), _to(bias, dtype)):
                 losses[rows] = cross_entropy(logits, labels[rows])
                 del logits  # before the next chunk's
         return losses
@@ -277,7 +277,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         classes = labels.masked_fill(ignored, 0).unsqueeze(1)
         with _own_dtypes(hidden.device):
             cast_weight = weight.to(dtype)
-            for rows, logits in _logits_by_chunk(hidden, cast_weight, _to(bias, dtype)):
+            for rows, logits in logits_by_chunk(hidden, cast_weight, _to(bias, dtype)):
                 grad = torch.softmax(logits, -1, dtype=wide).mul_(scales[rows])
                 del logits
                 grad.scatter_add_(1, classes[rows], -scales[rows])
@@ -300,11 +300,15 @@ def _tokens_per_chunk(num_classes: int) -> int:
     return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
 
 
-def _logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def rows_by_chunk(num_rows: int, num_classes: int) -> list[slice]:
+    """The chunks that ``num_rows`` positions are cut into."""
+    tokens = _tokens_per_chunk(num_classes)
+    return [slice(start, start + tokens) for start in range(0, num_rows, tokens)]
+
+
+def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Logits (C, V) of ``hidden`` (N, H), some rows at a time."""
-    tokens = _tokens_per_chunk(len(weight))
-    for start in range(0, len(hidden), tokens):
-        rows = slice(start, start + tokens)
+    for rows in rows_by_chunk(len(hidden), len(weight)):
         yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
 
 

@@ -234,8 +234,15 @@ def progress_text(values: Mapping[str, Any]) -> str:
         shown(values, "tokens_per_second", lambda value: f"{count(value)} tok/s"),
         shown(values, "mfu", lambda value: f"MFU {percent(value)}"),
         shown(values, "peak_allocated_bytes", gib),
+        _reserved(values),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _reserved(values: Mapping[str, Any]) -> str | None:
+    """What the allocator holds, where that is well above what it gave out: memory is fragmented."""
+    reserved, allocated = values.get("peak_reserved_bytes"), values.get("peak_allocated_bytes")
+    return f"{gib(reserved)} reserved" if reserved and allocated and reserved > 1.2 * allocated else None
 
 
 def _cpu_model() -> str:

@@ -6,6 +6,7 @@ Matplotlib writes fixed colours; each of those used here stands for a CSS variab
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,8 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         _tokens_per_second(training),
         _peak_memory(training, summary.get("predicted_peak_bytes")),
     ]
-    return [_chart(drawing, last_step) for drawing in drawings if any(drawing.series)]
+    curves = [_chart(drawing, last_step) for drawing in drawings if any(drawing.series)]
+    return [*curves, *_memory_bars(summary)]
 
 
 def points(rows: Sequence[Row], name: str) -> Points:
@@ -215,14 +217,76 @@ def _peak_memory(training: Sequence[Row], predicted_bytes: float | None) -> _Dra
         _from_zero(axes, [*series, (0, (predicted_bytes or 0) / 2**30)])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
-    return _Drawing("Peak memory", "GiB; the most that one device had allocated so far.", [series], draw)
+    return _Drawing("Peak memory", "GiB; the most that one device had allocated at once.", [series], draw)
+
+
+_KIND_LOOKS = ((_FIRST, 1.0), (_FIRST, 0.6), (_FIRST, 0.3), (_SECOND, 1.0), (_SECOND, 0.5), (_MUTED, 0.5))
+
+
+def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
+    """What the peak consisted of, and the peak of each phase; nothing where that was not measured."""
+    kinds, phases = (
+        {name: size for name, size in (summary.get(key) or {}).items() if isinstance(size, int | float)}
+        for key in ("bytes_by_kind", "peak_bytes_by_phase")
+    )
+    if not kinds and not phases:
+        return []
+    predicted_bytes = summary.get("predicted_peak_bytes")
+
+    def draw(axes: Axes) -> None:
+        start = 0.0
+        for (name, size), (colour, alpha) in zip(kinds.items(), itertools.cycle(_KIND_LOOKS)):
+            width = size / 2**30
+            if size:  # a kind keeps its colour where another is missing
+                axes.barh(0, width, left=start, height=0.7, color=colour, alpha=alpha, label=f"{name} {gib(size)}")
+            start += width
+        rows = {**({"at the peak": sum(kinds.values())} if kinds else {}), **phases}
+        for row, (name, size) in enumerate(rows.items()):
+            if name in phases:
+                axes.barh(row, size / 2**30, height=0.45, color=_FIRST, alpha=0.6)
+            axes.annotate(
+                gib(size),
+                (1, row),
+                xycoords=axes.get_yaxis_transform(),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                color=_MUTED,
+                annotation_clip=False,
+            )
+        if predicted_bytes:
+            label = f"predicted {gib(predicted_bytes)}"
+            axes.axvline(predicted_bytes / 2**30, color=_SECOND, linestyle="--", linewidth=1.2, label=label)
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.invert_yaxis()
+        axes.yaxis.grid(False)
+        axes.set_xlim(0, 1.04 * max(*rows.values(), predicted_bytes or 0) / 2**30)
+        axes.set_xlabel("GiB")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+    title = "Memory by kind and phase"
+    caption = "What the peak of the run consisted of, and the most that each phase of a step had allocated."
+    said = ", ".join(f"{name} {gib(size)}" for name, size in {**kinds, **phases}.items() if size)
+    return [Chart(title, caption, _svg(title, f"{title}: {said}.", draw, legend_columns=2))]
 
 
 def _chart(drawing: _Drawing, last_step: int) -> Chart:
     steps = [step for series in drawing.series for step, _ in series]
     end = next(series[-1][1] for series in drawing.series if series)
     label = f"{drawing.title} from step {min(steps):,} to {max(steps):,}; {number(end)} at the end."
-    return Chart(drawing.title, drawing.caption, _svg(drawing, label, last_step))
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.xaxis.grid(False)
+        drawing.draw(axes)
+        axes.set_xlabel("step")
+        axes.set_xlim(0, 1.02 * max(1, last_step))
+
+    return Chart(drawing.title, drawing.caption, _svg(drawing.title, label, draw))
 
 
 def _curve(axes: Axes, series: Points, colour: str, label: str | None = None, marker: str = "") -> None:
@@ -291,26 +355,19 @@ def _scientific(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def _svg(drawing: _Drawing, label: str, last_step: int) -> str:
+def _svg(title: str, label: str, draw: Callable[[Axes], None], legend_columns: int = 4) -> str:
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": drawing.title}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(6.2, 3.1), layout="constrained")
         axes = figure.subplots()
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-        axes.xaxis.grid(False)
-        drawing.draw(axes)
-        axes.set_xlabel("step")
-        axes.set_xlim(0, 1.02 * max(1, last_step))
+        draw(axes)
         if len(axes.get_legend_handles_labels()[0]) > 1:
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, borderaxespad=0.2)
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=legend_columns, frameon=False, borderaxespad=0.2)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _for_page(text.getvalue(), drawing.title, label)
+    return _for_page(text.getvalue(), title, label)
 
 
 def _for_page(svg: str, title: str, label: str) -> str:

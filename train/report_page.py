@@ -74,8 +74,9 @@ def page(
         config_yaml: the resolved configuration.
         summary: any of metric_name, metric_value, best_step, status, task, model, num_parameters, steps, epochs,
             tokens, max_length, global_batch_size, mixed_precision, training_seconds, tokens_per_second, mfu,
-            peak_allocated_bytes, predicted_peak_bytes, max_grad_norm, references (name: bits per byte), label_names,
-            notes (texts), hardware (as :func:`train.report.hardware`), versions, world_size.
+            peak_allocated_bytes, predicted_peak_bytes, bytes_by_kind and peak_bytes_by_phase (name: bytes),
+            memory_leak (text), max_grad_norm, references (name: bits per byte), label_names, notes (texts), hardware
+            (as :func:`train.report.hardware`), versions, world_size.
         metrics: rows of ``metrics.jsonl``.
         sample: text that the trained model wrote.
     """
@@ -86,7 +87,7 @@ def page(
         _section("Evaluations", _evaluation_table(evaluations, summary.get("best_step"))),
         _section("Confusion matrix", _confusion_matrix(evaluations, summary.get("label_names") or ())),
         _section("Sample", _pre(sample)),
-        _section("Notes", _notes(summary.get("notes") or ())),
+        _section("Notes", _notes([*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])])),
         _section("Configuration", _details("Every setting of this run; saved as config.yaml, re-runs it", config_yaml)),
         _section("Machine and versions", _facts(_machine(summary))),
     ]

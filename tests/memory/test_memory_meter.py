@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -137,9 +138,8 @@ def test_phases_and_kinds_are_what_the_allocator_saw(window_size: int):
             mark("between")
     truth, summary = allocator_peaks(profiler), training.meter.summary()
     assert summary["peak_allocated_bytes"] == pytest.approx(max(truth.values()), rel=5e-4)
-    views = sum(b.labels.nbytes for b in window)  # of the batches, which were there before the profile
     for phase in ("forward", "backward", "clip", "optimizer"):
-        assert summary["peak_bytes_by_phase"][phase] == pytest.approx(truth[phase], abs=views + 5e-4 * truth[phase])
+        assert summary["peak_bytes_by_phase"][phase] == pytest.approx(truth[phase], rel=5e-4), phase
     kinds = summary["bytes_by_kind"]
     parameter_bytes = sum(p.nbytes for p in training.network.parameters())
     buffer_bytes = sum(b.nbytes for b in training.network.buffers())
@@ -166,15 +166,28 @@ def test_the_first_step_of_each_larger_shape_is_followed(training: Training, fol
     assert is_followed(batch(3, 16))
     assert is_followed(batch(2, 16), batch(2, 16))  # gradients are there in the second forward
     assert not is_followed(batch(2, 16), batch(1, 8), batch(1, 16))
-    assert is_followed(batch(1, 16, num_tokens=12))  # padding may need a mask
+    assert is_followed(batch(3, 16, num_tokens=40))  # padding may need a mask
     assert not is_followed(batch(2, 16, num_tokens=30))
 
 
 def test_every_so_many_steps_one_is_followed(training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("train.memory.meter.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.memory.meter.TRACKED_SHARE", math.inf)
+    training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY)
     for _ in range(2 + 6):
         training.step(batch(1, 4))
     assert len(followed) == 3
+
+
+def test_steps_too_short_to_follow_often_are_followed_less(
+    training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("train.memory.meter.TRACK_EVERY_STEPS", 2)
+    monkeypatch.setattr("train.memory.meter.TRACKED_SHARE", 1e-9)
+    training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY)
+    for _ in range(12):
+        training.step(batch(1, 4))
+    assert len(followed) == 3  # and never again
 
 
 def test_a_step_that_is_not_followed_has_the_figures_of_one_that_was(training: Training, followed: list[str]):
@@ -247,23 +260,29 @@ def test_a_leak_is_named_once(training: Training, keep: Callable[[list[Tensor]],
     kept: list[Tensor] = []
     training.network.lm_head.register_forward_pre_hook(keep(kept))
     for step in range(2 * CONFIRMING_STEPS + 6):
-        training.step(batch(4, 80 + step % 2))
-        assert bool(training.said) == (step >= CONFIRMING_STEPS)
+        training.step(batch(4, 80))
+        assert bool(training.said) == (step > CONFIRMING_STEPS)
     (line,) = training.said
     assert f"(4, 80, {WIDTH}) float32 made in forward" in line
     assert "0.1 MiB more after each step, seen over 4 steps" in line
     assert training.meter.summary()["memory_leak"] == line
 
 
-def test_a_leak_that_begins_later_is_found_at_a_followed_step(training: Training, monkeypatch: pytest.MonkeyPatch):
+def test_a_leak_that_begins_later_and_at_several_shapes_is_found_by_a_followed_step(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("train.memory.meter.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.memory.meter.TRACKED_SHARE", math.inf)
+    training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY, training.said.append)
     kept: list[Tensor] = []
-    for _ in range(3):
-        training.step(batch(4, 80))
+    for step in range(4):
+        training.step(batch(4, 80 + step % 2))
     training.network.lm_head.register_forward_pre_hook(keep_tensor(kept))
-    for _ in range(6 + CONFIRMING_STEPS):
-        training.step(batch(4, 80))
+    for step in range(6 + CONFIRMING_STEPS):
+        training.step(batch(4, 80 + step % 2))
     assert len(training.said) == 1
+    for length in (80, 81):
+        assert f"2 × (4, {length}, {WIDTH}) float32 made in forward" in training.said[0]
 
 
 def test_a_clean_run_raises_no_alarm(training: Training, followed: list[str]):
@@ -275,20 +294,16 @@ def test_a_clean_run_raises_no_alarm(training: Training, followed: list[str]):
         last[:] = [args[0].detach().clone()]  # kept until the next one
         length = args[0].shape[1]
         cache.setdefault(length, torch.zeros(256, 256))  # kept for ever
+        training.network.constant.view(-1)  # pyright: ignore - seen by each step, born in none
 
     training.network.lm_head.register_forward_pre_hook(habits)
     training.network.constant = torch.zeros(256, 256)  # pyright: ignore - no buffer, but there before
-    training.network.lm_head.register_forward_pre_hook(lambda module, args: module_view(training))
     for length in (32, 48, 64, 80, 96, 96, 96, 96):
         training.step(batch(4, length))
     for _ in range(6):
         training.step(*window)  # the caller keeps its batches
     assert training.said == [] and "memory_leak" not in training.meter.summary()
     assert len(followed) < 14
-
-
-def module_view(training: Training) -> Tensor:
-    return training.network.constant.view(-1)  # pyright: ignore
 
 
 def test_circles_of_objects_are_no_leak(training: Training):
@@ -303,7 +318,7 @@ def test_circles_of_objects_are_no_leak(training: Training):
     gc.collect()
     gc.disable()
     try:
-        for _ in range(CONFIRMING_STEPS + 2):
+        for _ in range(CONFIRMING_STEPS + 3):
             training.step(batch(4, 80))
     finally:
         gc.enable()
@@ -506,7 +521,7 @@ def test_cuda_growth_that_no_tensor_shows_is_a_graphs(fake_cuda: None, monkeypat
 def test_cuda_without_growth_at_equal_shapes_is_clean(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     cuda = CudaTraining(monkeypatch)
     for step in range(24):  # a buffer that grows with the first steps, garbage that is collected now and then
-        cuda.step(leak_bytes=8 * MIB if step < 5 or step % 4 else -24 * MIB if step > 5 else 0)
+        cuda.step(leak_bytes=8 * MIB if step < 4 or step % 4 else -24 * MIB if step > 4 else 0)
     assert cuda.said == []
 
 

@@ -32,8 +32,8 @@ class Costs:
     by_operator: dict[str, float] = field(default_factory=dict)
     """Seconds."""
 
-    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Adds one operator."""
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any, repeats: int = 1) -> None:
+        """Adds one operator, ``repeats`` times."""
         if func.is_view or func.namespace != "aten":
             return
         inputs, outputs = list(_tensors(args)), list(_tensors(result))
@@ -50,11 +50,11 @@ class Costs:
         seconds = max(
             LAUNCH_SECONDS, flops / (rate * REACHED_FLOPS), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
         )
-        self.flops += flops
-        self.bytes_moved += traffic
-        self.seconds += seconds
+        self.flops += flops * repeats
+        self.bytes_moved += traffic * repeats
+        self.seconds += seconds * repeats
         name = str(func.overloadpacket)
-        self.by_operator[name] = self.by_operator.get(name, 0.0) + seconds
+        self.by_operator[name] = self.by_operator.get(name, 0.0) + seconds * repeats
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:

@@ -45,13 +45,15 @@ def install(capability: tuple[int, int]) -> None:
     Raises:
         CannotStandInError: this build of torch is not laid out as expected.
     """
-    if torch.cuda.is_available():
+    if not _kept and torch.cuda.is_available():
         return
     try:
-        if not _kept:
+        installed = bool(_kept)
+        if not installed:
             _install_tables()
         _install_answers(capability)
-        _check()
+        if not installed:
+            _check()
     except Exception as error:  # a symbol that is not there, an operator that refuses, a table of another shape
         raise CannotStandInError(
             f"torch {torch.__version__} on {sys.platform} cannot be made to plan for a CUDA device that is not there "
@@ -108,7 +110,7 @@ def _install_answers(capability: tuple[int, int]) -> None:
     cuda.empty_cache = lambda: None
     cuda.get_device_capability = lambda device=None: capability
     cuda.is_bf16_supported = lambda including_emulation=True: capability >= (8, 0)
-    cuda.get_device_name = lambda device=None: "a CUDA device that is not there"
+    cuda.get_device_name = lambda device=None: "this card"
     cuda.manual_seed_all = lambda seed: None
     # fake tensors made from Python numbers would else be made on the card first
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,7 +119,7 @@ def _install_answers(capability: tuple[int, int]) -> None:
 
     for module in (common, autocast_mode, grad_scaler):
         if hasattr(module, "amp_definitely_not_available"):
-            module.amp_definitely_not_available = lambda: False
+            vars(module)["amp_definitely_not_available"] = lambda: False
 
 
 def _check() -> None:

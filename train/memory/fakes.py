@@ -12,10 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from train import losses
 from train.memory.costs import Costs
 from train.memory.kernels import temporary_bytes
 from train.memory.tracker import StorageTracker
@@ -35,6 +37,8 @@ class FakeTracker(StorageTracker):
         super().__init__(*args, **options)
         self.fake_mode: FakeTensorMode | None = None
         self.padded, self.costs = padded, costs
+        self.repeats = 1
+        """How often what is done now would really be done."""
         self.paused = False
         """While true, nothing is counted."""
         self._temporaries = 0
@@ -82,7 +86,7 @@ class FakeTracker(StorageTracker):
         buffers = temporary_bytes(func, args, result)
         self.observe(func, self._take(buffers) if buffers else 0)
         if self.costs is not None:
-            self.costs.count(func, args, kwargs, result)
+            self.costs.count(func, args, kwargs, result, self.repeats)
         return result
 
     def _take(self, buffers: list[int]) -> int:
@@ -118,6 +122,27 @@ def _added_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if torch._C._storage_Use_Count(first.untyped_storage()._cdata) != 2:  # the tensor's own, and the one just made
         return None
     return aten.add_.Tensor(first, second)
+
+
+@contextmanager
+def few_chunks(tracker: FakeTracker) -> Iterator[None]:
+    """Inside it, a loss in chunks computes the first two and the last, since all between are like the second.
+
+    So a prediction takes no longer for a longer sequence; in the costs the second chunk counts for those left out.
+    """
+
+    def some_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        chunks = losses.rows_by_chunk(len(hidden), len(weight))
+        chosen = chunks if len(chunks) <= 3 else [*chunks[:2], chunks[-1]]
+        try:
+            for number, rows in enumerate(chosen):
+                tracker.repeats = 1 + (len(chunks) - len(chosen)) * (number == 1)
+                yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
+        finally:
+            tracker.repeats = 1
+
+    with patch.object(losses, "logits_by_chunk", some_logits):
+        yield
 
 
 @contextmanager

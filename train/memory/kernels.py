@@ -78,8 +78,8 @@ class Attention:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         if torch.is_autocast_enabled("cuda"):
-            query, key, value, attn_mask = (_autocast(t) for t in (query, key, value, attn_mask))
-            assert query is not None and key is not None and value is not None
+            query, key, value = (_autocast(t) for t in (query, key, value))
+            attn_mask = None if attn_mask is None else _autocast(attn_mask)
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         kernel = attention_kernel(query, key, attn_mask, dropout_p, self._capability, self._prefers_cudnn)
         self.kernels_used.add(kernel)
@@ -109,9 +109,9 @@ class Attention:
         return run(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0][..., :head_size]
 
 
-def _autocast(tensor: Tensor | None) -> Tensor | None:
+def _autocast(tensor: Tensor) -> Tensor:
     target = torch.get_autocast_dtype("cuda")
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype in (target, torch.float64):
+    if not tensor.is_floating_point() or tensor.dtype in (target, torch.float64):
         return tensor
     return tensor.to(target)
 

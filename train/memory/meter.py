@@ -2,12 +2,13 @@
 
 On CUDA the allocator's own counters are read where a phase begins: nothing is polled, and nothing waits for the
 device. On a CPU there are no such counters; a :class:`train.memory.tracker.StorageTracker` follows every operator
-instead, which costs some percent, so only few steps are followed. Elsewhere there is the process's resident set.
+instead, which costs some percent of large steps and more of small ones, so only few are followed. Elsewhere there is the process's resident set.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -35,8 +36,9 @@ from train.records import MicroBatch
 from train.runtime import DeviceMeter
 from train.wording import gib
 
-TRACK_EVERY_STEPS = 50
-"""On a CPU a step is followed at least so often, to see leaks; on CUDA what stays is counted anew."""
+TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
+"""On a CPU one of so many steps is followed, to see leaks, or fewer where that would cost a larger share of the time;
+on CUDA what stays is counted anew so often."""
 
 EXEMPT_STEPS = 2
 """The first steps make what then stays: optimizer state, libraries' workspaces, buffers made when first needed."""
@@ -78,7 +80,7 @@ class Measured:
 
     def merged(self, other: Measured) -> Measured:
         """The larger of each figure; counts are added."""
-        larger = other if other.peak_bytes > self.peak_bytes else self
+        larger = other if other.peak_bytes >= self.peak_bytes else self
         phases = {**self.peak_bytes_by_phase, **other.peak_bytes_by_phase}
         return Measured(
             peak_bytes=larger.peak_bytes,
@@ -572,10 +574,10 @@ class TrackingGauge:
     """Follows every operator of some steps on a CPU.
 
     A step's peak depends on its shapes alone, and does not shrink as they grow. So the first step that no followed
-    one covers is followed, and the largest peak of those is that of the run. Besides, every
-    :data:`TRACK_EVERY_STEPS`-th step is followed, and the next few where memory seems to leak.
+    one covers is followed, and the largest peak of those is that of the run. Besides, one of
+    :data:`TRACK_EVERY_STEPS` steps is followed, and the next few where memory seems to leak.
 
-    Micro-batches were made before the step and do not count, unless an operator returns a view of one.
+    Micro-batches were made before the step and do not count.
     """
 
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer, num_classes: int | None) -> None:
@@ -583,21 +585,29 @@ class TrackingGauge:
         self.leak: str | None = None
         self._survivors = SurvivorWatch()
         self._followed: dict[Extent, Measured] = {}
-        self._steps_since = 0
+        self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
+        self._began = self._usual_seconds = 0.0
         self._tracker: StorageTracker | None = None
         self._exit = ExitStack()
         self._extent = Extent("", 0, 0, False, False, False)
-        self._batches: Sequence[MicroBatch] = ()
+        self._seen: set[tuple[int, int]] = set()
+        self._shapes: set[tuple[int, int]] = set()
+        self._input_bytes = 0
         self._before: set[int] = set()
 
     def begin(self, phase: str, batches: Sequence[MicroBatch]) -> None:
+        self._began = time.perf_counter()
         self._extent = extent_of(phase, batches, len(self._optimizer.state) > 0)
+        self._shapes = set(map(shape_of, batches))
         self._steps_since += phase == "forward"
         if not self._is_due():
             return
         if phase == "forward":
             self._steps_since = 0
         tracker = StorageTracker("cpu", 1, self._num_classes)
+        # operators may return views of what the batches hold: known from the start, it can be taken off in the end
+        tracker.tag(WORKSPACE, [tensor for batch in batches for tensor in (*batch.inputs.values(), batch.labels)])
+        self._input_bytes = tracker.live_bytes
         tag_held(tracker, self._network, self._optimizer)
         with ExitStack() as stack:
             for handle in tag_gradients(tracker, self._network.parameters()):
@@ -606,7 +616,7 @@ class TrackingGauge:
             tracker.reset_peak()
             stack.enter_context(tracker)
             self._exit = stack.pop_all()
-        self._tracker, self._batches, self._before = tracker, batches, set(tracker.live)
+        self._tracker, self._before = tracker, set(tracker.live)
 
     def mark(self, phase: str) -> None:
         if self._tracker is not None:
@@ -614,29 +624,44 @@ class TrackingGauge:
 
     def end(self, completed: bool) -> Measured:
         tracker, self._tracker = self._tracker, None
-        batches, self._batches = self._batches, ()
+        is_settled, seconds = self._is_settled(), time.perf_counter() - self._began
+        if completed and self._extent.phase == "forward":
+            self._seen |= self._shapes
         if tracker is None:
+            if self._extent.phase == "forward":
+                self._usual_seconds = seconds
             covering = (m for extent, m in self._followed.items() if extent.covers(self._extent))
             return min(covering, key=lambda measured: measured.peak_bytes)
         self._exit.close()
-        peak = tracker.peak
-        measured = Measured(peak.num_bytes, peak.bytes_by_kind, tracker.peak_bytes_by_phase)
+        peak, inputs = tracker.peak, self._input_bytes
+        measured = Measured(
+            peak.num_bytes - inputs,
+            {**peak.bytes_by_kind, WORKSPACE: peak.bytes_by_kind[WORKSPACE] - inputs},
+            {phase: size - inputs for phase, size in tracker.peak_bytes_by_phase.items()},
+        )
         if not completed:  # what it reached; the next step of this extent is followed again
             return measured
         self._followed[self._extent] = measured
-        if self._extent.phase == "forward" and self.leak is None:
+        if is_settled and self._usual_seconds:
+            extra = (seconds - self._usual_seconds) / self._usual_seconds
+            self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)
+        if is_settled and self.leak is None:
             tag_held(tracker, self._network, self._optimizer)  # a first update makes the optimizer's state
-            self.leak = self._survivors.see(tracker, self._before, batches)
+            self.leak = self._survivors.see(tracker, self._before)
         return measured
 
     def between(self) -> Measured:
         return Measured()
 
+    def _is_settled(self) -> bool:
+        """Whether this is a training step of shapes that were there before: what is cached for a shape, is."""
+        return self._extent.phase == "forward" and self._shapes <= self._seen
+
     def _is_due(self) -> bool:
         """Whether the step that begins is to be followed."""
         if self._extent.phase == "forward":
             suspicious = self.leak is None and self._survivors.is_suspicious
-            if suspicious or self._steps_since >= TRACK_EVERY_STEPS:
+            if (suspicious and self._is_settled()) or self._steps_since >= self._track_every:
                 return True
         return not any(extent.covers(self._extent) for extent in self._followed)
 
@@ -662,7 +687,8 @@ class _Left:
 class SurvivorWatch:
     """Looks at what was born in followed steps and outlived them: each should be gone when a later one ends.
 
-    A storage is known by its identity, so shapes need not be equal: a cache that stays, or is replaced, is no leak.
+    A storage is known by its identity: one that stays, or is replaced, is no leak. Only steps whose shapes were there
+    before are shown to it, since something may be kept for each new shape.
     """
 
     def __init__(self) -> None:
@@ -673,15 +699,12 @@ class SurvivorWatch:
         """Whether the next step should be followed, to be certain."""
         return bool(self._left)
 
-    def see(self, tracker: StorageTracker, before: set[int], batches: Sequence[MicroBatch]) -> str | None:
+    def see(self, tracker: StorageTracker, before: set[int]) -> str | None:
         """The end of a followed step; returns what leaks once that is certain.
 
         Args:
             before: numbers of the storages that were there when the step began.
-            batches: of the step; their own storages count as born only where an operator returned a view of them.
         """
-        tensors = [t for batch in batches for t in (*batch.inputs.values(), batch.labels)]
-        inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
         known = {address for left in self._left for address in left.alive()}
         held = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
         born: dict[int, int] = {}
@@ -690,7 +713,7 @@ class SurvivorWatch:
             storage = reference() if reference is not None else None
             if key not in before and block.kind not in held and storage is not None:
                 born[storage._cdata] = key
-        left = _Left(tracker, {a: key for a, key in born.items() if a not in inputs and a not in known})
+        left = _Left(tracker, {a: key for a, key in born.items() if a not in known})
         if left.num_bytes() < SURVIVOR_BYTES:
             self._left = []
             return None

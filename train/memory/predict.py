@@ -68,6 +68,8 @@ class Job:
     """Whether the micro-batch comes with an attention mask that hides something."""
     input_names: tuple[str, ...] = ("input_ids",)
     """Inputs of the model, each (B, S)."""
+    num_targets: int | None = None
+    """Labels that are targets; None: all."""
     eval_batch_size: int | None = None
     special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)
     """Start, end and padding."""
@@ -174,7 +176,8 @@ class Predictor:
         self._asked.pop(0)
         if "error" in values:
             raise UserError(values["error"])
-        return Prediction(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+        return Prediction(**(values | lists))
 
     def predict(self, job: Job) -> Prediction:
         """:meth:`ask` and :meth:`answer`."""
@@ -204,7 +207,7 @@ def predict(job: Job) -> Prediction:
     from train.memory import fake_cuda, ranks
     from train.memory.allocator import replay
     from train.memory.costs import Costs
-    from train.memory.fakes import FakeTracker, fake_tensors
+    from train.memory.fakes import FakeTracker, fake_tensors, few_chunks
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
     from train.step import optimizer_step
@@ -237,6 +240,7 @@ def predict(job: Job) -> Prediction:
         )
         if job.sharding == "fsdp2":
             stack.enter_context(ranks.shapes_uncounted(tracker))
+        stack.enter_context(few_chunks(tracker))
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
         model, optimizer, network = build(job, architecture, config, accelerator)
         parameters = list(network.parameters())
@@ -391,7 +395,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         inputs["attention_mask"][:, -1] = 0
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
-    return MicroBatch(inputs, labels, labels.numel(), tuple(range(size)), size * job.length)
+    return MicroBatch(inputs, labels, job.num_targets or labels.numel(), tuple(range(size)), size * job.length)
 
 
 def job_from(values: dict[str, Any]) -> Job:

@@ -154,6 +154,7 @@ class MemorySession:
             length=length,
             accumulates=accumulates,
             padded="attention_mask" in longest.inputs,
+            num_targets=longest.num_targets or None,
             input_names=tuple(name for name in longest.inputs if name != "attention_mask"),
             eval_batch_size=self._config.output.eval_batch_size or size,
         )

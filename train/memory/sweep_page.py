@@ -233,7 +233,8 @@ def _longest(sweep: Sweep, reference: str) -> str | None:
     within = f"within {gib(sweep.budget_bytes)}"
     if longest[best] > longest[reference]:
         began = f"from {longest[reference]:,}" if longest[reference] else "from none of those tried"
-        text = f"The longest length {within} grows {began} to {longest[best]:,} tokens with {in_words(best)}."
+        text = f"The longest length tried that fits {within} grows {began} to {longest[best]:,} tokens"
+        text += f" with {in_words(best)}."
     elif longest[reference]:
         text = f"The longest length tried, {longest[reference]:,} tokens, fits {within} with {in_words(reference)}."
     else:
@@ -360,7 +361,8 @@ def subject(sweep: Sweep) -> str:
         f"Every optimizer step has {sweep.tokens_per_update:,} tokens: micro-batch × length × accumulation."
     )
     if steps:
-        text += f" Times are medians of {steps} step{'s' if steps > 1 else ''} or, where those took long, fewer."
+        fewer = " or, where those took long, fewer" if any(cell.steps < steps for cell in sweep.measured) else ""
+        text += f" Times are medians of {steps} step{'s' if steps > 1 else ''}{fewer}."
     return text
 
 
@@ -372,7 +374,7 @@ def page(sweep: Sweep) -> str:
     reaches = frontier(sweep.cells, sweep.budget_bytes)
     title = f"Memory and speed of {sweep.model} over length and micro-batch"
     budget = gib(sweep.budget_bytes)
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(sweep))
+    items = "".join(f"<li>{_unbroken(escape(sentence))}</li>" for sentence in findings(sweep))
     sections = [
         f'<ul class="findings">{items}</ul>',
         _section("Peak memory, GiB", _maps(sweep, _memory_text, lambda cell: cell.peak_bytes)),
@@ -397,6 +399,13 @@ def page(sweep: Sweep) -> str:
     )
 
 
+def _unbroken(text: str) -> str:
+    """Keeps figures and their units on one line."""
+    for unit in ("%", "GiB", "MiB", "×"):
+        text = text.replace(f" {unit}", f"&nbsp;{unit}")
+    return text
+
+
 def _maps(
     sweep: Sweep, text: Callable[[Cell], str], value: Callable[[Cell], float | None], kind: str = "memory"
 ) -> str:
@@ -417,8 +426,8 @@ def _maps(
                     row += f'<td class="{kind}" style="--share:{(value(cell) or 0) / most:.3f}">{text(cell)}</td>'
             rows.append(f'<tr><th scope="row">{length:,}</th>{row}</tr>')
         figures.append(
-            f"<figure><figcaption><strong>{escape(technique)}</strong>Rows: length; columns: micro-batch size."
-            f'</figcaption><table class="matrix"><thead><tr><td></td>{head}</tr></thead>'
+            f"<figure><figcaption><strong>{escape(technique)}</strong>Rows: length; columns: micro-batch size; –: left "
+            f'out.</figcaption><table class="matrix"><thead><tr><td></td>{head}</tr></thead>'
             f"<tbody>{''.join(rows)}</tbody></table></figure>"
         )
     return f'<div class="maps">{"".join(figures)}</div>'
@@ -476,10 +485,10 @@ def _all_cells(sweep: Sweep) -> str:
     held = "resident" if sweep.device_type == "cpu" else "reserved"
     names = ("technique", "length", "micro-batch", "accumulation", "peak GiB", "predicted", "error", f"{held} GiB")
     names += ("s per step", "tokens/s", "GFLOP/s", "MFU", "")
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in _cell_texts(cell)) + "</tr>" for cell in sweep.grid
-    )
+    texts = [_cell_texts(cell) for cell in sweep.grid]
+    used = [column for column in range(len(names)) if any(row[column] for row in texts)]
+    head = "".join(f'<th scope="col">{names[column]}</th>' for column in used)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(row[column])}</td>" for column in used) + "</tr>" for row in texts)
     return f'<div class="box"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 

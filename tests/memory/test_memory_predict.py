@@ -1,0 +1,177 @@
+"""Predicted memory against the tracked memory of the same step made for real, and predictions for cards not here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from support import ROOT
+
+from train.config import Config, from_values, to_values
+from train.errors import UserError
+from train.memory.predict import Job, Predictor, Target, build, random_batch
+from train.memory.tracker import KINDS, OPTIMIZER_STATE, PARAMETERS, StorageTracker, tag_gradients
+from train.runtime import resolve_precision
+from train.step import optimizer_step
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 128, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+CPU = Target("cpu")
+H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
+
+
+def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) -> Job:
+    fields = {f: settings.pop(f) for f in ("padded", "num_labels", "auto_class", "length") if f in settings}
+    values = {**to_values(Config()), "model_config": model, "tokenizer": "bytes", "micro_batch_size": 2, **settings}
+    return Job(
+        values=values,
+        target=target,
+        vocab_size=600,
+        micro_batch_size=2,
+        accumulates=(values["gradient_accumulation_steps"] or 1) > 1,
+        **{"auto_class": "AutoModelForCausalLM", "length": 128, **fields},
+    )
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Iterator[Predictor]:
+    with Predictor() as found:
+        yield found
+
+
+def tracked_peak(case: Job) -> int:
+    """The same step for real, its storages counted; the second one, when the optimizer has its state."""
+    import torch
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    config = from_values(case.values)
+    precision, _ = resolve_precision(config.optimization.mixed_precision, torch.device("cpu"))
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    window = [random_batch(case, case.micro_batch_size) for _ in range(1 + case.accumulates)]
+    model, optimizer, network = build(case, config.architecture, config, accelerator, initialised=True)
+    optimizer_step(accelerator, model, optimizer, window, config.optimization)
+    with StorageTracker("cpu") as tracker:
+        tracker.tag(PARAMETERS, [*network.parameters(), *network.buffers()])
+        tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
+        tag_gradients(tracker, network.parameters())
+        tracker.reset_peak()
+        optimizer_step(accelerator, model, optimizer, window, config.optimization, mark=tracker.mark)
+    return tracker.peak.num_bytes
+
+
+CASES = {
+    "plain": job(),
+    "checkpointed, accumulated": job(gradient_checkpointing="full", gradient_accumulation_steps=2),
+    "selective": job(gradient_checkpointing="selective"),
+    "bf16 autocast, tied": job({**LLAMA, "tie_word_embeddings": True}, mixed_precision="bf16"),
+    "chunked": job({**LLAMA, "vocab_size": 9000}, loss="chunked", length=2048),
+    "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
+    "masked and padded": job(BERT, auto_class="AutoModelForMaskedLM", padded=True),
+    "classified": job(BERT, auto_class="AutoModelForSequenceClassification", num_labels=3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prediction_equals_the_real_step(name: str, predictor: Predictor) -> None:
+    case = CASES[name]
+    predictor.ask(case)
+    measured = tracked_peak(case)
+    assert predictor.answer().peak_bytes == pytest.approx(measured, rel=5e-4)
+
+
+def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictor) -> None:
+    found = predictor.predict(job(target=H100, mixed_precision="bf16"))
+    assert set(found.bytes_by_kind) == set(KINDS)
+    assert sum(found.bytes_by_kind.values()) == found.peak_bytes
+    weights = 4 * found.num_parameters
+    assert weights <= found.bytes_by_kind[PARAMETERS] < 1.05 * weights + 2**17  # buffers; sizes round up to 512
+    assert 2 * weights <= found.bytes_by_kind[OPTIMIZER_STATE] < 2.1 * weights + 2**17
+    assert found.reserved_bytes >= found.peak_bytes == max(found.peak_bytes_by_phase.values())
+    assert found.attention_kernels == ("flash",)
+    assert found.flops and found.seconds and found.seconds > found.flops / 9.9e14
+
+
+def test_what_a_card_would_do_depends_on_the_card(predictor: Predictor) -> None:
+    def kernels(target: Target, **settings: Any) -> tuple[str, ...]:
+        return predictor.predict(job(target=target, **settings)).attention_kernels
+
+    ampere, turing = Target("cuda", (8, 0)), Target("cuda", (7, 5))
+    assert kernels(ampere, mixed_precision="bf16") == ("flash",)
+    assert kernels(ampere, mixed_precision="no") == ("efficient",)
+    assert kernels(turing, mixed_precision="fp16") == ("efficient",)
+    assert kernels(replace(H100, prefers_cudnn=True), mixed_precision="fp16") == ("cudnn",)
+    with pytest.raises(UserError, match="bf16"):
+        kernels(turing, mixed_precision="bf16")
+
+
+def test_techniques_save_what_they_should(predictor: Predictor) -> None:
+    def peak(**settings: Any) -> int:
+        sized = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 9000}
+        return predictor.predict(job(sized, H100, length=4096, mixed_precision="bf16", **settings)).peak_bytes
+
+    plain, checkpointed, chunked = (
+        peak(loss="full"),
+        peak(gradient_checkpointing="full", loss="full"),
+        peak(loss="chunked"),
+    )
+    assert checkpointed < plain and chunked < plain
+    assert peak(gradient_checkpointing="full", loss="chunked") < min(checkpointed, chunked)
+    assert plain - chunked > 2 * 4096 * 9000 * 4  # fp32 logits of two examples are never there
+
+
+def test_attention_without_a_flash_kernel_costs_a_square(predictor: Predictor) -> None:
+    def peak(length: int, **settings: Any) -> int:
+        return predictor.predict(job(target=H100, length=length, mixed_precision="bf16", **settings)).peak_bytes
+
+    squares = 2 * 4 * 2 * 2048**2  # one bf16 score of two examples and four heads
+    assert peak(2048, attn_implementation="eager") - peak(2048) > 2 * squares
+
+
+def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor) -> None:
+    one = job(target=H100, mixed_precision="bf16")
+    alone = predictor.predict(one)
+    ddp = predictor.predict(replace(one, world_size=8, sharding="ddp"))
+    fsdp = predictor.predict(replace(one, world_size=8, sharding="fsdp2"))
+    again = predictor.predict(one)
+    assert again.peak_bytes == alone.peak_bytes
+    assert ddp.peak_bytes - alone.peak_bytes == 4 * alone.num_parameters
+    assert fsdp.num_parameters == alone.num_parameters
+    for kind in (PARAMETERS, OPTIMIZER_STATE):
+        assert alone.bytes_by_kind[kind] / 9 < fsdp.bytes_by_kind[kind] < alone.bytes_by_kind[kind] / 5
+
+
+def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predictor: Predictor) -> None:
+    with pytest.raises(UserError, match="heads"):
+        predictor.predict(job({**LLAMA, "num_attention_heads": 5}))
+    assert predictor.predict(job()).peak_bytes > 0
+
+
+def test_a_process_that_dies_is_reported_and_replaced(predictor: Predictor) -> None:
+    predictor.predict(job())
+    assert predictor._process is not None
+    predictor._process.kill()
+    with pytest.raises(UserError, match="status -9"):
+        predictor.predict(job())
+    assert predictor.predict(job()).peak_bytes > 0
+
+
+def test_a_torch_of_another_layout_is_said_plainly() -> None:
+    code = (
+        "from train.memory import fake_cuda\n"
+        "def missing(name): raise AttributeError('undefined symbol')\n"
+        "fake_cuda._library = missing\n"
+        "try: fake_cuda.install((9, 0))\n"
+        "except fake_cuda.CannotStandInError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "cannot be made to plan for a CUDA device" in done.stdout, done.stderr
+    assert "--device cpu" in done.stdout
