@@ -38,6 +38,7 @@ from train.memory.sweep_page import (  # noqa: E402
     FAILED,
     LEFT_OUT,
     MEASURED,
+    NOT_REACHED,
     OUT_OF_MEMORY,
     PREDICTED,
     Cell,
@@ -457,7 +458,7 @@ def _grid(
         cell, job = asked
         prediction = _answer_of(predictor)
         if time.perf_counter() > deadline:
-            cells += [replace(c, status=LEFT_OUT, reason="no time") for c, _ in open_cells[number:]]
+            cells += [replace(c, status=NOT_REACHED, reason="no time") for c, _ in open_cells[number:]]
             break
         asked = next(upcoming, None)
         if asked:
@@ -602,13 +603,13 @@ class Processes:
 
 
 def _answer(connection: Connection, task: Task) -> None:
-    from train.memory.explain import is_out_of_memory
+    from train.memory.explain import is_out_of_memory, parse_oom
 
     try:
         values = measure(task)
     except Exception as error:  # of any library: it costs this cell alone
         text = " ".join(str(error).split())[:300]
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or parse_oom(text) is not None:  # the builder has its own words around it
             values = {"status": OUT_OF_MEMORY, "reason": text}
         else:
             said = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -24,6 +24,7 @@ from train.memory.sweep_page import (
     FAILED,
     LEFT_OUT,
     MEASURED,
+    NOT_REACHED,
     OUT_OF_MEMORY,
     PREDICTED,
     Cell,
@@ -220,7 +221,7 @@ def test_no_cell_begins_when_time_is_up(tmp_path: Path, measured: list[tuple[str
     result = sweep.run(replace(request, stop_after_seconds=0.0))
     assert measured == []
     assert {(c.micro_batch_size, c.status, c.reason) for c in result.grid if c.status != MEASURED} == {
-        (2, LEFT_OUT, "no time")
+        (2, NOT_REACHED, "no time")
     }
 
 
@@ -307,8 +308,8 @@ def test_the_sentences_say_what_the_figures_say() -> None:
     assert "from 0.50 GiB to 1.00 GiB and speed from 4.10k to 3.28k tokens per second" in said[4]
     assert said[5] == "Predicted and measured peak differ by 0.51 % at the median of 2 cells, by 1 % at most."
     assert said[6] == (
-        "Of 12 cells 9 were measured; 1 predicted to need more than the limit, and not run, 1 failed, 1 left out (too "
-        "many tokens for an update, or no time)."
+        "Of 12 cells 9 were measured; 1 predicted to need more than the limit, and not run, 1 failed, 1 left out, "
+        "for an update is no multiple of their tokens."
     )
     assert len(said) == 7
 
@@ -380,17 +381,18 @@ def test_a_process_that_cannot_build_its_model_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the data of a process")
-def test_a_process_that_needs_more_than_was_predicted_stops_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fence_bytes", [2**27, 2**29], ids=["in the builder", "in the step"])
+def test_a_process_that_needs_more_than_was_predicted_stops_itself(tmp_path: Path, fence_bytes: int) -> None:
     request = sweep.read_request(flags(tmp_path))
     job = sweep.job_for(request, "baseline", 128, 2, accumulation=1)
-    task = sweep.Task("baseline", replace(job, vocab_size=500_000), 1, 1, 1.0, fence_bytes=2**27)
-    found = sweep.Processes(on_cpu=True).measure(task, 60)  # the logits alone are four times that
+    task = sweep.Task("baseline", replace(job, vocab_size=500_000), 1, 1, 1.0, fence_bytes)
+    found = sweep.Processes(on_cpu=True).measure(task, 60)  # logits and their gradient take 2^30
     assert found["status"] == OUT_OF_MEMORY
 
 
 @pytest.mark.slow
 def test_end_to_end(tmp_path: Path) -> None:
-    techniques = ["--techniques", "baseline,checkpointing", "--steps", "1", "--budget_gib", "0.05"]
+    techniques = ["--techniques", "baseline,checkpointing", "--steps", "1", "--budget_gib", "0.003"]
     command = [sys.executable, str(ROOT / "scripts" / "sweep.py"), *flags(tmp_path, *techniques), "--cpu_threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -398,7 +400,8 @@ def test_end_to_end(tmp_path: Path) -> None:
     grid = [Cell(**c) for c in values["cells"] if c["status"] != PREDICTED]
     assert [c.status for c in grid] == [MEASURED] * 8
     for found in grid:
-        assert found.error is not None and abs(found.error) < 0.01
+        # checkpointing keeps the state of the generator, 5 KB a layer, of which a prediction does not know
+        assert found.predicted_bytes == pytest.approx(found.peak_bytes, abs=2**14)
         assert found.micro_batch_size * found.length * found.accumulation_steps == 256
         assert (found.tokens_per_second or 0) > 0
     assert (tmp_path / "index.html").read_text().count('class="memory"') == 8

@@ -2,7 +2,8 @@
 
 On CUDA the allocator's own counters are read where a phase begins: nothing is polled, and nothing waits for the
 device. On a CPU there are no such counters; a :class:`train.memory.tracker.StorageTracker` follows every operator
-instead, which costs some percent of large steps and more of small ones, so only few are followed. Elsewhere there is the process's resident set.
+instead, which makes a step slower by a fifth and a very short one by more, so only few are followed. Elsewhere there
+is the process's resident set.
 """
 
 from __future__ import annotations
@@ -574,8 +575,9 @@ class TrackingGauge:
     """Follows every operator of some steps on a CPU.
 
     A step's peak depends on its shapes alone, and does not shrink as they grow. So the first step that no followed
-    one covers is followed, and the largest peak of those is that of the run. Besides, one of
-    :data:`TRACK_EVERY_STEPS` steps is followed, and the next few where memory seems to leak.
+    one covers is followed, and the largest peak of those is that of the run. (Only a chunked loss also looks at how
+    many positions are targets.) Besides, one of :data:`TRACK_EVERY_STEPS` steps is followed, and the next few where
+    memory seems to leak.
 
     Micro-batches were made before the step and do not count.
     """
@@ -641,7 +643,8 @@ class TrackingGauge:
         )
         if not completed:  # what it reached; the next step of this extent is followed again
             return measured
-        self._followed[self._extent] = measured
+        before = self._followed.get(self._extent, measured)
+        self._followed[self._extent] = max(before, measured, key=lambda each: each.peak_bytes)
         if is_settled and self._usual_seconds:
             extra = (seconds - self._usual_seconds) / self._usual_seconds
             self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)

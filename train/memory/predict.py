@@ -238,6 +238,8 @@ def predict(job: Job) -> Prediction:
                 costs=costs,
             )
         )
+        for batch in (*window, *([evaluated] if evaluated is not None else [])):
+            tracker.ignore([*batch.inputs.values(), batch.labels])
         if job.sharding == "fsdp2":
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_chunks(tracker))

@@ -45,11 +45,12 @@ def rehearse(
         evaluated: the largest batch that will be evaluated.
     """
     with _leaving_no_trace(accelerator, model, optimizer):
+        # First the optimizer's state, which every step but the first finds there; and a first step whose gradients
+        # overflow, as at the first loss scale they may, would not make it.
+        _make_state(model, optimizer)
         window = _with_targets(window)
         with meter.step(window):
-            outcome = step(accelerator, model, optimizer, window, config, False, meter.mark)
-        if outcome.skipped:  # overflow at the first loss scale is usual, and leaves the optimizer's state unmade
-            _step_of_zeros(model, optimizer, meter)
+            step(accelerator, model, optimizer, window, config, False, meter.mark)
         if evaluated is not None:
             training = model.training
             model.eval()
@@ -90,10 +91,9 @@ def _leaving_no_trace(accelerator: Accelerator, model: nn.Module, optimizer: Acc
         start.restore()
 
 
-def _step_of_zeros(model: nn.Module, optimizer: AcceleratedOptimizer, meter: Meter) -> None:
+def _make_state(model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    meter.mark("optimizer")
     optimizer.optimizer.step()
     optimizer.optimizer.zero_grad(set_to_none=True)

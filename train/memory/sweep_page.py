@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MEASURED, PREDICTED = "measured", "predicted"
-DOES_NOT_FIT, OUT_OF_MEMORY, FAILED, LEFT_OUT = "does_not_fit", "out_of_memory", "failed", "left_out"
+DOES_NOT_FIT, OUT_OF_MEMORY, FAILED = "does_not_fit", "out_of_memory", "failed"
+LEFT_OUT, NOT_REACHED = "left_out", "not_reached"
 BASELINE = "baseline"
 _WORDS = {
     BASELINE: "the baseline",
@@ -57,7 +58,7 @@ class Cell:
     """Micro-batches of an update; 0: more than one, the number makes no difference."""
     status: str
     """measured; predicted (never meant to be run); does_not_fit (predicted above the limit, not run); out_of_memory;
-    failed; left_out."""
+    failed; left_out (its tokens do not divide an update's); not_reached (no time)."""
     reason: str | None = None
     """Why it was not measured."""
     key: str = ""
@@ -324,7 +325,8 @@ def _missing(sweep: Sweep) -> str | None:
         DOES_NOT_FIT: "predicted to need more than the limit, and not run",
         OUT_OF_MEMORY: "ran out of memory",
         FAILED: "failed",
-        LEFT_OUT: "left out (too many tokens for an update, or no time)",
+        LEFT_OUT: "left out, for an update is no multiple of their tokens",
+        NOT_REACHED: "not reached in the time given",
     }
     numbers = {text: sum(cell.status == status for cell in sweep.grid) for status, text in kinds.items()}
     parts = [f"{number} {text}" for text, number in numbers.items() if number]
@@ -338,11 +340,12 @@ def _shape(cell: Cell) -> tuple[int, int]:
 
 
 def _change(share: float) -> str:
-    return f"{100 * share:+.0f} %".replace("-", "−")
+    text = f"{100 * share:+.0f} %".replace("-", "−")
+    return "±0 %" if text in ("+0 %", "−0 %") else text
 
 
 def _small(share: float) -> str:
-    return f"{100 * share:.2g} %" if share >= 5e-5 else "less than 0.01 %"
+    return f"{100 * share:.2g} %" if share >= 1e-4 else "less than 0.01 %"
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -426,8 +429,8 @@ def _maps(
                     row += f'<td class="{kind}" style="--share:{(value(cell) or 0) / most:.3f}">{text(cell)}</td>'
             rows.append(f'<tr><th scope="row">{length:,}</th>{row}</tr>')
         figures.append(
-            f"<figure><figcaption><strong>{escape(technique)}</strong>Rows: length; columns: micro-batch size; –: left "
-            f'out.</figcaption><table class="matrix"><thead><tr><td></td>{head}</tr></thead>'
+            f"<figure><figcaption><strong>{escape(technique)}</strong>Rows: length; columns: micro-batch size; –: not "
+            f'run.</figcaption><table class="matrix"><thead><tr><td></td>{head}</tr></thead>'
             f"<tbody>{''.join(rows)}</tbody></table></figure>"
         )
     return f'<div class="maps">{"".join(figures)}</div>'
@@ -447,7 +450,7 @@ def _in_gib(size_bytes: float | None) -> str:
 
 def _why_not(cell: Cell | None) -> str:
     """What stands in a cell without a measurement."""
-    if cell is None or cell.status == LEFT_OUT:
+    if cell is None or cell.status in (LEFT_OUT, NOT_REACHED):
         return "–"
     if cell.status == FAILED:
         return "failed"
@@ -628,7 +631,7 @@ def _drawn(title: str, label: str, draw: Callable[[Axes], None], size: tuple[flo
 def markdown(sweep: Sweep) -> str:
     """The sentences and the main tables."""
     cells = {(c.technique, c.length, c.micro_batch_size): c for c in sweep.grid}
-    shapes = sorted({_shape(cell) for cell in sweep.grid if cell.status != LEFT_OUT})
+    shapes = sorted({_shape(cell) for cell in sweep.grid if cell.status not in (LEFT_OUT, NOT_REACHED)})
 
     def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         ruler = ["---"] + ["---:"] * (len(head) - 1)

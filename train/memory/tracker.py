@@ -70,6 +70,7 @@ class StorageTracker(TorchDispatchMode):
         self.peak_bytes_by_phase: dict[str, int] = {}
         self.trace: list[tuple[int, int]] | None = [] if keep_trace else None
         """(storage, + bytes allocated or − bytes freed)."""
+        self._ignored: set[int | None] = set()
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def mark(self, phase: str) -> None:
@@ -99,6 +100,12 @@ class StorageTracker(TorchDispatchMode):
                 self.bytes_by_kind[kind] += block.num_bytes
                 block.kind = kind
 
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leaves the storages of ``tensors`` out, also where views of them turn up."""
+        for tensor in tensors:
+            key = _storage(tensor)._tracked_as = next(_KEYS)
+            self._ignored.add(key)
+
     def hold(self, num_bytes: int, kind: str) -> None:
         """Counts memory that no tensor shows, from now on."""
         key = next(_KEYS)
@@ -114,6 +121,8 @@ class StorageTracker(TorchDispatchMode):
             return
         size = -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
         key = getattr(storage, "_tracked_as", None)
+        if key in self._ignored:
+            return
         if key is not None and key in self.live:
             if self.live[key].num_bytes != size:
                 self.resize(key, size)

@@ -1,0 +1,201 @@
+"""Memory in whole runs: rehearsed without a trace, chosen, recovered, explained, and left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import ROOT, Run
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 23.53 GiB of which 1.00 GiB is "
+    "free. Of the allocated memory 21.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
+    "unallocated."
+)
+FAULTY = f"""
+import os
+import torch
+from torch import nn
+
+
+class Faulty(nn.Module):
+    'Runs out of memory where a batch has more examples than it may, and after some forwards for good.'
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(400, 8), nn.Linear(8, 400)
+        self.forwards = 0
+
+    def forward(self, input_ids, attention_mask=None):
+        if self.training and type(input_ids) is torch.Tensor:  # not where it is predicted
+            self.forwards += 1
+            many = len(input_ids) > int(os.environ.get("MOST_EXAMPLES", "99"))
+            if many or self.forwards > int(os.environ.get("MOST_FORWARDS", "999999")):
+                raise torch.OutOfMemoryError({MESSAGE!r})
+        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
+
+
+def build():
+    return Faulty()
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> dict[str, str]:
+    """The environment in which ``--model faulty:build`` is found."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def losses_of(folder: Path) -> list[tuple[Any, ...]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["kind"], row["step"], row["loss"], row.get("grad_norm", 0.0)) for row in rows]
+
+
+def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) -> None:
+    for rehearse in (True, False):
+        done = run_main("--config", recipe, "--rehearse", rehearse, "--output_dir", tmp_path / str(rehearse))
+        assert done.returncode == 0, done.stderr
+        assert ("the longest step (2 × " in done.stdout) is rehearse
+    assert losses_of(tmp_path / "True") == losses_of(tmp_path / "False")
+    weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("True", "False")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
+def test_rehearsal_moves_no_weight_whatever_the_optimizer(optimizer: str, recipe: Path) -> None:
+    import torch
+    from accelerate import Accelerator
+
+    from train.config import Optimization
+    from train.losses import ModelWithLoss
+    from train.memory.rehearsal import rehearse
+    from train.optim import build_optimizer
+    from train.records import MicroBatch
+    from train.runtime import DeviceMeter
+    from train.step import optimizer_step, seed_step
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.norm = torch.nn.Embedding(11, 6), torch.nn.BatchNorm1d(6)
+            self.head = torch.nn.Linear(6, 11)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            hidden = torch.nn.functional.dropout(self.embedding(input_ids), 0.3, self.training)
+            return self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+
+    torch.manual_seed(0)
+    accelerator, network = Accelerator(cpu=True), Network()
+    with torch.no_grad():
+        network.head.weight[0, :3] = torch.tensor([0.0, -0.0, 1e-40])  # what arithmetic might tidy up
+    config = Optimization(optimizer=optimizer, weight_decay=0.1, learning_rate=0.1)  # pyright: ignore
+    model, prepared = accelerator.prepare(ModelWithLoss(network), build_optimizer(network, config))
+    ids = torch.randint(11, (2, 7))
+    batch = MicroBatch({"input_ids": ids}, ids, 14, (0, 1), 14)
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    random_before = torch.get_rng_state()
+    rehearse(accelerator, model, prepared, optimizer_step, [batch], batch, config, DeviceMeter(torch.device("cpu")))
+    after = network.state_dict()
+    for name, value in before.items():
+        assert value.numpy().tobytes() == after[name].numpy().tobytes(), name
+    assert torch.equal(random_before, torch.get_rng_state())
+    assert len(prepared.optimizer.state) == 0
+    assert {group["lr"] for group in prepared.param_groups} == {0.1}
+    assert all(p.grad is None for p in network.parameters())
+    seed_step(0, 0, 0)
+    optimizer_step(accelerator, model, prepared, [batch], config)
+    assert not torch.equal(before["head.weight"], network.head.weight)
+
+
+def test_run_says_predicted_beside_measured(recipe: Path, run_main: Run, tmp_path: Path) -> None:
+    done = run_main("--config", recipe, "--predict_memory", "True", "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    found = summary_of(tmp_path / "run")
+    assert found["predicted_peak_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=5e-4)
+    assert "predicted 0.0" in done.stdout
+    assert sum(found["bytes_by_kind"].values()) == found["peak_allocated_bytes"]
+
+
+def test_auto_takes_what_is_predicted_to_fit(recipe: Path, run_main: Run, tmp_path: Path) -> None:
+    done = run_main("--config", recipe, "--micro_batch_size", "auto", "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "micro_batch_size: 8, predicted to take" in done.stdout  # the whole global batch, on any machine
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["micro_batch_size"] == 8
+    assert summary_of(tmp_path / "run")["micro_batch_size"] == 8
+
+
+def test_run_out_of_memory_splits_the_micro_batch_and_learns_the_same(
+    recipe: Path, run_main: Run, tmp_path: Path, faulty: dict[str, str]
+) -> None:
+    flags = ("--config", recipe, "--model", "faulty:build", "--tokenizer", "bytes", "--micro_batch_size", "4")
+    whole = run_main(*flags, "--output_dir", tmp_path / "whole", env=faulty)
+    assert whole.returncode == 0, whole.stderr
+    split = run_main(*flags, "--output_dir", tmp_path / "split", env={**faulty, "MOST_EXAMPLES": "1"})
+    assert split.returncode == 0, split.stderr
+    assert "out of memory in forward, micro-batch of 4 × " in split.stdout
+    assert summary_of(tmp_path / "whole")["oom_recoveries"] == 0
+    assert summary_of(tmp_path / "split")["oom_recoveries"] >= 2  # four examples, then two
+    for one, other in zip(losses_of(tmp_path / "whole"), losses_of(tmp_path / "split"), strict=True):
+        assert one[:2] == other[:2]
+        assert one[2:] == pytest.approx(other[2:], rel=1e-5)
+
+
+def test_run_that_cannot_go_on_saves_its_last_step_and_explains(
+    recipe: Path, run_main: Run, tmp_path: Path, faulty: dict[str, str]
+) -> None:
+    flags = ("--config", recipe, "--model", "faulty:build", "--tokenizer", "bytes", "--rehearse", "False")
+    out = tmp_path / "run"
+    done = run_main(*flags, "--output_dir", out, env={**faulty, "MOST_FORWARDS": "9"})  # of 4 a step: in the third
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "out of memory" in done.stderr.lower() and "forward" in done.stderr
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    resumed = run_main(*flags, "--output_dir", out, env=faulty)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from" in resumed.stdout and summary_of(out)["steps"] == 6
+
+
+def test_stop_ends_at_the_first_fault(recipe: Path, run_main: Run, tmp_path: Path, faulty: dict[str, str]) -> None:
+    flags = ("--model", "faulty:build", "--tokenizer", "bytes", "--on_oom", "stop")
+    env = {**faulty, "MOST_EXAMPLES": "1"}
+    done = run_main("--config", recipe, *flags, "--output_dir", tmp_path / "run", env=env)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "23.53 GiB" in done.stderr and "--micro_batch_size 1" in done.stderr
+
+
+def test_template_runs_with_the_memory_branch_deleted(recipe: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "train", tmp_path / "fork/train", ignore=shutil.ignore_patterns("memory", "__pycache__"))
+
+    # an editable installation of this repository would lend the fork its own train/memory
+    lends_not = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
+    (tmp_path / "fork/sitecustomize.py").write_text(lends_not)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(tmp_path / "fork/train/main.py"), "--config", str(recipe), *arguments]
+        return subprocess.run(
+            [*command, "--output_dir", str(tmp_path / "run")],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=tmp_path / "fork",
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "fork")},
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert summary_of(tmp_path / "run")["peak_allocated_bytes"] > 0
+    asked = run("--micro_batch_size", "auto")
+    assert asked.returncode == 1 and "train/memory/" in asked.stderr and "Traceback" not in asked.stderr
