@@ -580,7 +580,7 @@ class Processes:
         self._context = forking if on_cpu else fresh
         if on_cpu:
             forking.set_forkserver_preload(
-                ["torch", "torch.profiler", "accelerate", "transformers", "train.step", "train.modeling"]
+                ["torch.profiler", "accelerate", "transformers.modeling_utils", "train.step", "train.modeling"]
             )
 
     def measure(self, task: Task, timeout_seconds: float) -> dict[str, Any]:

@@ -15,9 +15,8 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, TypeAlias
 
-import tyro
 import yaml
 
 from train.errors import UsageError
@@ -37,16 +36,7 @@ def _json_object(words: list[str]) -> dict[str, Any] | None:
     return value
 
 
-JsonObject = Annotated[
-    dict[str, Any] | None,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_json_object,
-        is_instance=lambda value: value is None or isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
+JsonObject: TypeAlias = dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -264,12 +254,29 @@ def parse(arguments: list[str]) -> Config:
         if flag in named:
             for key in set(replaced) - named:
                 values.pop(key, None)
+    import tyro  # here, so that what only reads configurations needs no parser of command lines
+
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(
+        lambda info: (
+            tyro.constructors.PrimitiveConstructorSpec(
+                nargs=1,
+                metavar="JSON",
+                instance_from_str=_json_object,
+                is_instance=lambda value: value is None or isinstance(value, dict),
+                str_from_instance=lambda value: [json.dumps(value)],
+            )
+            if info.type == JsonObject
+            else None
+        )
+    )
     line = tyro.cli(
         CommandLine,
         args=arguments,
         default=CommandLine(config=recipe, sections=from_values(values)),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
         prog="train/main.py",
+        registry=registry,
     )
     check(line.sections)
     return line.sections

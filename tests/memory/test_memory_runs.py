@@ -125,7 +125,7 @@ def test_run_says_predicted_beside_measured(recipe: Path, run_main: Run, tmp_pat
     assert done.returncode == 0, done.stderr
     found = summary_of(tmp_path / "run")
     assert found["predicted_peak_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=5e-4)
-    assert "predicted 0.0" in done.stdout
+    assert ", predicted 1.0 MiB" in done.stdout
     assert sum(found["bytes_by_kind"].values()) == found["peak_allocated_bytes"]
 
 

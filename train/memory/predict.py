@@ -427,6 +427,7 @@ def main() -> None:
 
     with fake_tensors():  # loads the libraries while there is no job yet
         pass
+    gc.freeze()  # they have a million objects that no collection needs to look at again
     for line in sys.stdin:
         try:
             answer = asdict(predict(job_from(json.loads(line))))
@@ -441,5 +442,6 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
         gc.collect()
+        gc.freeze()
     answers.flush()
     os._exit(0)  # what was put into C++ tables must not be asked again while the interpreter winds down
