@@ -47,7 +47,7 @@ def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> Non
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == STEPS
     assert summary["tokens_per_second"] > 0
-    assert summary["peak_allocated_bytes"] > 2**20
+    assert 2**18 < summary["peak_allocated_bytes"] < summary["peak_resident_bytes"]
     assert summary["seconds_to_first_step"] > 0
     rows = read_metrics(output / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]

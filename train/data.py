@@ -53,10 +53,12 @@ class PreparedData:
         self, examples: datasets.Dataset, config: Config, accelerator: Accelerator
     ) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split."""
+        batch_size = config.output.eval_batch_size or config.optimization.micro_batch_size
+        assert batch_size != "auto"  # a number was chosen before anything is evaluated
         return evaluation_batches(
             examples,
             self.collate,
-            config.output.eval_batch_size or config.optimization.micro_batch_size,
+            batch_size,
             accelerator.num_processes,
             accelerator.process_index,
             config.data.dataloader_num_workers,

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
 from train.errors import UserError
@@ -140,6 +139,8 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
     """
     if type(_head_of(model)) not in (nn.Linear, _AnsweringHead):
         return "it has no output embedding that is a plain nn.Linear"
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
+
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return _trial(_without_weights(model).eval())

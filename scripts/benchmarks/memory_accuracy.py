@@ -219,6 +219,7 @@ def measure(job: Job) -> dict[str, Any]:
         }
     from torch.profiler import ProfilerActivity, profile
 
+    began = 0.0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, optimizer, _ = build(job, config.architecture, config, accelerator, initialised=True)
         for _ in range(3):
@@ -228,7 +229,7 @@ def measure(job: Job) -> dict[str, Any]:
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
+        live += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         peak = max(peak, live)
     return {"measured_bytes": peak, "seconds": time.perf_counter() - began}
 
