@@ -204,6 +204,7 @@ def measure(job: Job) -> dict[str, Any]:
     precision, _ = resolve_precision(config.optimization.mixed_precision, torch.device(device))
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision)
     window = [random_batch(job, job.micro_batch_size) for _ in range(2 if job.accumulates else 1)]
+    began = 0.0
     if device == "cuda":
         model, optimizer, _ = build(job, config.architecture, config, accelerator, initialised=True)
         for _ in range(3):
@@ -219,7 +220,6 @@ def measure(job: Job) -> dict[str, Any]:
         }
     from torch.profiler import ProfilerActivity, profile
 
-    began = 0.0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model, optimizer, _ = build(job, config.architecture, config, accelerator, initialised=True)
         for _ in range(3):

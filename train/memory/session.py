@@ -51,7 +51,7 @@ class MemorySession:
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
         self._recovering: RecoveringStep | None = None
-        self.meter: Meter
+        self.meter: Meter = DeviceMeter(torch.device("cpu"))
         self.step: Callable[..., StepOutcome] = optimizer_step
 
     def close(self) -> None:
@@ -226,40 +226,41 @@ class MemorySession:
         if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
             return None
         fault = error.fault if isinstance(error, OutOfMemoryError) else None
-        peak = self._prediction.peak_bytes if self._prediction else None
-        meter = getattr(self, "meter", None)
-        kinds = meter.bytes_by_kind if isinstance(meter, MemoryMeter) else {}
+        shape = fault.shape if fault else getattr(self.meter, "last_shape", None)
+        predicted, changes = self._cheaper_settings(shape)
+        kinds = predicted.bytes_by_kind if predicted else getattr(self.meter, "bytes_by_kind", {})
         situation = Situation(
-            phase=fault.phase if fault else getattr(meter, "phase", "") or "outside a step",
-            micro_batch_shape=fault.shape if fault else getattr(meter, "last_shape", None),
+            phase=fault.phase if fault else getattr(self.meter, "phase", "") or "outside a step",
+            micro_batch_shape=shape,
             step=None,
-            bytes_by_kind=kinds or (self._prediction.bytes_by_kind if self._prediction else {}),
-            predicted_peak_bytes=peak,
+            bytes_by_kind=kinds,
+            predicted_peak_bytes=predicted.peak_bytes if predicted else None,
             vocab_size=self._base.vocab_size if self._base else None,
         )
-        text = post_mortem(fault.error if fault else str(error), situation, self._changes())
+        text = post_mortem(fault.error if fault else str(error), situation, changes)
         if self._config.memory.memory_snapshot and torch.cuda.is_available():
             path = folder / f"memory_snapshot-{os.environ.get('RANK', '0')}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text
 
-    def _changes(self) -> list[Change]:
-        """What the cheapest changes would save, predicted."""
-        job = self._asked
+    def _cheaper_settings(self, shape: tuple[int, int] | None) -> tuple[Prediction | None, list[Change]]:
+        """The prediction for a micro-batch of ``shape``, and what the cheapest changes would save of it."""
+        job, now, changes = self._asked, None, []
         if job is None:
-            return []
-        changes = []
+            return None, []
+        if shape is not None:
+            job = replace(job, micro_batch_size=shape[0], length=shape[1], num_targets=None)
         try:
             with Predictor() as predictor:
-                now = predictor.predict(job).peak_bytes
+                now = predictor.predict(job)
                 for flags, note, changed in cheaper(job):
-                    saved = now - predictor.predict(changed).peak_bytes
+                    saved = now.peak_bytes - predictor.predict(changed).peak_bytes
                     if saved > 0:
                         changes.append(Change(flags, saved, note))
         except UserError:
-            return changes
-        return changes
+            pass
+        return now, changes
 
 
 def cheaper(job: Job) -> list[tuple[str, str, Job]]:
