@@ -34,7 +34,7 @@ def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) ->
     return Job(
         values=values,
         target=target,
-        vocab_size=600,
+        vocab_size=model.get("vocab_size", 600),
         micro_batch_size=2,
         accumulates=(values["gradient_accumulation_steps"] or 1) > 1,
         **{"auto_class": "AutoModelForCausalLM", "length": 128, **fields},
@@ -73,7 +73,7 @@ CASES = {
     "checkpointed, accumulated": job(gradient_checkpointing="full", gradient_accumulation_steps=2),
     "selective": job(gradient_checkpointing="selective"),
     "bf16 autocast, tied": job({**LLAMA, "tie_word_embeddings": True}, mixed_precision="bf16"),
-    "chunked": job({**LLAMA, "vocab_size": 9000}, loss="chunked", length=2048),
+    "chunked, five chunks": job({**LLAMA, "vocab_size": 9000}, loss="chunked", length=4096),
     "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
     "masked and padded": job(BERT, auto_class="AutoModelForMaskedLM", padded=True),
     "classified": job(BERT, auto_class="AutoModelForSequenceClassification", num_labels=3),
