@@ -16,7 +16,7 @@ from support import ROOT
 from train.config import Config, from_values, to_values
 from train.errors import UserError
 from train.memory.predict import Job, Predictor, Target, build, random_batch
-from train.memory.tracker import KINDS, OPTIMIZER_STATE, PARAMETERS, StorageTracker, tag_gradients
+from train.memory.tracker import KINDS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker, tag_gradients
 from train.runtime import resolve_precision
 from train.step import optimizer_step
 
@@ -147,6 +147,18 @@ def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor
     assert fsdp.num_parameters == alone.num_parameters
     for kind in (PARAMETERS, OPTIMIZER_STATE):
         assert alone.bytes_by_kind[kind] / 9 < fsdp.bytes_by_kind[kind] < alone.bytes_by_kind[kind] / 5
+
+
+def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: Predictor) -> None:
+    one = job(target=H100, mixed_precision="bf16")
+    weights = predictor.predict(one).num_parameters
+    stages = [predictor.predict(replace(one, world_size=8, sharding=s)).bytes_by_kind for s in ("zero2", "zero3")]
+    for kinds in stages:
+        assert kinds[OPTIMIZER_STATE] == pytest.approx(12 * weights / 8, rel=0.01)  # fp32 weights and two moments
+        assert kinds[WORKSPACE] > 10**9  # the bucket that gradients are reduced in
+    two, three = (kinds[PARAMETERS] for kinds in stages)
+    assert two == pytest.approx(2 * weights, rel=0.05)
+    assert three < two / 5
 
 
 def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predictor: Predictor) -> None:

@@ -225,7 +225,7 @@ def _own_flags(command: str) -> _Parser:
         help="h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one",
     )
     add("world_size", metavar="N", type=_positive, default=1, help="devices that train together")
-    add("sharding", choices=("ddp", "fsdp2"), help="how they divide the work; default: what does better")
+    add("sharding", choices=("ddp", "fsdp2", "zero2", "zero3"), help="how they divide the work; default: ddp or fsdp2")
     add("vocab_size", metavar="N", type=_positive, help="tokens of the vocabulary, where only the data tells")
     add("num_labels", metavar="N", type=_positive, help="classes of a classifier; default: 2")
     add(

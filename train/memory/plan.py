@@ -22,6 +22,7 @@ from train.config import Config, from_values, to_values
 from train.errors import UsageError, UserError
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.predict import ROOT, Job, Prediction, Target
+from train.memory.zero import STAGE
 
 MARGIN = 0.02
 """Share of the device left free: the display, other processes, what kernels load on the way."""
@@ -252,7 +253,7 @@ class Question:
     """See :func:`job_of`."""
     world_size: int = 1
     sharding: str | None = None
-    """ddp or fsdp2; None: whichever does better."""
+    """ddp, fsdp2, zero2 or zero3; None: which of the first two does better."""
 
     @property
     def room_bytes(self) -> int:
@@ -685,6 +686,9 @@ def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
 
 def launcher_words(on_cpu: bool, world_size: int, sharding: str) -> list[str]:
     """Arguments of ``accelerate launch``: a file of ``accelerate_configs/``, or flags where none says it."""
+    if sharding in STAGE:
+        stage = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])]
+        return [*stage, "--num_processes", str(world_size)]
     kind = "FSDP" if sharding == "fsdp2" else "NO" if world_size == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
     for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ from train.errors import UserError
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from torch import nn
+    from torch import Tensor, nn
 
     from train.records import MicroBatch
 
@@ -75,6 +75,7 @@ class Job:
     """Start, end and padding."""
     world_size: int = 1
     sharding: str = "none"
+    """none, ddp, fsdp2, zero2 or zero3."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def predict(job: Job) -> Prediction:
     """
     import torch
 
-    from train.memory import fake_cuda, ranks
+    from train.memory import fake_cuda, ranks, zero
     from train.memory.allocator import replay
     from train.memory.costs import Costs
     from train.memory.fakes import FakeTracker, fake_tensors, few_chunks
@@ -213,7 +214,10 @@ def predict(job: Job) -> Prediction:
     from train.step import optimizer_step
 
     started = time.perf_counter()
-    config, target = from_values(job.values), job.target
+    asked, target = job.values, job.target
+    if job.sharding in zero.STAGE:
+        job = replace(job, values=zero.engine_values(asked))
+    config = from_values(job.values)
     on_cuda = target.device_type == "cuda"
     if on_cuda:
         fake_cuda.install(target.capability)
@@ -240,7 +244,7 @@ def predict(job: Job) -> Prediction:
         )
         for batch in (*window, *([evaluated] if evaluated is not None else [])):
             tracker.ignore([*batch.inputs.values(), batch.labels])
-        if job.sharding == "fsdp2":
+        if shards_weights(job.sharding):
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_chunks(tracker))
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
@@ -249,6 +253,16 @@ def predict(job: Job) -> Prediction:
         tracker.tag(PARAMETERS, [*parameters, *network.buffers()])
         for handle in tag_gradients(tracker, parameters):
             stack.callback(handle.remove)
+        num_parameters = sum(p.numel() for p in parameters)
+        if job.sharding in zero.STAGE:
+            each = parameters[0].element_size()
+            tracker.hold(zero.state_bytes(asked, num_parameters, job.world_size), OPTIMIZER_STATE)
+            tracker.hold(zero.REDUCE_BUCKET_ELEMENTS * each, WORKSPACE)
+            if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
+                tracker.hold(num_parameters * each // job.world_size, GRADIENTS)
+                for parameter in parameters:
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(_drop_gradient)
         if job.sharding == "ddp":  # the reducer's buckets, which the fake gradients do not go through
             tracker.hold(sum(p.numel() * p.element_size() for p in parameters if p.requires_grad), GRADIENTS)
         if on_cuda:
@@ -259,7 +273,7 @@ def predict(job: Job) -> Prediction:
         tracker.mark("optimizer")
         _zero_step(optimizer, parameters)
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
-        if job.accumulates:
+        if job.accumulates and job.sharding != "zero2":
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             tracker.tag(GRADIENTS, [p.grad for p in parameters])
@@ -283,13 +297,22 @@ def predict(job: Job) -> Prediction:
         bytes_by_kind=peak.bytes_by_kind,
         peak_bytes_by_phase={k: v for k, v in tracker.peak_bytes_by_phase.items() if k != "idle"},
         reserved_bytes=reserved,
-        num_parameters=sum(p.numel() for p in parameters),
+        num_parameters=num_parameters,
         attention_kernels=tuple(sorted(attention.kernels_used)),
         flops=flops,
         seconds=seconds,
         prediction_seconds=time.perf_counter() - started,
         notes=tuple(notes),
     )
+
+
+def shards_weights(sharding: str) -> bool:
+    """Whether a rank keeps only its part of the weights."""
+    return sharding in ("fsdp2", "zero3")
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class _Tokenizer:
@@ -314,14 +337,15 @@ def _accelerator(job: Job, config: Config) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     device_type = job.target.device_type
+    ranks.leave()  # of the prediction before
     precision, _ = resolve_precision(config.optimization.mixed_precision, torch.device(device_type))
-    ranks.join(job.world_size, job.sharding, _layer_classes(job, config), device_type, precision)
+    ranks.join(job.world_size, shards_weights(job.sharding), _layer_classes(job, config), device_type, precision)
     return Accelerator(cpu=device_type == "cpu", mixed_precision=precision, gradient_accumulation_steps=1)
 
 
 def _layer_classes(job: Job, config: Config) -> list[str]:
     """Names of the classes of layers that a model is sharded by."""
-    if job.sharding != "fsdp2":
+    if not shards_weights(job.sharding):
         return []
     import torch
 

@@ -27,14 +27,14 @@ FSDP_SETTINGS = {
 }
 
 
-def join(world_size: int, sharding: str, layer_classes: list[str], device_type: str, precision: str) -> None:
+def join(world_size: int, shards_weights: bool, layer_classes: list[str], device_type: str, precision: str) -> None:
     """Makes this process rank 0 of ``world_size``, as the launcher and accelerate would; FSDP2 alone needs that.
 
     Args:
+        shards_weights: by FSDP2; otherwise nothing is to be done.
         layer_classes: names of the classes of layers that are sharded one by one.
     """
-    leave()
-    if sharding != "fsdp2":
+    if not shards_weights:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -55,7 +55,14 @@ def leave() -> None:
     """Undoes :func:`join` for the next prediction."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    launcher = ("FSDP_TRANSFORMER_CLS_TO_WRAP", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    launcher = (
+        "FSDP_TRANSFORMER_CLS_TO_WRAP",
+        "ACCELERATE_MIXED_PRECISION",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+    )
     for name in (*FSDP_SETTINGS, *launcher):
         os.environ.pop(name, None)
 
