@@ -377,6 +377,7 @@ def build(
         initialised: with real weights; fake ones must do without, since some initialisations repeat until the data
             pleases them.
     """
+    from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
 
     from train.losses import ModelWithLoss, use_chunks
@@ -392,8 +393,10 @@ def build(
         network = build_model(architecture, job.auto_class, tokenizer, job.length, labels, weights=False)
         if hasattr(network, "tie_weights"):
             network.tie_weights()  # pyright: ignore - left out with the initialisation
+    with _disable_current_modes():  # what it tries is no part of a step
+        chunked = use_chunks(config.optimization.loss, network)
     model, optimizer = accelerator.prepare(
-        ModelWithLoss(network, use_chunks(config.optimization.loss, network)),
+        ModelWithLoss(network, chunked),
         build_optimizer(network, config.optimization),
         device_placement=[initialised, initialised],
     )
