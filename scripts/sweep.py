@@ -595,7 +595,9 @@ class Processes:
             return receiver.recv()
         except EOFError:
             process.join()
-            return {"status": FAILED, "reason": f"its process ended with status {process.exitcode}"}
+            # behind a fence some libraries cannot even start a thread, and end the process without an exception
+            status = OUT_OF_MEMORY if task.fence_bytes is not None else FAILED
+            return {"status": status, "reason": f"its process ended with status {process.exitcode}"}
         finally:
             process.kill()
             process.join()
