@@ -60,6 +60,7 @@ def tracked_peak(case: Job) -> int:
     model, optimizer, network = build(case, config.architecture, config, accelerator, initialised=True)
     optimizer_step(accelerator, model, optimizer, window, config.optimization)
     with StorageTracker("cpu") as tracker:
+        tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
         tracker.tag(PARAMETERS, [*network.parameters(), *network.buffers()])
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
         tag_gradients(tracker, network.parameters())
