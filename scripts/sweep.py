@@ -32,6 +32,7 @@ if str(ROOT) not in sys.path:  # run as a script: the template is the package be
 
 from train.config import Config, Output, check, from_values, parse, to_values  # noqa: E402
 from train.errors import EXIT_DONE, UsageError, UserError  # noqa: E402
+from train.memory.flags import numbers, positive, with_underscores  # noqa: E402
 from train.memory.predict import Job, Prediction, Predictor, Target  # noqa: E402
 from train.memory.sweep_page import (  # noqa: E402
     DOES_NOT_FIT,
@@ -142,7 +143,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         UsageError: what does not work, and what would.
         UserError: the vocabulary cannot be told.
     """
-    own, words = _own_flags().parse_known_args([_with_underscores(word) for word in arguments])
+    own, words = _own_flags().parse_known_args(with_underscores(list(arguments)))
     techniques = {name: changes_of(name) for name in own.techniques}
     lengths, sizes = own.lengths, own.micro_batch_sizes
     if min(lengths) < 2:
@@ -202,8 +203,8 @@ def _own_flags() -> _Parser:
     def add(name: str, **options: Any) -> None:
         parser.add_argument(f"--{name}", **options)
 
-    add("lengths", metavar="N,N...", type=_numbers, default="512,1024,2048,4096", help="tokens (default: %(default)s)")
-    add("micro_batch_sizes", metavar="N,N...", type=_numbers, default="1,2,4,8", help="(default: %(default)s)")
+    add("lengths", metavar="N,N...", type=numbers, default="512,1024,2048,4096", help="tokens (default: %(default)s)")
+    add("micro_batch_sizes", metavar="N,N...", type=numbers, default="1,2,4,8", help="(default: %(default)s)")
     add(
         "techniques",
         metavar="NAME,NAME...",
@@ -214,7 +215,7 @@ def _own_flags() -> _Parser:
     add(
         "tokens_per_update",
         metavar="N",
-        type=_positive,
+        type=positive,
         help="tokens of one optimizer step; a micro-batch that does not divide them is left out (default: those of "
         "the largest micro-batch)",
     )
@@ -226,30 +227,14 @@ def _own_flags() -> _Parser:
         help=f"run no cell that is predicted to need more (default: {100 * LIMIT_SHARE:.0f} %% of the available "
         "memory on a CPU, none on a GPU)",
     )
-    add("steps", metavar="N", type=_positive, default=3, help="timed steps of a cell (default: 3)")
+    add("steps", metavar="N", type=positive, default=3, help="timed steps of a cell (default: 3)")
     add("seconds_per_cell", metavar="S", type=_amount, default=30.0, help="take fewer steps beyond it (default: 30)")
     add("stop_after_minutes", metavar="M", type=_amount, default=math.inf, help="begin no further cell after it")
-    add("vocab_size", metavar="N", type=_positive, help="tokens of the vocabulary, where only the data tells")
-    add("num_labels", metavar="N", type=_positive, default=2, help="classes of a classifier (default: 2)")
+    add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where only the data tells")
+    add("num_labels", metavar="N", type=positive, default=2, help="classes of a classifier (default: 2)")
     add("output", metavar="DIR", type=Path, default=Path("runs/sweep"), help="(default: %(default)s)")
     add("again", action="store_true", help="measure also what DIR holds already")
     return parser
-
-
-def _with_underscores(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return number
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_positive(part.strip()) for part in text.split(",")}))
 
 
 def _names(text: str) -> tuple[str, ...]:

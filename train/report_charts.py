@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Points = list[tuple[int, float]]
 
-_INK, _MUTED, _LINE, _FIRST, _SECOND, _WARN = "#1b1f24", "#656d76", "#d8dee4", "#0b62d6", "#c2570c", "#c21f30"
-_THEME = {_INK: "ink", _MUTED: "muted", _LINE: "line", _FIRST: "first", _SECOND: "second", _WARN: "warn"}
-_STYLE: dict[Any, Any] = {
+INK, MUTED, _LINE, FIRST, SECOND, WARN = "#1b1f24", "#656d76", "#d8dee4", "#0b62d6", "#c2570c", "#c21f30"
+_THEME = {INK: "ink", MUTED: "muted", _LINE: "line", FIRST: "first", SECOND: "second", WARN: "warn"}
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
     "axes.edgecolor": _LINE,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -42,8 +42,8 @@ _STYLE: dict[Any, Any] = {
     "lines.solid_joinstyle": "round",
     "xtick.color": _LINE,
     "ytick.color": _LINE,
-    "xtick.labelcolor": _MUTED,
-    "ytick.labelcolor": _MUTED,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
 }
@@ -113,7 +113,7 @@ def _loss(training: Sequence[Row], evaluations: Mapping[str, Sequence[Row]]) -> 
     by_split = {split: points(rows, "loss") for split, rows in evaluations.items()}
 
     def draw(axes: Axes) -> None:
-        _curve(axes, train_points, _FIRST, "train")
+        _curve(axes, train_points, FIRST, "train")
         _split_curves(axes, by_split)
 
     caption = "Nats per target. A gap that widens between train and validation is overfitting."
@@ -139,7 +139,7 @@ def _scores(evaluations: Mapping[str, Sequence[Row]]) -> _Drawing:
     series = {name: points(rows, name) for name in ("accuracy", "macro_f1")}
 
     def draw(axes: Axes) -> None:
-        for (name, values), colour, marker in zip(series.items(), (_FIRST, _SECOND), "os", strict=True):
+        for (name, values), colour, marker in zip(series.items(), (FIRST, SECOND), "os", strict=True):
             _curve(axes, values, colour, words(name), marker)
         axes.set_ylim(0, 1.02)
 
@@ -150,11 +150,11 @@ def _grad_norm(training: Sequence[Row], skipped: Sequence[int], max_grad_norm: f
     norms = [(step, value) for step, value in points(training, "grad_norm") if value > 0]
 
     def draw(axes: Axes) -> None:
-        _curve(axes, norms, _FIRST, "gradient norm")
+        _curve(axes, norms, FIRST, "gradient norm")
         values = [value for _, value in norms]
         if max_grad_norm is not None:
             axes.axhline(
-                max_grad_norm, color=_SECOND, linestyle="--", linewidth=1.2, label=f"clipped to {max_grad_norm:g}"
+                max_grad_norm, color=SECOND, linestyle="--", linewidth=1.2, label=f"clipped to {max_grad_norm:g}"
             )
             values.append(max_grad_norm)
         if skipped:
@@ -163,7 +163,7 @@ def _grad_norm(training: Sequence[Row], skipped: Sequence[int], max_grad_norm: f
                 skipped,
                 at_foot,
                 transform=axes.get_xaxis_transform(),
-                color=_WARN,
+                color=WARN,
                 linestyle="none",
                 marker="x",
                 label=f"not finite, skipped ({len(skipped)})",
@@ -188,7 +188,7 @@ def _learning_rate(training: Sequence[Row]) -> _Drawing:
     series = points(training, "learning_rate")
 
     def draw(axes: Axes) -> None:
-        _curve(axes, series, _FIRST)
+        _curve(axes, series, FIRST)
         _from_zero(axes, series)
         axes.yaxis.set_major_formatter(lambda value, _: _scientific(value))
 
@@ -199,9 +199,9 @@ def _tokens_per_second(training: Sequence[Row]) -> _Drawing:
     series = points(training, "tokens_per_second")
 
     def draw(axes: Axes) -> None:
-        _curve(axes, series, _FIRST)
+        _curve(axes, series, FIRST)
         _from_zero(axes, series)
-        axes.yaxis.set_major_formatter(lambda value, _: _short_count(value))
+        axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
 
     return _Drawing("Tokens per second", "All devices together, padding not counted.", [series], draw)
 
@@ -210,17 +210,17 @@ def _peak_memory(training: Sequence[Row], predicted_bytes: float | None) -> _Dra
     series = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
 
     def draw(axes: Axes) -> None:
-        _curve(axes, series, _FIRST, "measured")
+        _curve(axes, series, FIRST, "measured")
         if predicted_bytes:
             label = f"predicted {gib(predicted_bytes)}"
-            axes.axhline(predicted_bytes / 2**30, color=_SECOND, linestyle="--", linewidth=1.2, label=label)
+            axes.axhline(predicted_bytes / 2**30, color=SECOND, linestyle="--", linewidth=1.2, label=label)
         _from_zero(axes, [*series, (0, (predicted_bytes or 0) / 2**30)])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
     return _Drawing("Peak memory", "GiB; the most that one device had allocated at once.", [series], draw)
 
 
-_KIND_LOOKS = ((_FIRST, 1.0), (_FIRST, 0.6), (_FIRST, 0.3), (_SECOND, 1.0), (_SECOND, 0.5), (_MUTED, 0.5))
+_KIND_LOOKS = ((FIRST, 1.0), (FIRST, 0.6), (FIRST, 0.3), (SECOND, 1.0), (SECOND, 0.5), (MUTED, 0.5))
 
 
 def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
@@ -243,7 +243,7 @@ def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
         rows = {**({"at the peak": sum(kinds.values())} if kinds else {}), **phases}
         for row, (name, size) in enumerate(rows.items()):
             if name in phases:
-                axes.barh(row, size / 2**30, height=0.45, color=_FIRST, alpha=0.6)
+                axes.barh(row, size / 2**30, height=0.45, color=FIRST, alpha=0.6)
             axes.annotate(
                 gib(size),
                 (1, row),
@@ -251,12 +251,12 @@ def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
                 xytext=(5, 0),
                 textcoords="offset points",
                 va="center",
-                color=_MUTED,
+                color=MUTED,
                 annotation_clip=False,
             )
         if predicted_bytes:
             label = f"predicted {gib(predicted_bytes)}"
-            axes.axvline(predicted_bytes / 2**30, color=_SECOND, linestyle="--", linewidth=1.2, label=label)
+            axes.axvline(predicted_bytes / 2**30, color=SECOND, linestyle="--", linewidth=1.2, label=label)
         axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.yaxis.grid(False)
@@ -301,7 +301,7 @@ def _from_zero(axes: Axes, series: Points) -> None:
 
 
 def _split_curves(axes: Axes, by_split: Mapping[str, Points]) -> None:
-    looks = [(_SECOND, "o"), (_INK, "D"), (_MUTED, "s")]
+    looks = [(SECOND, "o"), (INK, "D"), (MUTED, "s")]
     for index, (split, series) in enumerate(by_split.items()):
         colour, marker = looks[index % len(looks)]
         _curve(axes, series, colour, split, marker)
@@ -310,7 +310,7 @@ def _split_curves(axes: Axes, by_split: Mapping[str, Points]) -> None:
 def _reference_lines(axes: Axes, references: Mapping[str, float]) -> None:
     """Dashed lines with their names to the right of the plot, moved apart where they would touch."""
     for value in references.values():
-        axes.axhline(value, color=_MUTED, linestyle=(0, (4, 3)), linewidth=1)
+        axes.axhline(value, color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
     low, high = axes.get_ylim()
     below = float("-inf")
     for name, value in sorted(references.items(), key=lambda item: item[1]):
@@ -324,7 +324,7 @@ def _reference_lines(axes: Axes, references: Mapping[str, float]) -> None:
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
-            color=_MUTED,
+            color=MUTED,
             fontsize=9,
             annotation_clip=False,
         )
@@ -341,7 +341,7 @@ def _log_scale(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _short_count(value: float) -> str:
+def short_count(value: float) -> str:
     """5k rather than 5.00k."""
     text = count(value)
     return re.sub(r"\.?0+(?=[kMBT])", "", text) if "." in text else text
@@ -359,7 +359,7 @@ def _svg(title: str, label: str, draw: Callable[[Axes], None], legend_columns: i
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(6.2, 3.1), layout="constrained")
         axes = figure.subplots()
         draw(axes)
@@ -367,10 +367,10 @@ def _svg(title: str, label: str, draw: Callable[[Axes], None], legend_columns: i
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=legend_columns, frameon=False, borderaxespad=0.2)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _for_page(text.getvalue(), title, label)
+    return for_page(text.getvalue(), title, label)
 
 
-def _for_page(svg: str, title: str, label: str) -> str:
+def for_page(svg: str, title: str, label: str) -> str:
     """The ``<svg>`` element alone: as wide as its place, ids of its own, the theme's colours, a spoken label."""
     body = svg[svg.index("<svg") :].strip()
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)

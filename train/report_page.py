@@ -9,7 +9,7 @@ from typing import Any
 from train.report_charts import Chart, Row, charts
 from train.wording import count, duration, gib, number, percent, scalars, shown, words
 
-_CSS = """
+CSS = """
 :root { color-scheme: light dark; --page: #f6f8fa; --card: #ffffff; --ink: #1b1f24; --muted: #656d76; --line: #d8dee4;
   --first: #0b62d6; --second: #c2570c; --warn: #c21f30; }
 @media (prefers-color-scheme: dark) { :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3; --muted: #9198a1;
@@ -56,7 +56,7 @@ footer { color: var(--muted); font-size: .85rem; margin-top: 40px; }
 @media print { body { background: none; } .box { max-height: none; } figure, .cards > div { break-inside: avoid; } }
 """
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Tells the browser to fetch nothing and to run nothing."""
 
 
@@ -83,19 +83,21 @@ def page(
     evaluations = _latest(row for row in metrics if row.get("kind") == "evaluation")
     sections = [
         _cards(summary, evaluations),
-        _section("Curves", _figures(charts(metrics, summary))),
-        _section("Evaluations", _evaluation_table(evaluations, summary.get("best_step"))),
-        _section("Confusion matrix", _confusion_matrix(evaluations, summary.get("label_names") or ())),
-        _section("Sample", _pre(sample)),
-        _section("Notes", _notes([*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])])),
-        _section("Configuration", _details("Every setting of this run; saved as config.yaml, re-runs it", config_yaml)),
-        _section("Machine and versions", _facts(_machine(summary))),
+        section_html("Curves", figures_html(charts(metrics, summary))),
+        section_html("Evaluations", _evaluation_table(evaluations, summary.get("best_step"))),
+        section_html("Confusion matrix", _confusion_matrix(evaluations, summary.get("label_names") or ())),
+        section_html("Sample", _pre(sample)),
+        section_html("Notes", _notes([*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])])),
+        section_html(
+            "Configuration", _details("Every setting of this run; saved as config.yaml, re-runs it", config_yaml)
+        ),
+        section_html("Machine and versions", facts_html(machine_facts(summary))),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(title)}</h1>\n<p class="glance">{escape(_glance(summary, evaluations))}</p>\n'
         + "\n".join(section for section in sections if section)
         + "\n<footer>Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl beside this page."
@@ -196,11 +198,11 @@ def _device(summary: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _section(heading: str, body: str) -> str:
+def section_html(heading: str, body: str) -> str:
     return f"<section>\n<h2>{heading}</h2>\n{body}\n</section>" if body else ""
 
 
-def _figures(drawn: Sequence[Chart]) -> str:
+def figures_html(drawn: Sequence[Chart]) -> str:
     figures = [
         f"<figure><figcaption><strong>{escape(chart.title)}</strong>{escape(chart.caption)}</figcaption>\n"
         f"{chart.svg}</figure>"
@@ -273,7 +275,7 @@ def _notes(notes: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(str(note))}</li>" for note in notes) + "</ul>" if notes else ""
 
 
-def _machine(summary: Mapping[str, Any]) -> dict[str, Any]:
+def machine_facts(summary: Mapping[str, Any]) -> dict[str, Any]:
     machine = summary.get("hardware") or {}
     memory = machine.get("memory_bytes")
     gpus = ", ".join(f"{gpu['name']} ({gib(gpu['memory_bytes'])})" for gpu in machine.get("gpus") or [])
@@ -288,7 +290,7 @@ def _machine(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value}
 
 
-def _facts(values: Mapping[str, Any]) -> str:
+def facts_html(values: Mapping[str, Any]) -> str:
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>' for name, value in values.items()
     )

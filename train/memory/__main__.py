@@ -16,6 +16,7 @@ from train.errors import EXIT_DONE, UsageError, UserError
 from train.memory import plan as planning
 from train.memory.devices import Device, find_device, this_device
 from train.memory.explain import explain
+from train.memory.flags import numbers, positive, with_underscores
 from train.memory.plan import Outcome, Plan, Predictions, Question
 from train.memory.predict import Job, Predictor
 from train.wording import count, duration, gib
@@ -172,7 +173,7 @@ def read_request(command: str, arguments: list[str]) -> Request:
         UsageError: what does not work, and what would.
         UserError: the vocabulary cannot be told.
     """
-    own, words = _own_flags(command).parse_known_args(_with_underscores(arguments))
+    own, words = _own_flags(command).parse_known_args(with_underscores(arguments))
     words, open_length = _without_auto(words, "max_length")
     if open_length and own.grid:
         raise UsageError("--grid shows many lengths: give --lengths instead of --max_length auto.")
@@ -224,10 +225,10 @@ def _own_flags(command: str) -> _Parser:
         metavar="NAME",
         help="h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one",
     )
-    add("world_size", metavar="N", type=_positive, default=1, help="devices that train together")
+    add("world_size", metavar="N", type=positive, default=1, help="devices that train together")
     add("sharding", choices=("ddp", "fsdp2", "zero2", "zero3"), help="how they divide the work; default: ddp or fsdp2")
-    add("vocab_size", metavar="N", type=_positive, help="tokens of the vocabulary, where only the data tells")
-    add("num_labels", metavar="N", type=_positive, help="classes of a classifier; default: 2")
+    add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where only the data tells")
+    add("num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
     add(
         "padded",
         choices=("yes", "no"),
@@ -237,33 +238,12 @@ def _own_flags(command: str) -> _Parser:
     add("json", metavar="PATH", nargs="?", const="-", help="write the answer as JSON, without PATH instead of the text")
     if command == "plan":
         add("grid", action="store_true", help="a table of memory over sequence length and micro-batch size instead")
-        add("lengths", metavar="N,N...", type=_numbers, help="its lengths; default: 1,024 to 262,144")
-        add("micro_batch_sizes", metavar="N,N...", type=_numbers, help="its sizes; default: 1,2,4,8,16")
+        add("lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
+        add("micro_batch_sizes", metavar="N,N...", type=numbers, help="its sizes; default: 1,2,4,8,16")
         add("picture", metavar="PATH", type=Path, help="draw it into a .png file")
     else:
         parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return number
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part.strip()) for part in text.split(","))
-
-
-def _with_underscores(words: list[str]) -> list[str]:
-    """Flags written the way the configuration writes them: --max_length for --max-length."""
-
-    def written(word: str) -> str:
-        name, equals, value = word.partition("=")
-        return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
-
-    return [written(word) for word in words]
 
 
 def _without_auto(words: list[str], name: str) -> tuple[list[str], bool]:

@@ -6,7 +6,7 @@ traffic, whichever is longer, at rates that real kernels reach. It ranks setting
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +27,7 @@ class Costs:
     """Published dense rates by type."""
     bytes_per_second: float
     flops: float = 0.0
-    bytes_moved: float = 0.0
     seconds: float = 0.0
-    by_operator: dict[str, float] = field(default_factory=dict)
-    """Seconds."""
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any, repeats: int = 1) -> None:
         """Adds one operator, ``repeats`` times."""
@@ -51,10 +48,7 @@ class Costs:
             LAUNCH_SECONDS, flops / (rate * REACHED_FLOPS), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
         )
         self.flops += flops * repeats
-        self.bytes_moved += traffic * repeats
         self.seconds += seconds * repeats
-        name = str(func.overloadpacket)
-        self.by_operator[name] = self.by_operator.get(name, 0.0) + seconds * repeats
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:

@@ -321,8 +321,13 @@ def with_micro_batch_size(config: Config, size: int) -> Config:
 
 def sharding_of(accelerator: Accelerator) -> str:
     """How this run is spread over processes, in the words of :class:`train.memory.predict.Job`."""
+    from accelerate.utils import DistributedType
+
     if accelerator.num_processes == 1:
         return "none"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        plugin = accelerator.state.deepspeed_plugin
+        return {2: "zero2", 3: "zero3"}.get(plugin.zero_stage if plugin else 0, "ddp")
     return "fsdp2" if accelerator.is_fsdp2 else "ddp"
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from train.report_charts import _FIRST, _INK, _MUTED, _SECOND, _STYLE, _WARN, Chart, _for_page, _short_count
-from train.report_page import _CSS, _POLICY, _facts, _figures, _machine, _section
+from train.report_charts import FIRST, INK, MUTED, SECOND, STYLE, WARN, Chart, for_page, short_count
+from train.report_page import CSS, POLICY, facts_html, figures_html, machine_facts, section_html
 from train.wording import count, gib, percent
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _WORDS = {
 }
 _NEARLY_EQUAL = 0.05
 """Peaks that differ by less are called the same in the text."""
-_COLOURS = (_INK, _FIRST, _SECOND, _WARN, _MUTED)
+_COLOURS = (INK, FIRST, SECOND, WARN, MUTED)
 _MARKERS = "osD^v"
 _MORE_CSS = """
 .maps { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
@@ -380,21 +380,23 @@ def page(sweep: Sweep) -> str:
     items = "".join(f"<li>{_unbroken(escape(sentence))}</li>" for sentence in findings(sweep))
     sections = [
         f'<ul class="findings">{items}</ul>',
-        _section("Peak memory, GiB", _maps(sweep, _memory_text, lambda cell: cell.peak_bytes)),
-        _section(
+        section_html("Peak memory, GiB", _maps(sweep, _memory_text, lambda cell: cell.peak_bytes)),
+        section_html(
             f"What fits within {budget}",
-            _figures([_frontier_chart(reaches, sweep.techniques, budget)]) + _frontier_table(reaches, sweep),
+            figures_html([_frontier_chart(reaches, sweep.techniques, budget)]) + _frontier_table(reaches, sweep),
         ),
-        _section("Tokens per second", _maps(sweep, _speed_text, lambda cell: cell.tokens_per_second, kind="speed")),
-        _section("Speed and prediction", _figures(_charts(sweep))),
-        _section("All cells", _all_cells(sweep)),
-        _section("Machine and versions", _facts(_machine({"hardware": sweep.hardware, "versions": sweep.versions}))),
+        section_html("Tokens per second", _maps(sweep, _speed_text, lambda cell: cell.tokens_per_second, kind="speed")),
+        section_html("Speed and prediction", figures_html(_charts(sweep))),
+        section_html("All cells", _all_cells(sweep)),
+        section_html(
+            "Machine and versions", facts_html(machine_facts({"hardware": sweep.hardware, "versions": sweep.versions}))
+        ),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_CSS}{_MORE_CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>{CSS}{_MORE_CSS}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(title)}</h1>\n<p class="glance">{escape(subject(sweep))}</p>\n'
         + "\n".join(section for section in sections if section)
         + "\n<footer>Sizes in GiB of 2<sup>30</sup> bytes; memory is what tensors hold at the peak of a step. "
@@ -558,7 +560,7 @@ def _speed_chart(sweep: Sweep) -> Chart:
             axes.plot(lengths, [best[length] for length in lengths], color=colour, marker=marker, label=technique)
         axes.set_ylim(0, 1.08 * max((c.tokens_per_second or 0 for c in sweep.measured), default=1))
         _powers_of_two(axes, "x", [cell.length for cell in sweep.measured])
-        axes.yaxis.set_major_formatter(lambda value, _: _short_count(value))
+        axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
         axes.set_xlabel("sequence length, tokens")
 
     title = "Tokens per second"
@@ -571,7 +573,7 @@ def _accuracy_chart(sweep: Sweep) -> Chart:
 
     def draw(axes: Axes) -> None:
         ends = [f((c.peak_bytes or 0) / 2**30 for c in compared) for f in (min, max)]
-        axes.plot(ends, ends, color=_MUTED, linewidth=1, linestyle="--")
+        axes.plot(ends, ends, color=MUTED, linewidth=1, linestyle="--")
         for number, technique in enumerate(sweep.techniques):
             own = [cell for cell in compared if cell.technique == technique]
             colour, marker = _look(number)
@@ -615,14 +617,14 @@ def _drawn(title: str, label: str, draw: Callable[[Axes], None], size: tuple[flo
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         draw(axes)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if size[0] < 8 else 4, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _for_page(text.getvalue(), title, f"{title}. {label}")
+    return for_page(text.getvalue(), title, f"{title}. {label}")
 
 
 # ---- markdown --------------------------------------------------------------------------------------------------------
@@ -650,7 +652,7 @@ def markdown(sweep: Sweep) -> str:
         [technique, *(_size_text(reaches.get((technique, length))) for length in sweep.lengths)]
         for technique in sweep.techniques
     ]
-    machine = _machine({"hardware": sweep.hardware, "versions": sweep.versions})
+    machine = machine_facts({"hardware": sweep.hardware, "versions": sweep.versions})
     lines = [
         f"# Memory and speed of {sweep.model} over length and micro-batch",
         "",
