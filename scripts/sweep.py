@@ -609,6 +609,7 @@ def measure(task: Task) -> dict[str, Any]:
     """The step of ``task`` for real, in this process: fields of a :class:`Cell`."""
     import torch
 
+    from train.launch import Launch
     from train.memory.predict import build, random_batch
     from train.runtime import DeviceMeter, start_runtime
     from train.step import optimizer_step
@@ -618,7 +619,7 @@ def measure(task: Task) -> dict[str, Any]:
     on_cuda = job.target.device_type == "cuda"
     if task.fence_bytes is not None:
         _fence(task.fence_bytes)
-    runtime = start_runtime(config, task.accumulation_steps)
+    runtime = start_runtime(config, Launch(), task.accumulation_steps)
     accelerator = runtime.accelerator
     torch.manual_seed(config.optimization.seed)
     model, optimizer, network = build(job, config.architecture, config, accelerator, initialised=True)

@@ -20,6 +20,7 @@ from train.config import Architecture, Config, Data, Optimization, Output
 from train.data import PreparedData
 from train.errors import UserError
 from train.evaluation import ClassMetrics, Evaluator, TokenMetrics
+from train.launch import Launch
 from train.losses import ModelWithLoss
 from train.modeling import build_model, pad_token_id
 from train.records import IGNORE, Corpus
@@ -67,7 +68,7 @@ def network(config: Config, prepared: PreparedData) -> nn.Module:
 
 
 def evaluated(config: Config, prepared: PreparedData, model: nn.Module) -> dict[str, Any]:
-    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared, METER)
+    evaluator = Evaluator(config, Accelerator(cpu=True), Launch(), ModelWithLoss(model), prepared, METER)
     return evaluator.validation(step=3).metrics
 
 
@@ -165,8 +166,9 @@ def test_metrics_are_the_same_over_any_number_of_processes(
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: gathered.extend(rows) or list(gathered))
     metrics: dict[str, Any] = {}
     for rank in range(world):  # one after the other: the last one has gathered all rows
-        process: Any = SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))
-        metrics = Evaluator(config, process, ModelWithLoss(model), prepared, METER).validation(step=1).metrics
+        process: Any = SimpleNamespace(num_processes=world, device=torch.device("cpu"))
+        launch = Launch(world_size=world, rank=rank)
+        metrics = Evaluator(config, process, launch, ModelWithLoss(model), prepared, METER).validation(step=1).metrics
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         assert metrics[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
@@ -176,7 +178,7 @@ def test_evaluation_leaves_dropout_out_and_the_model_in_training() -> None:
     config = configured("causal_lm")
     prepared = prepared_data(config, TEXTS)
     model = network(config, prepared).train()
-    evaluator = Evaluator(config, Accelerator(cpu=True), ModelWithLoss(model), prepared, METER)
+    evaluator = Evaluator(config, Accelerator(cpu=True), Launch(), ModelWithLoss(model), prepared, METER)
     first, second = evaluator.validation(step=1), evaluator.validation(step=2)
     assert first.metrics == second.metrics
     assert (first.split, first.step, second.step) == ("validation", 1, 2)

@@ -15,6 +15,7 @@ from test_step import TinyModel, batch, rows
 
 from train.config import Architecture, Config, Optimization, Output
 from train.errors import UserError
+from train.launch import Launch
 from train.loop import Goal, Parts, fit
 from train.losses import ModelWithLoss
 from train.records import Evaluation, MicroBatch, Progress
@@ -72,6 +73,7 @@ class Recorder:
 
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
         parts = Parts(
+            launch=Launch(),
             accelerator=self.accelerator,
             model=self.model,
             optimizer=self.optimizer,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
+    from train.launch import Launch
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -34,9 +36,11 @@ class PreparedData:
     lines: tuple[str, ...]
     """What to tell a person about the data."""
 
-    def training_batches(self, config: Config, arithmetic: BatchArithmetic, accelerator: Accelerator) -> Batches:
+    def training_batches(
+        self, config: Config, arithmetic: BatchArithmetic, accelerator: Accelerator, launch: Launch
+    ) -> Batches:
         """This rank's part of every step."""
-        data, seed, rank = config.data, config.optimization.seed, accelerator.process_index
+        data, seed, rank = config.data, config.optimization.seed, launch.data_rank
         if isinstance(self.examples.train, datasets.IterableDataset):
             return StreamBatches(self.examples.train, self.collate, arithmetic, rank, seed, data.shuffle_buffer_size)
         return MapBatches(
@@ -50,7 +54,7 @@ class PreparedData:
         )
 
     def evaluation_batches(
-        self, examples: datasets.Dataset, config: Config, accelerator: Accelerator
+        self, examples: datasets.Dataset, config: Config, accelerator: Accelerator, launch: Launch
     ) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split."""
         batch_size = config.output.eval_batch_size or config.optimization.micro_batch_size
@@ -59,8 +63,8 @@ class PreparedData:
             examples,
             self.collate,
             batch_size,
-            accelerator.num_processes,
-            accelerator.process_index,
+            launch.data_size,
+            launch.data_rank,
             config.data.dataloader_num_workers,
             pin_memory=accelerator.device.type == "cuda",
         )

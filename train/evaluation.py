@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from train.errors import UserError
+from train.launch import Launch
 from train.losses import Scores
 from train.records import IGNORE, Evaluation, Meter, MicroBatch, column
 
@@ -99,10 +100,16 @@ class Evaluator:
     """Evaluates the model on held-out splits."""
 
     def __init__(
-        self, config: Config, accelerator: Accelerator, model: nn.Module, prepared: PreparedData, meter: Meter
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        launch: Launch,
+        model: nn.Module,
+        prepared: PreparedData,
+        meter: Meter,
     ) -> None:
-        self._config, self._accelerator, self._model, self._prepared = config, accelerator, model, prepared
-        self._meter = meter
+        self._config, self._accelerator, self._launch = config, accelerator, launch
+        self._model, self._prepared, self._meter = model, prepared, meter
         self._more_metrics = load_hub_metrics(config.output.metrics, len(prepared.examples.label_names))
 
     def validation(self, step: int) -> Evaluation:
@@ -115,7 +122,7 @@ class Evaluator:
         started = time.perf_counter()
         self._model.eval()
         rows: list[tuple[float, ...]] = []
-        for batch in self._prepared.evaluation_batches(examples, self._config, self._accelerator):
+        for batch in self._prepared.evaluation_batches(examples, self._config, self._accelerator, self._launch):
             with self._meter.evaluation(batch):
                 batch = batch.to(self._accelerator.device)
                 rows += _rows(self._model(batch.inputs, batch.labels, scored=True), batch)

@@ -12,6 +12,7 @@ from torch import nn
 
 from train.config import Config
 from train.errors import StepError, UserError
+from train.launch import Launch
 from train.optim import learning_rate_at, set_learning_rate
 from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
 from train.step import seed_step
@@ -31,6 +32,7 @@ class Parts:
     """What ``fit`` is handed; each does one thing and knows nothing of the others."""
 
     accelerator: Accelerator
+    launch: Launch
     model: nn.Module
     optimizer: AcceleratedOptimizer
     batches: Batches
@@ -72,7 +74,7 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
     while not is_done(config, goal, progress):
         epoch = progress.epoch
         for window in parts.batches.windows(epoch, progress.step_in_epoch):
-            seed_step(optim.seed, progress.step, parts.accelerator.process_index)
+            seed_step(optim.seed, progress.step, parts.launch.random_rank)
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
             set_learning_rate(parts.optimizer, learning_rate)
             stop, mark = bool(parts.stop), parts.meter.mark

@@ -58,6 +58,11 @@ class ModelWithLoss(nn.Module):
         if chunked:
             self.work_in_chunks()
 
+    def tie_weights(self) -> None:
+        """Makes the weights one again that the model shares between layers, after these were put in one by one."""
+        if hasattr(self.model, "tie_weights"):
+            self.model.tie_weights()  # pyright: ignore[reportCallIssue]
+
     def work_in_chunks(self) -> None:
         """From now on never holds all logits."""
         _AnsweringHead.adopt(_head_of(self.model))

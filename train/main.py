@@ -14,6 +14,7 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 
 from train.config import Config, parse
 from train.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UserError
+from train.launch import Launch, check_launch, read_launch
 from train.tasks import check_task
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         check_task(config.data.task)
-        return train(config)
+        launch = read_launch()
+        check_launch(launch, config)
+        return train(config, launch)
     except UserError as error:
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or error.exit_status != EXIT_USAGE:  # a usage error is the same on every rank: said once
@@ -44,20 +47,20 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_status
 
 
-def train(config: Config) -> int:
+def train(config: Config, launch: Launch) -> int:
     """Opens what a run needs from its start to its end, and explains it if memory runs out; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
     from train.outputs import Outputs
     from train.runtime import StopRequest, start_runtime
 
     with StopRequest().listening() as stop:
-        runtime = start_runtime(config, arithmetic_of(config, 1).accumulation_steps)
+        runtime = start_runtime(config, launch, arithmetic_of(config, launch.data_size, 1).accumulation_steps)
         outputs = Outputs(config, runtime.accelerator)
         outputs.prepare()
         outputs.note(*runtime.lines)
         memory = open_memory(config, outputs)
         try:
-            return run(config, runtime, outputs, memory, stop)
+            return run(config, launch, runtime, outputs, memory, stop)
         except Exception as error:
             if (explanation := memory.explain(error, outputs.folder)) is None:
                 raise
@@ -67,7 +70,9 @@ def train(config: Config) -> int:
             memory.close()
 
 
-def run(config: Config, runtime: Runtime, outputs: Outputs, memory: MemorySession, stop: StopRequest) -> int:
+def run(
+    config: Config, launch: Launch, runtime: Runtime, outputs: Outputs, memory: MemorySession, stop: StopRequest
+) -> int:
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
@@ -78,6 +83,7 @@ def run(config: Config, runtime: Runtime, outputs: Outputs, memory: MemorySessio
     from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
     from train.optim import build_optimizer, peak_learning_rate
+    from train.runtime import shard_by_layer
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
 
@@ -88,27 +94,28 @@ def run(config: Config, runtime: Runtime, outputs: Outputs, memory: MemorySessio
     tokenizer, examples = prepared.tokenizer, prepared.examples
     outputs.note(*prepared.lines)
 
-    memory.describe(accelerator, task.auto_class, tokenizer, len(examples.label_names))
+    memory.describe(accelerator, launch, task.auto_class, tokenizer, len(examples.label_names))
     if config.optimization.micro_batch_size == "auto":
-        pair = prepared.training_batches(config, arithmetic_of(config, 2, 1), accelerator).longest()
+        pair = prepared.training_batches(config, arithmetic_of(config, 1, 2), accelerator, launch).longest()
         size = memory.micro_batch_size(accelerator, "attention_mask" in pair.inputs)
         config = replace(config, optimization=replace(config.optimization, micro_batch_size=size))
         outputs.use(config)
-    optim, output, arithmetic = config.optimization, config.output, arithmetic_of(config)
-    batches = prepared.training_batches(config, arithmetic, accelerator)
+    optim, output, arithmetic = config.optimization, config.output, arithmetic_of(config, launch.data_size)
+    batches = prepared.training_batches(config, arithmetic, accelerator, launch)
     longest, accumulates = batches.longest(), arithmetic.accumulation_steps > 1
     memory.ask(longest, accumulates)
 
     torch.manual_seed(optim.seed)
     network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
     with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
+    shard_by_layer(accelerator, network)
     model, optimizer = accelerator.prepare(with_loss, build_optimizer(network, optim))
     network = accelerator.unwrap_model(model).model
     state = TrainingState(
         network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
     )
     memory.equip(accelerator, model, optimizer)
-    evaluator = Evaluator(config, accelerator, model, prepared, memory.meter)
+    evaluator = Evaluator(config, accelerator, launch, model, prepared, memory.meter)
     metric = output.metric_for_best or task.default_metric
     grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
     goal = Goal(
@@ -121,7 +128,7 @@ def run(config: Config, runtime: Runtime, outputs: Outputs, memory: MemorySessio
     )
     outputs.note(*describe_training(network, arithmetic, batches, goal, data.max_length))
     if not outputs.is_complete(goal.total_steps):
-        evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator), None)
+        evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
     progress = outputs.resume(state)
     if is_done(config, goal, progress) and outputs.is_complete(progress.step):
@@ -134,6 +141,7 @@ def run(config: Config, runtime: Runtime, outputs: Outputs, memory: MemorySessio
     outputs.begin(goal.total_steps, progress.step)
     parts = Parts(
         accelerator=accelerator,
+        launch=launch,
         model=model,
         optimizer=optimizer,
         batches=batches,
@@ -161,6 +169,7 @@ def run(config: Config, runtime: Runtime, outputs: Outputs, memory: MemorySessio
         evaluator,
         memory,
         outputs,
+        launch,
         runtime,
         network,
         arithmetic,
@@ -177,6 +186,7 @@ def finish(
     evaluator: Evaluator,
     memory: MemorySession,
     outputs: Outputs,
+    launch: Launch,
     runtime: Runtime,
     network: nn.Module,
     arithmetic: BatchArithmetic,
@@ -221,7 +231,8 @@ def finish(
         "global_batch_size": arithmetic.global_batch_size,
         "micro_batch_size": arithmetic.micro_batch_size,
         "gradient_accumulation_steps": arithmetic.accumulation_steps,
-        "world_size": arithmetic.world_size,
+        "world_size": launch.world_size,
+        "launch": str(launch),
         "mixed_precision": runtime.precision,
         "max_grad_norm": config.optimization.max_grad_norm,
         "training_seconds": progress.training_seconds,
@@ -252,14 +263,13 @@ def open_memory(config: Config, outputs: Outputs) -> MemorySession:
     return MemorySession(config, outputs.say)
 
 
-def arithmetic_of(config: Config, size_for_auto: int = 0, world_size: int | None = None) -> BatchArithmetic:
+def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> BatchArithmetic:
     """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
     from train.batching import batch_arithmetic
 
     optim = config.optimization
     size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
-    launched = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, launched)
+    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, data_size)
 
 
 def describe_training(

@@ -16,9 +16,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from train.config import Config
 from train.errors import UsageError, UserError
+from train.launch import Launch
 from train.records import Meter, MicroBatch
 from train.step import optimizer_step
 from train.throughput import peak_flops_per_second
@@ -38,35 +40,35 @@ class Runtime:
     """Of all devices together; None where the device's rate is not known."""
 
 
-def start_runtime(config: Config, accumulation_steps: int) -> Runtime:
+def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Runtime:
     """The Accelerator of this process, from the configuration and the launcher.
 
     Raises:
         UsageError: launcher and configuration contradict each other.
         UserError: the launcher started several processes that do not know each other.
     """
-    from accelerate import Accelerator
-
     device = target_device()
-    precision, substitution = resolve_precision(config.optimization.mixed_precision, device)
+    precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     threads = None
     if device.type == "cpu":
         threads = set_cpu_threads(config.optimization.cpu_threads)
         keep_freed_memory()
-    accelerator = Accelerator(
-        gradient_accumulation_steps=accumulation_steps,
-        mixed_precision=precision,
+        meet_over_gloo(launch)
+    accelerator = make_accelerator(
+        launch,
+        precision,
+        accumulation_steps,
         log_with=list(config.output.report_to) or None,
         project_dir=config.output.output_dir,
     )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
+    if launch.world_size != accelerator.num_processes:
         raise UserError(
-            f"the launcher started {launched} processes, but this one knows of {accelerator.num_processes}: they would "
-            "train the same thing side by side. On CPUs set ACCELERATE_USE_CPU=true; see accelerate_configs/."
+            f"the launcher started {launch.world_size} processes, but this one knows of {accelerator.num_processes}: "
+            "they would train the same thing side by side. See accelerate_configs/ for launch files that work."
         )
     where = f"{accelerator.num_processes} × {_device_name(accelerator.device)}"
     where += f", {threads} threads each" if threads else ""
+    where += f", {launch}" if str(launch) else ""
     shown = "fp32" if precision == "no" else precision
     lines = [f"device: {where}, precision {shown}"]
     if substitution:
@@ -75,26 +77,74 @@ def start_runtime(config: Config, accumulation_steps: int) -> Runtime:
     return Runtime(accelerator, shown, tuple(lines), rate and rate * accelerator.num_processes)
 
 
+def make_accelerator(launch: Launch, precision: str, accumulation_steps: int, **options: Any) -> Accelerator:
+    """The Accelerator for ``launch``; what shards is set up so that sums stay exact and memory small."""
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+
+    shards = launch.engine == "fsdp2"
+    if shards:
+        options["fsdp_plugin"] = _fsdp_plugin(precision)
+    # With sharded weights a gradient kept for a whole window on every rank would undo what sharding saved.
+    accumulation = GradientAccumulationPlugin(num_steps=accumulation_steps, sync_each_batch=shards)
+    return Accelerator(mixed_precision=precision, gradient_accumulation_plugin=accumulation, **options)
+
+
+def _fsdp_plugin(precision: str) -> Any:
+    """FSDP2 from the launcher's settings, but gradients are summed in fp32 and the loss stays what it is.
+
+    accelerate's own choice is the half precision for both, which loses digits of every gradient and of the loss.
+    """
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+
+
+def shard_by_layer(accelerator: Accelerator, network: nn.Module) -> None:
+    """Has FSDP2 gather one layer of ``network`` at a time, where the launch file names no classes of its own."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and not plugin.transformer_cls_names_to_wrap:
+        plugin.transformer_cls_names_to_wrap = layer_classes(network)
+
+
+def layer_classes(network: nn.Module) -> list[str]:
+    """Names of the classes of the layers of a transformers model that are sharded one by one."""
+    found = {type(module).__name__ for module in network.modules()}
+    return sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
+
+
+def meet_over_gloo(launch: Launch) -> None:
+    """Has the processes of a machine without an accelerator find each other, and share weights as the launcher says.
+
+    accelerate by itself leaves them strangers, or quietly trains with DDP instead. So that what runs on a cluster can
+    be tried on a laptop, the process group is made here, and accelerate is told of it as of one that shards.
+    """
+    if launch.world_size == 1:
+        return
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would put its own choice in place of ours
+    if launch.engine == "fsdp2" or launch.tensor_size > 1:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
-def resolve_precision(asked: str | None, device: torch.device) -> tuple[str, str | None]:
+def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:
     """The mixed precision to use, and a line for a person where it is not the one asked for.
 
     accelerate itself would run fp32 on a CPU and go on calling it fp16.
 
     Raises:
-        UsageError: launcher and configuration ask for different things, or the device cannot do bf16.
+        UsageError: the device cannot do bf16.
     """
-    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked is None:
-        asked = launcher
-    elif launcher not in ("no", asked):  # the launcher also says "no" when nobody chose
-        raise UsageError(
-            f"mixed_precision: the training configuration says {asked}, the launch configuration {launcher}. "
-            "Make them agree, or leave mixed_precision out of one."
-        )
     if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError(f"mixed_precision: {torch.cuda.get_device_name()} has no bf16. Use fp16.")
     if asked == "fp16" and device.type in ("cpu", "mps"):

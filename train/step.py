@@ -81,10 +81,23 @@ def count_targets(accelerator: Accelerator, window: Sequence[MicroBatch], stop_r
     ]
     if accelerator.num_processes > 1:  # fp64 is exact for counts and keeps the precision of an fp64 model
         here = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
-        return cast("Tensor", accelerator.reduce(here, reduction="sum"))
+        return cast("Tensor", accelerator.reduce(here, reduction="sum")) / copies(accelerator)
     if not counts[0]:
         raise UserError(_NO_TARGETS)
     return counts
+
+
+def parallel_sizes(accelerator: Accelerator) -> tuple[int, int, int]:
+    """Ranks that share (tensors, contexts, sequences), see :class:`train.launch.Launch`."""
+    sizes = accelerator.parallelism_config
+    if sizes is None:
+        return 1, 1, 1
+    return sizes.tp_size or 1, sizes.cp_size or 1, sizes.sp_size or 1
+
+
+def copies(accelerator: Accelerator) -> int:
+    """Ranks that were handed the same examples."""
+    return math.prod(parallel_sizes(accelerator))
 
 
 def accumulate_gradients(
@@ -94,7 +107,8 @@ def accumulate_gradients(
     # accelerator.backward divides by the accumulation, and data parallelism by the processes: both are undone here.
     accelerator.gradient_accumulation_steps = len(window)
     accelerator.step = 0
-    scale = len(window) * accelerator.num_processes / num_targets
+    tensor_size = parallel_sizes(accelerator)[0]
+    scale = len(window) * accelerator.num_processes / tensor_size / num_targets
     if not model.training:
         model.train()
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
@@ -107,7 +121,7 @@ def accumulate_gradients(
             accelerator.backward(loss * scale)
             loss_sum += loss.detach()
             del loss
-    return loss_sum
+    return loss_sum / tensor_size
 
 
 def update(

@@ -176,6 +176,7 @@ def run_template(job: Job) -> None:
     import datasets
 
     from train.batching import MapBatches, batch_arithmetic
+    from train.launch import Launch
     from train.loop import Goal, Parts, fit
     from train.losses import ModelWithLoss
     from train.optim import build_optimizer, peak_learning_rate
@@ -188,7 +189,7 @@ def run_template(job: Job) -> None:
 
     load, config, clock = job.load, job.config, job.clock
     arithmetic = batch_arithmetic(load.micro_batch_size, load.accumulation, None, 1)
-    runtime = start_runtime(config, arithmetic.accumulation_steps)
+    runtime = start_runtime(config, Launch(), arithmetic.accumulation_steps)
     accelerator = runtime.accelerator
     outputs = Outputs(config, accelerator)
     columns = {"tokens": job.tokens.int().numpy(), "length": [load.length] * len(job.tokens)}
@@ -210,6 +211,7 @@ def run_template(job: Job) -> None:
 
     with StopRequest().listening() as stop:
         parts = Parts(
+            launch=Launch(),
             accelerator=accelerator,
             model=model,
             optimizer=optimizer,

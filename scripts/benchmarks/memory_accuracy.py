@@ -201,7 +201,7 @@ def measure(job: Job) -> dict[str, Any]:
 
     config, device = from_values(job.values), job.target.device_type
     torch.manual_seed(0)
-    precision, _ = resolve_precision(config.optimization.mixed_precision, torch.device(device))
+    precision, _ = resolve_precision(config.optimization.mixed_precision or "no", torch.device(device))
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision)
     window = [random_batch(job, job.micro_batch_size) for _ in range(2 if job.accumulates else 1)]
     began = 0.0

@@ -54,7 +54,7 @@ def tracked_peak(case: Job) -> int:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     config = from_values(case.values)
-    precision, _ = resolve_precision(config.optimization.mixed_precision, torch.device("cpu"))
+    precision, _ = resolve_precision(config.optimization.mixed_precision or "no", torch.device("cpu"))
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     window = [random_batch(case, case.micro_batch_size) for _ in range(1 + case.accumulates)]
     model, optimizer, network = build(case, config.architecture, config, accelerator, initialised=True)

@@ -328,35 +328,21 @@ class _Tokenizer:
 
 def _accelerator(job: Job, config: Config) -> Accelerator:
     import torch
-    from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
+    from train.launch import Launch
     from train.memory import ranks
-    from train.runtime import resolve_precision
+    from train.runtime import make_accelerator, resolve_precision
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     device_type = job.target.device_type
     ranks.leave()  # of the prediction before
-    precision, _ = resolve_precision(config.optimization.mixed_precision, torch.device(device_type))
-    ranks.join(job.world_size, shards_weights(job.sharding), _layer_classes(job, config), device_type, precision)
-    return Accelerator(cpu=device_type == "cpu", mixed_precision=precision, gradient_accumulation_steps=1)
-
-
-def _layer_classes(job: Job, config: Config) -> list[str]:
-    """Names of the classes of layers that a model is sharded by."""
-    if not shards_weights(job.sharding):
-        return []
-    import torch
-
-    from train.modeling import build_model
-
-    tokenizer: Any = _Tokenizer(job)
-    labels = [str(number) for number in range(job.num_labels)]
-    with torch.device("meta"):
-        network = build_model(config.architecture, job.auto_class, tokenizer, job.length, labels, weights=False)
-    found = {type(module).__name__ for module in network.modules()}
-    return sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
+    precision, _ = resolve_precision(config.optimization.mixed_precision or "no", torch.device(device_type))
+    shards = shards_weights(job.sharding)
+    ranks.join(job.world_size, shards, device_type, precision)
+    launch = Launch(world_size=job.world_size, engine="fsdp2" if shards else "ddp")
+    return make_accelerator(launch, precision, accumulation_steps=1, cpu=device_type == "cpu")
 
 
 def _with_known_attention(architecture: Architecture) -> tuple[Architecture, list[str]]:
@@ -383,6 +369,7 @@ def build(
     from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
     from train.optim import build_optimizer
+    from train.runtime import shard_by_layer
 
     labels = [str(number) for number in range(job.num_labels)]
     tokenizer: Any = _Tokenizer(job)
@@ -395,6 +382,7 @@ def build(
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step
         chunked = use_chunks(config.optimization.loss, network)
+    shard_by_layer(accelerator, network)
     model, optimizer = accelerator.prepare(
         ModelWithLoss(network, chunked),
         build_optimizer(network, config.optimization),

@@ -27,19 +27,17 @@ FSDP_SETTINGS = {
 }
 
 
-def join(world_size: int, shards_weights: bool, layer_classes: list[str], device_type: str, precision: str) -> None:
+def join(world_size: int, shards_weights: bool, device_type: str, precision: str) -> None:
     """Makes this process rank 0 of ``world_size``, as the launcher and accelerate would; FSDP2 alone needs that.
 
     Args:
         shards_weights: by FSDP2; otherwise nothing is to be done.
-        layer_classes: names of the classes of layers that are sharded one by one.
     """
     if not shards_weights:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(FSDP_SETTINGS, ACCELERATE_MIXED_PRECISION=precision)
-    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(layer_classes)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     if device_type == "cuda" and not torch.cuda.is_initialized():
@@ -56,7 +54,6 @@ def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     launcher = (
-        "FSDP_TRANSFORMER_CLS_TO_WRAP",
         "ACCELERATE_MIXED_PRECISION",
         "RANK",
         "LOCAL_RANK",

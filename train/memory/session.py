@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import PreTrainedTokenizerBase
 
+    from train.launch import Launch
+
 MARGIN = 0.03
 """Share of the free memory that a chosen micro-batch leaves alone."""
 SIZES = [2**power for power in range(11)]
@@ -48,6 +50,7 @@ class MemorySession:
         self._config, self._say = config, say
         self._predictor: Predictor | None = None
         self._base: Job | None = None
+        self._data_size = 1
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
         self._recovering: RecoveringStep | None = None
@@ -61,9 +64,15 @@ class MemorySession:
             self._predictor = None
 
     def describe(
-        self, accelerator: Accelerator, auto_class: str, tokenizer: PreTrainedTokenizerBase, num_labels: int
+        self,
+        accelerator: Accelerator,
+        launch: Launch,
+        auto_class: str,
+        tokenizer: PreTrainedTokenizerBase,
+        num_labels: int,
     ) -> None:
         """Says what is to be trained, and starts the process that predicts: its imports take seconds."""
+        self._data_size = launch.data_size
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         start, end, padding = (i if isinstance(i, int) else None for i in special)
         self._base = Job(
@@ -75,7 +84,7 @@ class MemorySession:
             length=self._config.data.max_length,
             num_labels=num_labels,
             special_tokens=(start, end, padding),
-            world_size=accelerator.num_processes,
+            world_size=launch.world_size,
             sharding=sharding_of(accelerator),
         )
         wanted = self._config.memory.predict_memory or self._config.optimization.micro_batch_size == "auto"
@@ -114,7 +123,7 @@ class MemorySession:
             raise UserError(f"micro_batch_size: auto is not known for {accelerator.device.type}: give a number.")
         sizes = SIZES
         if optim.global_batch_size is not None:
-            share = optim.global_batch_size // accelerator.num_processes
+            share = optim.global_batch_size // self._data_size
             sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
         room = int(free_bytes(accelerator.device) * (1 - MARGIN))
         needed: dict[int, int] = {}

@@ -1,0 +1,93 @@
+"""What the launcher decided, read from its environment, and disagreements with the training configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.config import Architecture, Config, Optimization
+from train.errors import UsageError, UserError
+from train.launch import Launch, check_launch, read_launch
+
+PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+def sizes(world_size: int, rank: int = 0, **given: int) -> dict[str, str]:
+    named = {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in given.items()}
+    return {**PARALLEL, "WORLD_SIZE": str(world_size), "RANK": str(rank), **named}
+
+
+def test_nobody_launched() -> None:
+    launch = read_launch({})
+    assert launch == Launch()
+    assert (launch.data_size, launch.data_rank, launch.copies, str(launch)) == (1, 0, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "engine"),
+    [
+        ({}, "ddp"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "fsdp2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed"),
+    ],
+)
+def test_engine_of_two_processes(environment: dict[str, str], engine: str) -> None:
+    launch = read_launch({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "1", **environment})
+    assert (launch.engine, str(launch), launch.data_size, launch.data_rank) == (engine, engine, 2, 1)
+    assert launch.local_world_size == 1
+
+
+def test_ranks_that_share_examples_are_neighbours() -> None:
+    launches = [read_launch(sizes(8, rank, dp_shard=2, cp=2, tp=2)) for rank in range(8)]
+    assert [launch.data_rank for launch in launches] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [launch.random_rank for launch in launches] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {(launch.data_size, launch.copies) for launch in launches} == {(2, 4)}
+    assert str(launches[0]) == "ddp, tensor parallel 2, context parallel 2"
+
+
+def test_sizes_that_do_not_make_the_world_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"dp_shard_size 2, tp_size 2 make 4 processes, num_processes is 8"):
+        read_launch(sizes(8, dp_shard=2, tp=2))
+    with pytest.raises(UsageError, match=r"cp_size 3"):
+        read_launch(sizes(8, cp=3))
+    assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).data_size == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "4 processes were started that do not know each other"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 processes were started"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
+    ],
+)
+def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_launch(environment)
+    assert read_launch({**environment, "WORLD_SIZE": "2", "RANK": "0"}).world_size == 2
+
+
+def test_unknown_engines_are_refused() -> None:
+    with pytest.raises(UsageError, match="fsdp_version: 1 in the launch file"):
+        read_launch({"ACCELERATE_USE_FSDP": "true"})
+    with pytest.raises(UsageError, match="MEGATRON_LM"):
+        read_launch({"ACCELERATE_USE_MEGATRON_LM": "true"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "launched", "agree"), [("bf16", "fp16", False), ("bf16", "no", True), (None, "fp16", True)]
+)
+def test_precision_of_launcher_and_recipe(asked: str, launched: str, agree: bool) -> None:
+    config = Config(optimization=Optimization(mixed_precision=asked))  # pyright: ignore[reportArgumentType]
+    if agree:
+        check_launch(Launch(precision=launched), config)
+    else:
+        with pytest.raises(UsageError, match="training configuration says bf16, the launch configuration fp16"):
+            check_launch(Launch(precision=launched), config)
+
+
+def test_checkpointing_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(architecture=Architecture(gradient_checkpointing="full"))
+    check_launch(Launch(engine="fsdp2"), config)
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    with pytest.raises(UsageError, match=r"fsdp_activation_checkpointing: true .* gradient_checkpointing: full"):
+        check_launch(Launch(engine="fsdp2"), config)

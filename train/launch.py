@@ -1,0 +1,150 @@
+"""What the launcher decided, read from its environment before anything is loaded, and whether the recipe agrees.
+
+World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from train.config import Config
+from train.errors import UsageError, UserError
+
+ENGINES = ("ddp", "fsdp2", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes of a run and how they share its work."""
+
+    world_size: int = 1
+    rank: int = 0
+    local_world_size: int = 1
+    engine: str = "ddp"
+    """ddp (also for a process that is alone), fsdp2 or deepspeed."""
+    precision: str = "no"
+    """The launcher's mixed precision; ``no`` also where nobody chose."""
+    replicate_size: int = 1
+    """Groups of ranks that each hold all weights between them (hybrid sharding)."""
+    tensor_size: int = 1
+    """Ranks that share the weights of each layer and see the same examples."""
+    context_size: int = 1
+    """Ranks that share each sequence, keys and values going round (ring attention)."""
+    sequence_size: int = 1
+    """Ranks that share each sequence outside attention and the heads inside it (Ulysses)."""
+
+    @property
+    def copies(self) -> int:
+        """Ranks that are handed the same examples."""
+        return self.tensor_size * self.context_size * self.sequence_size
+
+    @property
+    def data_size(self) -> int:
+        """Ranks, or groups of them, that see different examples."""
+        return self.world_size // self.copies
+
+    @property
+    def random_rank(self) -> int:
+        """What dropout is drawn by: ranks that compute the same activations have to drop the same of them."""
+        return self.rank // self.tensor_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the ``data_size`` parts of a global batch is this rank's: ranks that share one are neighbours."""
+        return self.rank // self.copies
+
+    def __str__(self) -> str:
+        parts = [self.engine] if self.world_size > 1 or self.engine != "ddp" else []
+        sizes = (("tensor", self.tensor_size), ("context", self.context_size), ("sequence", self.sequence_size))
+        return ", ".join(parts + [f"{name} parallel {size}" for name, size in sizes if size > 1])
+
+
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """The launch that ``accelerate launch``, torchrun or nobody made.
+
+    Raises:
+        UserError: several processes were started, or meant to be, that do not know each other.
+        UsageError: the launch file asks for something that this template does not do.
+    """
+
+    def says(name: str, default: str = "false") -> str:
+        return environment.get(name, default).lower()
+
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    _refuse_strangers(environment, world_size)
+    if says("ACCELERATE_USE_MEGATRON_LM") == "true":
+        raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
+    engine = "ddp"
+    if says("ACCELERATE_USE_DEEPSPEED") == "true":
+        engine = "deepspeed"
+    elif says("ACCELERATE_USE_FSDP") == "true":
+        engine = "fsdp2"
+        if says("FSDP_VERSION", "1") != "2":
+            raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
+    sizes = {
+        name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+        if says("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
+        else 1
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    launch = Launch(
+        world_size=world_size,
+        rank=int(environment.get("RANK", "0")),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+        engine=engine,
+        precision=says("ACCELERATE_MIXED_PRECISION", "no"),
+        replicate_size=sizes["dp_replicate"],
+        tensor_size=sizes["tp"],
+        context_size=sizes["cp"],
+        sequence_size=sizes["sp"],
+    )
+    product = launch.copies * (1 if engine == "deepspeed" else sizes["dp_replicate"] * sizes["dp_shard"])
+    if world_size % launch.copies or (max(sizes.values()) > 1 and engine != "deepspeed" and product != world_size):
+        given = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size > 1)
+        raise UsageError(
+            f"parallelism_config in the launch file: {given} make {product} processes, num_processes is {world_size}. "
+            "Their product must be num_processes: change one of them."
+        )
+    return launch
+
+
+def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
+    """Stops a process that was meant to be one of several, and finds itself alone."""
+    if world_size > 1 or "RANK" in environment:
+        return
+    started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    if started > 1:
+        raise UserError(
+            f"{started} processes were started that do not know each other: they would train the same thing side by "
+            "side. Start one launcher per host instead (scripts/slurm.sbatch shows how)."
+        )
+    # accelerate launch gives the address to meet at, and no rank, where it has to start several and starts one
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
+        raise UserError(
+            "the launcher was asked for several processes and started one. On CPUs take accelerate_configs/ddp.yaml "
+            "(it trains on CPUs where there is no GPU) and leave --cpu out; for one process give --num_processes 1, "
+            "and unset MASTER_PORT if it was set by hand."
+        )
+
+
+def check_launch(launch: Launch, config: Config) -> None:
+    """Stops where launcher and training configuration contradict each other.
+
+    Raises:
+        UsageError: with both names and values.
+    """
+    asked = config.optimization.mixed_precision
+    if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
+        raise UsageError(
+            f"mixed_precision: the training configuration says {asked}, the launch configuration {launch.precision}. "
+            "Make them agree, or leave mixed_precision out of one."
+        )
+    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
+        raise UsageError(
+            "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "
+            f"{config.architecture.gradient_checkpointing} in the training configuration. Give fsdp_activation_"
+            "checkpointing: false and choose by --gradient_checkpointing: the launcher's own kind does not repeat "
+            "dropout, so its gradients would be wrong."
+        )
