@@ -1,4 +1,4 @@
-"""Run by ``test_distributed.py`` under torchrun: a few optimizer steps in fp64, the weights written by rank 0."""
+"""Run under torchrun by tests: a few optimizer steps in fp64 as the launcher shards them, weights written by rank 0."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import os
 import sys
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import save_file
 from test_step import TinyModel, batch, rows
 
 from train.batching import micro_batches, without_targets
 from train.config import Optimization
+from train.launch import read_launch
 from train.losses import ModelWithLoss
+from train.runtime import make_accelerator, meet_over_gloo
 from train.step import optimizer_step
+from train.training_state import whole_tensors
 
 
 def main(output: str, micro_batch_size: int) -> None:
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    launch = read_launch()
+    meet_over_gloo(launch)
+    accelerator = make_accelerator(launch, "no", accumulation_steps=1, cpu=True)
+    torch.manual_seed(accelerator.process_index)  # ranks start from different weights: the first one's must count
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
     lengths = [9, 2, 5, 7, 3, 3, 8, 1, 6]
     examples = rows(lengths)
     norms = []
     for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):  # the last window has fewer examples than there are ranks
-        parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, accelerator.num_processes)
-        mine = [part[accelerator.process_index] for part in parts]
+        parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, launch.data_size)
+        mine = [part[launch.data_rank] for part in parts]
         window = [batch([examples[i] for i in m]) if m else without_targets(batch([examples[0]])) for m in mine]
         outcome = optimizer_step(accelerator, model, optimizer, window, Optimization(max_grad_norm=0.5))
         norms.append(outcome.grad_norm)
         assert outcome.num_targets == sum(lengths[i] for i in ids)
+        assert outcome.clipped
+    weights = whole_tensors(accelerator.unwrap_model(model).model, keep=accelerator.is_main_process)
     if accelerator.is_main_process:
-        save_file({**network.state_dict(), "norms": torch.tensor(norms, dtype=torch.float64)}, output)
+        save_file({**weights, "norms": torch.tensor(norms, dtype=torch.float64)}, output)
 
 
 if __name__ == "__main__":

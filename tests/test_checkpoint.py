@@ -93,7 +93,7 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-FILES = ["model.safetensors", "optimizer.safetensors", "optimizer.json", "state.json", "manifest.json"]
+FILES = ["model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json", "manifest.json"]
 
 
 def flip_a_byte(path: Path) -> None:
@@ -126,10 +126,10 @@ def test_damaged_checkpoint_is_passed_over(two: Path, name: str, damage: Callabl
 
 
 def test_file_of_another_checkpoint_is_found_out(two: Path) -> None:
-    (two / "step-00000002" / "model.safetensors").write_bytes(
-        (two / "step-00000001" / "model.safetensors").read_bytes()
+    (two / "step-00000002" / "model-00000.safetensors").write_bytes(
+        (two / "step-00000001" / "model-00000.safetensors").read_bytes()
     )
-    assert checkpoint.verify(two / "step-00000002") == "model.safetensors was altered"
+    assert checkpoint.verify(two / "step-00000002") == "model-00000.safetensors was altered"
 
 
 def test_foreign_file_link_and_renamed_folder_are_refused(two: Path) -> None:
@@ -137,10 +137,10 @@ def test_foreign_file_link_and_renamed_folder_are_refused(two: Path) -> None:
     assert checkpoint.verify(two / "step-00000002") == "extra.pkl does not belong to it"
     (two / "step-00000001").rename(two / "step-00000009")
     assert checkpoint.verify(two / "step-00000009") == "it is the checkpoint of step 1"
-    weights = two / "step-00000009" / "model.safetensors"
+    weights = two / "step-00000009" / "model-00000.safetensors"
     weights.rename(two / "elsewhere")
     weights.symlink_to(two / "elsewhere")
-    assert checkpoint.verify(two / "step-00000009") == "model.safetensors is not a plain file of it"
+    assert checkpoint.verify(two / "step-00000009") == "model-00000.safetensors is not a plain file of it"
 
 
 def test_nothing_good_left_is_an_error_and_nothing_at_all_is_not(two: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_partial_folder_is_not_a_checkpoint(two: Path) -> None:
     assert checkpoint.newest_good(two)[0] == two / "step-00000001"
 
 
-@pytest.mark.parametrize("failing", ["save_file", "_sync", "_write_json"])
+@pytest.mark.parametrize("failing", ["save_file", "_sync", "_complete"])
 def test_failed_save_leaves_the_earlier_one_and_no_rest(
     two: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

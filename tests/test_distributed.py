@@ -51,11 +51,21 @@ def without_dropout(recipe: Path) -> Path:
     return recipe
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_two_ranks_make_the_update_of_one(tmp_path: Path, micro_batch_size: int) -> None:
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+
+
+@pytest.mark.parametrize(("micro_batch_size", "engine"), [(1, {}), (2, {}), (1, FSDP2), (2, FSDP2)])
+def test_two_ranks_make_the_update_of_one(tmp_path: Path, micro_batch_size: int, engine: dict[str, str]) -> None:
+    """Token-normalised, clipped by the global norm; ragged rows, a last window with fewer examples than ranks."""
     script = ROOT / "tests" / "distributed_step.py"
     for processes, size in ((1, 4), (2, micro_batch_size)):
-        done = torchrun(script, tmp_path / f"{processes}.safetensors", size, processes=processes)
+        env = {**ENVIRONMENT, **(engine if processes > 1 else {})}
+        done = torchrun(script, tmp_path / f"{processes}.safetensors", size, processes=processes, env=env)
         assert done.returncode == 0, done.stderr[-3000:]
     one, two = load_file(tmp_path / "1.safetensors"), load_file(tmp_path / "2.safetensors")
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-10
@@ -78,10 +88,9 @@ def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Pa
         assert left.get("examples") == right.get("examples") in (None, 5)
 
 
-def test_two_ranks_killed_and_resumed_are_exact(recipe: Path, tmp_path: Path) -> None:
-    flags = ("--save_every_steps", 1)
-    run(recipe, tmp_path / "whole", 2, *flags)
-    script = tmp_path / "killed.py"
+def killed_at_step_4(folder: Path) -> Path:
+    """``train/main.py``, but rank 1 is killed as step 4 begins."""
+    script = folder / "killed.py"
     script.write_text(
         "import os, signal, sys\n"
         "import train.loop as loop\n"
@@ -95,8 +104,14 @@ def test_two_ranks_killed_and_resumed_are_exact(recipe: Path, tmp_path: Path) ->
         "status = main(sys.argv[1:])\n"
         "os._exit(status)\n"
     )
+    return script
+
+
+def test_two_ranks_killed_and_resumed_are_exact(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--save_every_steps", 1)
+    run(recipe, tmp_path / "whole", 2, *flags)
     pieces = tmp_path / "pieces"
-    killed = torchrun(script, "--config", recipe, "--output_dir", pieces, *flags)
+    killed = torchrun(killed_at_step_4(tmp_path), "--config", recipe, "--output_dir", pieces, *flags)
     assert killed.returncode != EXIT_DONE
     assert f"exitcode  : {-signal.SIGKILL}" in killed.stderr
     resumed = run(recipe, pieces, 2, *flags)

@@ -32,7 +32,7 @@ def train(recipe: Path, output: Path, *flags: Any) -> int:
 def checkpoint_digests(output: Path, step: int) -> dict[str, str]:
     manifest = json.loads((output / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
     files = manifest["files"]
-    return {name: files[name]["sha256"] for name in ("model.safetensors", "optimizer.safetensors", "optimizer.json")}
+    return {name: file["sha256"] for name, file in files.items() if name != "state.json"}
 
 
 def trained_losses(output: Path) -> dict[int, float]:
@@ -186,14 +186,14 @@ def test_damaged_newest_checkpoint_is_passed_over_aloud(
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     assert train(recipe, whole) == EXIT_DONE
     assert train(recipe, damaged, "--save_every_steps", 2) == EXIT_DONE
-    weights = damaged / "checkpoints" / "step-00000006" / "model.safetensors"
+    weights = damaged / "checkpoints" / "step-00000006" / "model-00000.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(bytes(data))
     capsys.readouterr()
     assert train(recipe, damaged, "--save_every_steps", 2) == EXIT_DONE
     out = capsys.readouterr().out
-    assert "damaged checkpoint passed over: step-00000006: model.safetensors was altered" in out
+    assert "damaged checkpoint passed over: step-00000006: model-00000.safetensors was altered" in out
     assert "at step 4" in out
     assert checkpoint_digests(whole, STEPS) == checkpoint_digests(damaged, STEPS)
 
@@ -232,7 +232,7 @@ def test_best_checkpoint_is_kept_and_loaded_at_the_end(recipe: Path, tmp_path: P
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     best = summary["best_step"]
     assert best < STEPS
-    stored = load_file(tmp_path / "run" / "checkpoints" / f"step-{best:08d}" / "model.safetensors")
+    stored = load_file(tmp_path / "run" / "checkpoints" / f"step-{best:08d}" / "model-00000.safetensors")
     final = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all((final[name] == tensor).all() for name, tensor in stored.items() if name in final)
     evaluated = {r["step"]: r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "evaluation"}

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``checkpoints/step-NNNNNNNN`` of safetensors and JSON. It holds weights, optimizer, loss
 scaler and progress; the order of the data and all randomness are functions of the progress and the configuration, so
-no generator's state is in it.
+no generator's state is in it. Every rank writes the blocks of tensors that it alone holds, ``index.json`` tells which
+block is where, and whoever resumes reads the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -11,59 +12,51 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from train.errors import UserError
 from train.records import Progress
+from train.training_state import Part, TrainingState, restore_model
 
 MANIFEST = "manifest.json"
+INDEX = "index.json"
 PARTIAL = ".partial-"
 
-
-@dataclass(frozen=True)
-class TrainingState:
-    """The live objects that a checkpoint saves and restores in place."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
-    identity: Mapping[str, Any]
-    """What must be equal for a run to go on: data, model, batch, seed."""
+Exchange: TypeAlias = Callable[[Any], list[Any]]
+"""Gives every rank what each rank handed in, in the order of ranks."""
 
 
-def save(folder: Path, state: TrainingState, progress: Progress) -> Path:
-    """Writes ``folder/step-NNNNNNNN``; it appears only when every byte of it is on the disk."""
-    folder.mkdir(parents=True, exist_ok=True)
+def alone(value: Any) -> list[Any]:
+    """The :data:`Exchange` of a single process."""
+    return [value]
+
+
+def save(folder: Path, state: TrainingState, progress: Progress, rank: int = 0, exchange: Exchange = alone) -> Path:
+    """Writes ``folder/step-NNNNNNNN``; it appears only when every byte of every rank is on the disk.
+
+    Called by all ranks together.
+
+    Raises:
+        UserError: on every rank, if one of them could not write its part; earlier checkpoints are untouched then.
+    """
     final = folder / f"step-{progress.step:08d}"
     partial = folder / f"{PARTIAL}{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    values = {"progress": asdict(progress), "identity": dict(state.identity), **state.values()}
     try:
-        save_model(state.model, str(partial / "model.safetensors"))
-        tensors, structure = _flattened(state.optimizer.state_dict())
-        save_file(tensors, partial / "optimizer.safetensors")
-        _write_json(partial / "optimizer.json", structure)
-        scaler = state.scaler.state_dict() if state.scaler is not None else None
-        _write_json(
-            partial / "state.json", {"progress": asdict(progress), "scaler": scaler, "identity": dict(state.identity)}
-        )
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in sorted(partial.iterdir())}
-        _write_json(partial / MANIFEST, {"step": progress.step, "files": files})
-        for path in [*partial.iterdir(), partial]:
-            _sync(path)
-        if final.exists():  # the same step again: after a run that stopped right here
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync(folder)
+        _together(exchange, rank == 0, lambda: _make_afresh(partial))
+        written = _together(exchange, True, lambda: _write_parts(partial, state.parts(rank), rank))
+        _together(exchange, rank == 0, lambda: _complete(partial, final, values, written))
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"the checkpoint of step {progress.step} could not be written to {folder}: {error.strerror or error}. "
             "Earlier checkpoints are untouched; free space or give another --output_dir."
@@ -71,13 +64,81 @@ def save(folder: Path, state: TrainingState, progress: Progress) -> Path:
     return final
 
 
+def _together(exchange: Exchange, acts: bool, action: Callable[[], Any]) -> list[Any]:
+    """What each rank's ``action`` gave; an OSError of one is raised on all, so that none waits for another."""
+    outcome: Any = None
+    try:
+        outcome = action() if acts else None
+    except OSError as error:
+        outcome = error
+    outcomes = exchange(outcome)
+    for failed in outcomes:
+        if isinstance(failed, OSError):
+            raise failed
+    return outcomes
+
+
+def _make_afresh(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
+"""Bytes and digest by file; and by section and tensor its shape and where the block lies."""
+
+
+def _write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: int) -> Written:
+    """Writes one rank's blocks; a file a section, none for a section without blocks."""
+    files, index = {}, {}
+    for section, named in parts.items():
+        if not named:
+            continue
+        path = partial / f"{section}-{rank:05d}.safetensors"
+        save_file({name: part.tensor for name, part in named.items()}, path)
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        index[section] = {
+            name: {"shape": part.shape, "block": [path.name, part.offsets, tuple(part.tensor.shape)]}
+            for name, part in named.items()
+        }
+    return files, index
+
+
+def _complete(partial: Path, final: Path, values: Mapping[str, Any], written: Sequence[Written]) -> None:
+    """What one rank does for all: the index, the rest of the state, the manifest, and the name."""
+    files: dict[str, dict[str, Any]] = {}
+    index: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for rank_files, rank_index in written:
+        files.update(rank_files)
+        for section, named in rank_index.items():
+            for name, entry in named.items():
+                whole = index[section].setdefault(name, {"shape": entry["shape"], "blocks": []})
+                whole["blocks"].append(entry["block"])
+    missing = [name for name, file in files.items() if not _has_size(partial / name, file["bytes"])]
+    if missing:
+        raise OSError(f"{missing[0]} of another host is not there: all hosts must share the folder")
+    for name, content in ((INDEX, index), ("state.json", values)):
+        path = partial / name
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        _sync(path)
+        files[name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    manifest = partial / MANIFEST
+    manifest.write_text(json.dumps({"step": values["progress"]["step"], "files": files}, indent=1), encoding="utf-8")
+    _sync(manifest)
+    _sync(partial)
+    if final.exists():  # the same step again: after a run that stopped right here
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
 def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False) -> Progress:
-    """Loads a verified checkpoint into ``state``.
+    """Loads this rank's part of a verified checkpoint into ``state``, whatever number of ranks wrote it.
 
     Raises:
         UserError: the run it belongs to had other data, model, batch or seed, and that is not allowed.
     """
-    stored = json.loads((checkpoint / "state.json").read_text())
+    stored = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     changed = [k for k, v in state.identity.items() if _plain(v) != stored["identity"].get(k)]
     if changed and not allow_changes:
         lines = "; ".join(f"{k}: was {stored['identity'].get(k)!r}, is {_plain(state.identity[k])!r}" for k in changed)
@@ -85,13 +146,53 @@ def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False)
             f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new run, "
             "--resume never to start afresh here, or --allow_changes_on_resume True to go on with the new ones."
         )
-    load_model(state.model, str(checkpoint / "model.safetensors"), device="cpu")
-    tensors = load_file(checkpoint / "optimizer.safetensors")
-    structure = json.loads((checkpoint / "optimizer.json").read_text())
-    state.optimizer.load_state_dict(_unflattened(tensors, structure))
-    if state.scaler is not None and stored["scaler"]:
-        state.scaler.load_state_dict(stored["scaler"])
+    state.restore(StoredBlocks(checkpoint), stored)
     return Progress(**stored["progress"])
+
+
+class StoredBlocks:
+    """The :class:`train.training_state.Blocks` of a checkpoint's files."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = checkpoint
+        self._index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
+        self._files: dict[str, Any] = {}
+
+    def names(self, section: str) -> Iterator[str]:
+        """The tensors of ``section``."""
+        return iter(self._index[section])
+
+    def whole_shape(self, section: str, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._index[section][name]["shape"])
+
+    def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """A block of it, put together from the stored blocks that it overlaps."""
+        entry = self._index[section].get(name)
+        if entry is None or len(entry["shape"]) != len(shape):
+            raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it is of another model.")
+        result: Tensor | None = None
+        for file, stored_offsets, stored_shape in entry["blocks"]:
+            if list(offsets) == stored_offsets and list(shape) == stored_shape:
+                return self._file(file).get_tensor(name)
+            here, there = [], []
+            for begin, size, stored_begin, stored_size in zip(
+                offsets, shape, stored_offsets, stored_shape, strict=True
+            ):
+                first, last = max(begin, stored_begin), min(begin + size, stored_begin + stored_size)
+                here.append(slice(first - begin, max(first, last) - begin))
+                there.append(slice(first - stored_begin, max(first, last) - stored_begin))
+            if all(part.stop > part.start for part in here):
+                found = self._file(file).get_slice(name)[tuple(there)]
+                result = torch.empty(shape, dtype=found.dtype) if result is None else result
+                result[tuple(here)] = found
+        assert result is not None
+        return result
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(str(self._folder / name), framework="pt")
+        return self._files[name]
 
 
 def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
@@ -150,7 +251,7 @@ def rotate(folder: Path, keep: int, best_step: int | None) -> None:
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Only the weights of a checkpoint, for the best one at the end."""
-    load_model(model, str(checkpoint / "model.safetensors"), device="cpu")
+    restore_model(model, StoredBlocks(checkpoint))
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
@@ -158,37 +259,13 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
     yield from sorted(p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit())
 
 
-def _flattened(optimizer_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state dict as named tensors for safetensors and the rest for JSON."""
-    tensors, rest = {}, {}
-    for parameter, values in optimizer_state["state"].items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"{parameter}.{name}"] = value.detach().contiguous()
-            else:
-                rest[f"{parameter}.{name}"] = value
-    return tensors, {"state": rest, "param_groups": optimizer_state["param_groups"]}
-
-
-def _unflattened(tensors: Mapping[str, Tensor], structure: dict[str, Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in [*tensors.items(), *structure["state"].items()]:
-        parameter, _, name = key.partition(".")
-        state.setdefault(int(parameter), {})[name] = value
-    groups = [  # JSON knows no tuples, such as betas
-        {k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in group.items()}
-        for group in structure["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups}
-
-
 def _plain(value: Any) -> Any:
     """``value`` as JSON gives it back."""
     return json.loads(json.dumps(value))
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+def _has_size(path: Path, num_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == num_bytes
 
 
 def _digest(path: Path) -> str:

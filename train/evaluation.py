@@ -12,6 +12,7 @@ import evaluate
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from train.errors import UserError
 from train.launch import Launch
@@ -126,6 +127,7 @@ class Evaluator:
             with self._meter.evaluation(batch):
                 batch = batch.to(self._accelerator.device)
                 rows += _rows(self._model(batch.inputs, batch.labels, scored=True), batch)
+        reshard(self._model)
         self._model.train()
         metrics = self._metrics(_gathered(self._accelerator, rows), examples)
         return Evaluation(name, step, metrics, time.perf_counter() - started)
@@ -143,6 +145,13 @@ class Evaluator:
                 metric.add_batch(predictions=table[:, 4].astype(int), references=table[:, 5].astype(int))
                 metrics.update(metric.compute() or {})
         return {**metrics, "examples": len(table)}
+
+
+def reshard(model: nn.Module) -> None:
+    """Has FSDP2 drop the whole weights that a forward without a backward leaves on every rank."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _rows(scores: Scores, batch: MicroBatch) -> list[tuple[float, ...]]:

@@ -41,6 +41,11 @@ class Launch:
         return self.tensor_size * self.context_size * self.sequence_size
 
     @property
+    def weights_are_whole(self) -> bool:
+        """Whether every rank holds all weights, and can use the model by itself."""
+        return self.engine == "ddp" and self.tensor_size == 1
+
+    @property
     def data_size(self) -> int:
         """Ranks, or groups of them, that see different examples."""
         return self.world_size // self.copies

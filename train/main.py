@@ -76,7 +76,6 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
-    from train.checkpoint import TrainingState
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
@@ -86,6 +85,7 @@ def run(
     from train.runtime import shard_by_layer
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
+    from train.training_state import TrainingState
 
     accelerator, data = runtime.accelerator, config.data
     task = build_task(data)
@@ -210,6 +210,7 @@ def finish(
     sample, references = None, {}
     if runtime.accelerator.is_main_process:
         references = task.references(texts)
+    if runtime.accelerator.is_main_process and launch.weights_are_whole:
         with runtime.accelerator.autocast():
             sample = task.sample(network, prepared.tokenizer, texts[0], config.optimization.seed)
     summary = {

@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from train import checkpoint, report
 from train.config import Config, dump
 from train.errors import UserError
 from train.records import Evaluation, Progress
+from train.training_state import TrainingState, whole_tensors
 from train.wording import count, duration, gib, scalars
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Outputs:
             path.rename(aside / path.name)
         self.say(f"resume: never: the earlier run's files are in {aside}")
 
-    def resume(self, state: checkpoint.TrainingState) -> Progress:
+    def resume(self, state: TrainingState) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one, and says so.
 
         Raises:
@@ -121,12 +122,16 @@ class Outputs:
         except UserError as error:
             return error
 
-    def save(self, state: checkpoint.TrainingState, progress: Progress) -> None:
+    def save(self, state: TrainingState, progress: Progress) -> None:
         """A checkpoint, and then the removal of those that are no longer needed."""
+        checkpoint.save(self.checkpoints, state, progress, self._accelerator.process_index, self._exchange)
         if self._is_main:
-            checkpoint.save(self.checkpoints, state, progress)
             checkpoint.rotate(self.checkpoints, self._config.output.save_total_limit, progress.best_step)
-        self._accelerator.wait_for_everyone()
+
+    def _exchange(self, value: Any) -> list[Any]:
+        from accelerate.utils import gather_object
+
+        return gather_object([value]) if self._accelerator.num_processes > 1 else [value]
 
     def begin(self, total_steps: int, step: int) -> None:
         """Training is about to start: the resolved configuration, the trackers and the one progress line."""
@@ -182,7 +187,11 @@ class Outputs:
             self._accelerator.end_training()
 
     def write_final(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
-        """``final/``: weights, configuration, tokenizer and model card, as ``from_pretrained`` wants them."""
+        """``final/``: weights, configuration, tokenizer and model card, as ``from_pretrained`` wants them.
+
+        Called by all ranks together.
+        """
+        weights = whole_tensors(model, keep=self._is_main)
         if not self._is_main:
             return
         self.final.mkdir(exist_ok=True)
@@ -191,9 +200,9 @@ class Outputs:
 
             logging.disable_progress_bar()
             model.config.use_cache = True  # pyright: ignore - off in training only
-            model.save_pretrained(self.final)  # pyright: ignore
+            model.save_pretrained(self.final, state_dict=weights)  # pyright: ignore
         else:
-            save_model(model, str(self.final / "model.safetensors"))
+            save_file(weights, self.final / "model.safetensors")
         tokenizer.save_pretrained(self.final)
         (self.final / "README.md").write_text(card, encoding="utf-8")
         if self._config.output.push_to_hub:

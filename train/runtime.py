@@ -128,6 +128,7 @@ def meet_over_gloo(launch: Launch) -> None:
     from accelerate.utils import DistributedType
 
     PartialState(cpu=True)
+    PartialState._shared_state["device"] = torch.device("cpu")  # not cpu:0, which tensors do not call themselves
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would put its own choice in place of ours
     if launch.engine == "fsdp2" or launch.tensor_size > 1:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

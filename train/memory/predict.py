@@ -332,7 +332,7 @@ def _accelerator(job: Job, config: Config) -> Accelerator:
 
     from train.launch import Launch
     from train.memory import ranks
-    from train.runtime import make_accelerator, resolve_precision
+    from train.runtime import make_accelerator, meet_over_gloo, resolve_precision
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -341,7 +341,9 @@ def _accelerator(job: Job, config: Config) -> Accelerator:
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", torch.device(device_type))
     shards = shards_weights(job.sharding)
     ranks.join(job.world_size, shards, device_type, precision)
-    launch = Launch(world_size=job.world_size, engine="fsdp2" if shards else "ddp")
+    launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
+    if device_type == "cpu":
+        meet_over_gloo(launch)
     return make_accelerator(launch, precision, accumulation_steps=1, cpu=device_type == "cpu")
 
 

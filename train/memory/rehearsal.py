@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from train.evaluation import reshard
 from train.memory.recovery import PersistentBuffers, Start
 from train.records import MicroBatch, StepOutcome
 
@@ -57,6 +58,7 @@ def rehearse(
             with torch.no_grad(), meter.evaluation(evaluated):
                 batch = evaluated.to(accelerator.device)
                 model(batch.inputs, batch.labels, scored=True)
+            reshard(model)
             model.train(training)
 
 

@@ -50,7 +50,7 @@ class MemorySession:
         self._config, self._say = config, say
         self._predictor: Predictor | None = None
         self._base: Job | None = None
-        self._data_size = 1
+        self._data_size, self._launched_precision = 1, "no"
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
         self._recovering: RecoveringStep | None = None
@@ -72,11 +72,11 @@ class MemorySession:
         num_labels: int,
     ) -> None:
         """Says what is to be trained, and starts the process that predicts: its imports take seconds."""
-        self._data_size = launch.data_size
+        self._data_size, self._launched_precision = launch.data_size, launch.precision
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         start, end, padding = (i if isinstance(i, int) else None for i in special)
         self._base = Job(
-            values=to_values(self._config),
+            values=self._values(self._config),
             target=target_of(this_device()),
             auto_class=auto_class,
             vocab_size=len(tokenizer),
@@ -91,6 +91,11 @@ class MemorySession:
         if accelerator.is_main_process and wanted and accelerator.device.type in ("cpu", "cuda"):
             self._predictor = Predictor()
             self._predictor.start()
+
+    def _values(self, config: Config) -> dict[str, Any]:
+        """``config`` with the precision that the launcher chose where it leaves that open."""
+        values = to_values(config)
+        return {**values, "mixed_precision": values["mixed_precision"] or self._launched_precision}
 
     def micro_batch_size(self, accelerator: Accelerator, has_padding: bool) -> int:
         """The largest micro-batch that is predicted to fit, for ``micro_batch_size: auto``; the same on every rank.
@@ -129,7 +134,7 @@ class MemorySession:
         needed: dict[int, int] = {}
 
         def needs(size: int) -> int:
-            values = to_values(with_micro_batch_size(self._config, size))
+            values = self._values(with_micro_batch_size(self._config, size))
             job = replace(
                 base,
                 values=values,
@@ -158,7 +163,7 @@ class MemorySession:
         size, length = shape_of(longest)
         self._asked = replace(
             self._base,
-            values=to_values(self._config),
+            values=self._values(self._config),
             micro_batch_size=size,
             length=length,
             accumulates=accumulates,

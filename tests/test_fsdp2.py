@@ -1,0 +1,130 @@
+"""FSDP2 from its launch file, on two CPU processes: the run of one process, its checkpoints, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import ROOT
+from test_distributed import FSDP2, killed_at_step_4
+from test_main import STEPS, checkpoint_digests, trained_losses
+
+from train.errors import EXIT_DONE, EXIT_USAGE
+from train.report import read_metrics
+
+pytestmark = pytest.mark.distributed
+MAIN = ROOT / "train" / "main.py"
+EXACT = 1e-5
+"""Sums of fp32 in another order."""
+
+
+def launched(file: str, *flags: Any, processes: int = 2, script: Path = MAIN) -> subprocess.CompletedProcess[str]:
+    """``accelerate launch`` of ``accelerate_configs/file`` with ``processes`` in fp32, as a user would type it."""
+    options = ["--num_processes", processes, "--mixed_precision", "no", "--main_process_port", 0]
+    command = ["accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / f"{file}.yaml", *options]
+    return subprocess.run(
+        [str(word) for word in (*command, script, *flags)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run(file: str, recipe: Path, output: Path, *flags: Any, processes: int = 2) -> str:
+    done = launched(file, "--config", recipe, "--output_dir", output, *flags, processes=processes)
+    assert done.returncode == EXIT_DONE, done.stderr[-3000:]
+    return done.stdout
+
+
+def final_weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "final" / "model.safetensors")
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return read_metrics(output / "metrics.jsonl")
+
+
+def test_run_equals_that_of_one_process_and_goes_on_anywhere(recipe: Path, tmp_path: Path) -> None:
+    """Losses, metrics and weights; then one process, and two with whole weights, go on from sharded checkpoints."""
+    recipe.write_text(recipe.read_text().replace("_pdrop: 0.1", "_pdrop: 0.0"))
+    flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9)
+    run("cpu", recipe, tmp_path / "one", *flags, processes=1)
+    said = run("fsdp2", recipe, tmp_path / "two", *flags)
+    assert "device: 2 × CPU, 1 threads each, fsdp2, precision fp32" in said
+    assert said.count("data: ") == 1  # one rank speaks
+    assert largest_difference(final_weights(tmp_path / "one"), final_weights(tmp_path / "two")) < 2e-4  # Adam magnifies
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert [(r["kind"], r["step"]) for r in one] == [(r["kind"], r["step"]) for r in two]
+    for left, right in zip(one, two, strict=True):
+        for name in ("loss", "learning_rate", "grad_norm", "accuracy", "bits_per_byte"):
+            assert (name in left) == (name in right)
+            assert left.get(name, 0.0) == pytest.approx(right.get(name, 0.0), rel=1e-4), name
+        assert left.get("tokens_seen") == right.get("tokens_seen")
+        assert left.get("examples") == right.get("examples") in (None, 5)
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "final")
+    assert largest_difference(dict(model.state_dict()), {**model.state_dict(), **final_weights(tmp_path / "two")}) == 0
+
+    stored = tmp_path / "two" / "checkpoints" / "step-00000002"
+    names = {path.name for path in stored.iterdir()}
+    assert names >= {f"{what}-0000{rank}.safetensors" for what in ("model", "optimizer") for rank in (0, 1)}
+    index = json.loads((stored / "index.json").read_text())["model"]["transformer.wte.weight"]
+    assert sorted(block[2][0] for block in index["blocks"]) == sorted(
+        [index["shape"][0] // 2, -(-index["shape"][0] // 2)]
+    )
+    for file, processes in (("cpu", 1), ("ddp", 2)):
+        output = tmp_path / f"goes-on-{file}"
+        said = run(file, recipe, output, *flags, "--resume", stored, processes=processes)
+        assert "resumed from" in said
+        for step, loss in trained_losses(output).items():
+            assert loss == pytest.approx(trained_losses(tmp_path / "one")[step], rel=1e-4)
+        assert min(trained_losses(output)) == 3
+        assert largest_difference(final_weights(output), final_weights(tmp_path / "one")) < 2e-4
+
+
+def test_killed_and_resumed_is_exact(recipe: Path, tmp_path: Path) -> None:
+    """With dropout; and what one process wrote, two that shard go on from."""
+    flags = ("--save_every_steps", 1, "--save_total_limit", 9)
+    run("fsdp2", recipe, tmp_path / "whole", *flags)
+    pieces = tmp_path / "pieces"
+    words = ("--config", recipe, "--output_dir", pieces, *flags)
+    killed = launched("fsdp2", *words, script=killed_at_step_4(tmp_path))
+    assert killed.returncode != EXIT_DONE
+    assert "-9" in killed.stderr
+    assert not (pieces / "final").exists()
+    assert "resumed from" in run("fsdp2", recipe, pieces, *flags)
+    assert checkpoint_digests(tmp_path / "whole", STEPS) == checkpoint_digests(pieces, STEPS)
+
+
+@pytest.mark.slow
+def test_checkpointed_activations_drop_the_same_again(recipe: Path, tmp_path: Path) -> None:
+    """Gradients with dropout are those without checkpointing, which accelerate's own kind under FSDP2 gets wrong."""
+    for mode in ("none", "full", "selective"):
+        run("fsdp2", recipe, tmp_path / mode, "--gradient_checkpointing", mode, "--max_steps", 2)
+    for mode in ("full", "selective"):
+        assert largest_difference(final_weights(tmp_path / "none"), final_weights(tmp_path / mode)) < EXACT
+        norms = [[r["grad_norm"] for r in metrics(tmp_path / m) if r["kind"] == "train"] for m in ("none", mode)]
+        assert norms[0] == pytest.approx(norms[1], rel=EXACT)
+
+
+def test_checkpointing_by_the_launcher_is_refused(recipe: Path, tmp_path: Path, run_main: Any) -> None:
+    wrong = {**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    done = run_main("--config", recipe, "--output_dir", tmp_path / "run", env=wrong)
+    assert done.returncode == EXIT_USAGE
+    assert "fsdp_activation_checkpointing: true in the launch file" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,182 @@
+"""What a run is made of between two steps: weights, optimizer, loss scaler; in parts, as the ranks hold them.
+
+A rank hands out blocks of tensors and takes them back. How the tensors were cut does not matter to who takes them: a
+run may go on with another number of ranks, sharded or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a larger tensor."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offsets: tuple[int, ...]
+    """Where in the whole the block begins."""
+
+
+class Blocks(Protocol):
+    """Where a state is restored from."""
+
+    def names(self, section: str) -> Iterator[str]:
+        """The tensors of ``section``."""
+        ...
+
+    def whole_shape(self, section: str, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        ...
+
+    def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """A block of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The live objects of a run on one device, replicated or sharded as DTensors."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    identity: Mapping[str, Any]
+    """What must be equal for a run to go on: data, model, batch, seed."""
+
+    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
+        """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
+        optimizer = {
+            f"{name}.{key}": value
+            for name, parameter in self._parameters().items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+        return {"model": _parts(model_tensors(self.model), rank), "optimizer": _parts(optimizer, rank)}
+
+    def values(self) -> dict[str, Any]:
+        """What is no tensor, as JSON knows it; the same on every rank."""
+        parameters = self._parameters()
+        names = {id(p): name for name, p in parameters.items()}
+        groups = [
+            {k: [names[id(p)] for p in v] if k == "params" else v for k, v in group.items()}
+            for group in self.optimizer.param_groups
+        ]
+        plain = {
+            name: {k: v for k, v in self.optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
+            for name, p in parameters.items()
+        }
+        scaler = self.scaler.state_dict() if self.scaler is not None else None
+        return {"param_groups": groups, "optimizer": {k: v for k, v in plain.items() if v}, "scaler": scaler}
+
+    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
+        """Takes everything back in place."""
+        restore_model(self.model, blocks)
+        parameters = self._parameters()
+        state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["optimizer"].items()}
+        for full_name in blocks.names("optimizer"):
+            name, _, key = full_name.rpartition(".")
+            shape = blocks.whole_shape("optimizer", full_name)
+            like = parameters[name]
+            value = torch.empty_like(like) if shape == tuple(like.shape) else torch.empty(shape)
+            state.setdefault(name, {})[key] = _filled(value, blocks, "optimizer", full_name)
+        numbers = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        groups = [  # JSON knows no tuples, such as betas
+            {
+                k: [numbers[id(parameters[name])] for name in v]
+                if k == "params"
+                else (tuple(v) if isinstance(v, list) else v)
+                for k, v in group.items()
+            }
+            for group in values["param_groups"]
+        ]
+        by_number = {numbers[id(parameters[name])]: entries for name, entries in state.items()}
+        self.optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+        if self.scaler is not None and values["scaler"]:
+            self.scaler.load_state_dict(values["scaler"])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self.model.named_parameters() if id(p) in trained}
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and persistent buffers by name, those that share a tensor once."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def whole_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """The same on the CPU, each put together from all ranks, for ranks that ``keep`` them; all ranks take part.
+
+    One tensor at a time is whole on every rank: no more memory is needed than for the largest.
+    """
+    whole = {}
+    for name, tensor in model_tensors(model).items():
+        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if keep:
+            whole[name] = full.cpu()
+    return whole
+
+
+def restore_model(model: nn.Module, blocks: Blocks) -> None:
+    """Takes back the weights alone."""
+    for name, tensor in model_tensors(model).items():
+        _filled(tensor, blocks, "model", name)
+
+
+def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
+    found = {}
+    for name, tensor in tensors.items():
+        whole, local = tuple(tensor.shape), _local(tensor)
+        if not isinstance(tensor, DTensor):
+            if rank == 0:
+                found[name] = Part(local.contiguous(), whole, (0,) * len(whole))
+            continue
+        offsets = _offsets(tensor)
+        if offsets is not None and _is_first_copy(tensor):
+            found[name] = Part(local.contiguous(), whole, offsets)
+    return found
+
+
+@torch.no_grad()
+def _filled(tensor: Tensor, blocks: Blocks, section: str, name: str) -> Tensor:
+    """``tensor`` with its part of the stored one."""
+    local = _local(tensor)
+    offsets = _offsets(tensor) if isinstance(tensor, DTensor) else (0,) * local.ndim
+    if offsets is not None:
+        local.copy_(blocks.block(section, name, offsets, tuple(local.shape)))
+    return tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _offsets(tensor: DTensor) -> tuple[int, ...] | None:
+    """Where this rank's block begins; None where it holds none, for there are more ranks than rows."""
+    if not tensor.to_local().numel() and tensor.numel():
+        return None
+    (chunk,) = tensor.__create_chunk_list__()  # what torch's own distributed checkpoints go by
+    return tuple(chunk.offsets)
+
+
+def _is_first_copy(tensor: DTensor) -> bool:
+    """Whether no earlier rank holds the same block."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
