@@ -21,7 +21,7 @@ from train.training_state import whole_tensors
 def main(output: str, micro_batch_size: int) -> None:
     launch = read_launch()
     meet_over_gloo(launch)
-    accelerator = make_accelerator(launch, "no", accumulation_steps=1, cpu=True)
+    accelerator = make_accelerator(launch, "no", accumulation_steps=1, on_cpu=True)
     torch.manual_seed(accelerator.process_index)  # ranks start from different weights: the first one's must count
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))

@@ -58,6 +58,7 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
         launch,
         precision,
         accumulation_steps,
+        device.type == "cpu",
         log_with=list(config.output.report_to) or None,
         project_dir=config.output.output_dir,
     )
@@ -77,30 +78,33 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
     return Runtime(accelerator, shown, tuple(lines), rate and rate * accelerator.num_processes)
 
 
-def make_accelerator(launch: Launch, precision: str, accumulation_steps: int, **options: Any) -> Accelerator:
+def make_accelerator(
+    launch: Launch, precision: str, accumulation_steps: int, on_cpu: bool, **options: Any
+) -> Accelerator:
     """The Accelerator for ``launch``; what shards is set up so that sums stay exact and memory small."""
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
 
     shards = launch.engine == "fsdp2"
     if shards:
-        options["fsdp_plugin"] = _fsdp_plugin(precision)
+        options["fsdp_plugin"] = _fsdp_plugin(precision, on_cpu)
     # With sharded weights a gradient kept for a whole window on every rank would undo what sharding saved.
     accumulation = GradientAccumulationPlugin(num_steps=accumulation_steps, sync_each_batch=shards)
-    return Accelerator(mixed_precision=precision, gradient_accumulation_plugin=accumulation, **options)
+    return Accelerator(cpu=on_cpu, mixed_precision=precision, gradient_accumulation_plugin=accumulation, **options)
 
 
-def _fsdp_plugin(precision: str) -> Any:
+def _fsdp_plugin(precision: str, on_cpu: bool) -> Any:
     """FSDP2 from the launcher's settings, but gradients are summed in fp32 and the loss stays what it is.
 
-    accelerate's own choice is the half precision for both, which loses digits of every gradient and of the loss.
+    accelerate's own choice is the half precision for both, which loses digits of every gradient and of the loss. On a
+    CPU nothing is offloaded: it is there already.
     """
     from accelerate import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    return FullyShardedDataParallelPlugin(mixed_precision_policy=policy, cpu_offload=False if on_cpu else None)
 
 
 def shard_by_layer(accelerator: Accelerator, network: nn.Module) -> None:

@@ -126,9 +126,9 @@ def whole_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     """
     whole = {}
     for name, tensor in model_tensors(model).items():
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            whole[name] = full.cpu()
+            whole[name] = full.detach().cpu()
     return whole
 
 

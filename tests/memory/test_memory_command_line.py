@@ -149,7 +149,10 @@ def test_plan_for_a_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert len(lines) <= 40
     for part in ("parameters", "gradients", "optimizer state", "peak", "reserved", "CUDA context", "room", "estimated"):
         assert part in text
-    assert "accelerate launch --config_file accelerate_configs/single_gpu.yaml train/main.py --model_config" in text
+    assert (
+        "accelerate launch --config_file accelerate_configs/single_gpu.yaml --mixed_precision bf16 train/main.py"
+        in text
+    )
     values = json.loads(path.read_text())
     asked, best = values["asked"], values["best"]
     assert asked["fits"] and asked["setting"]["gradient_checkpointing"] == "full"

@@ -326,18 +326,29 @@ def test_the_command_parses_to_the_setting_it_is_for() -> None:
     asked = replace(question(), config=parse(words))
     setting = Setting(8, "none", "bf16", "full")
     typed = shlex.split(command(asked, setting, words, {"max_length": 2048}))
-    assert typed[:5] == ["accelerate", "launch", "--config_file", "accelerate_configs/single_gpu.yaml", "train/main.py"]
-    config = parse(typed[5:])
-    assert config == replace(asked.configured(setting), data=replace(asked.config.data, max_length=2048))
+    launcher = ["--config_file", "accelerate_configs/single_gpu.yaml", "--mixed_precision", "bf16"]
+    assert typed[:7] == ["accelerate", "launch", *launcher, "train/main.py"]
+    config = parse(typed[7:])
+    wanted = asked.configured(setting)
+    by_launcher = replace(wanted.optimization, mixed_precision=None)
+    assert config == replace(wanted, data=replace(asked.config.data, max_length=2048), optimization=by_launcher)
     assert config.optimization.global_batch_size == 8 and config.output.metrics == ("a", "b")
     assert command(asked, asked.asked, words).endswith(shlex.join(words))
 
 
 def test_launchers() -> None:
-    assert launcher_words(True, 1, "none") == ["--config_file", "accelerate_configs/cpu.yaml"]
+    assert launcher_words(True, 1, "none", "fp16") == ["--config_file", "accelerate_configs/cpu.yaml"]
     for sharding in ("ddp", "fsdp2"):
-        words = launcher_words(False, 8, sharding)
-        assert words[-2:] == ["--num_processes", "8"] or words[0] == "--config_file"
+        file = ["--config_file", f"accelerate_configs/{sharding}.yaml"]
+        assert launcher_words(False, 8, sharding, "bf16") == file
+        assert launcher_words(True, 2, sharding, "no") == [*file, "--num_processes", "2", "--mixed_precision", "no"]
+
+
+def test_a_recipe_that_chooses_the_precision_goes_on_doing_so() -> None:
+    asked = question(200, mixed_precision="fp16")
+    typed = shlex.split(command(asked, Setting(1, "none", "bf16", "full"), []))
+    assert typed.count("--mixed_precision") == 2  # launcher and training configuration have to agree
+    assert [typed[i + 1] for i, word in enumerate(typed) if word == "--mixed_precision"] == ["bf16", "bf16"]
 
 
 # ---- grid ------------------------------------------------------------------------------------------------------------

@@ -661,10 +661,13 @@ def command(question: Question, setting: Setting, words: Sequence[str], said: di
         said: flags to give whether the configuration has the same values or not.
     """
     changes = {**question.changes(setting), **(said or {})}
+    if question.config.optimization.mixed_precision is None:
+        changes.pop("mixed_precision", None)  # then the launcher alone chooses it
     dropped = {name for name, value in changes.items() if value is None}
     kept = without_flags(words, set(changes))
     flags = [word for name, value in changes.items() if name not in dropped for word in (f"--{name}", str(value))]
-    launch = launcher_words(question.device.name == "cpu", question.world_size, setting.sharding)
+    on_cpu = question.device.name == "cpu"
+    launch = launcher_words(on_cpu, question.world_size, setting.sharding, setting.mixed_precision or "no")
     return shlex.join(["accelerate", "launch", *launch, "train/main.py", *kept, *flags])
 
 
@@ -684,30 +687,19 @@ def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
     return kept
 
 
-def launcher_words(on_cpu: bool, world_size: int, sharding: str) -> list[str]:
-    """Arguments of ``accelerate launch``: a file of ``accelerate_configs/``, or flags where none says it."""
+def launcher_words(on_cpu: bool, world_size: int, sharding: str, precision: str) -> list[str]:
+    """Arguments of ``accelerate launch``: a file of ``accelerate_configs/``, and flags for what it says otherwise."""
     if sharding in STAGE:
         stage = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])]
-        return [*stage, "--num_processes", str(world_size)]
-    kind = "FSDP" if sharding == "fsdp2" else "NO" if world_size == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
-    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        fsdp = values.get("fsdp_config") or {}
-        if values.get("distributed_type") != kind or bool(values.get("use_cpu")) != on_cpu:
-            continue
-        if values.get("num_machines", 1) != 1 or (kind == "FSDP" and fsdp.get("fsdp_version") != 2):
-            continue
-        if fsdp.get("fsdp_offload_params"):
-            continue
-        number = [] if values.get("num_processes") == world_size else ["--num_processes", str(world_size)]
-        return ["--config_file", f"accelerate_configs/{path.name}", *number]
-    flags = {
-        "NO": ["--cpu"] if on_cpu else [],
-        "MULTI_CPU": ["--cpu"],
-        "MULTI_GPU": ["--multi_gpu"],
-        "FSDP": ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"],
-    }[kind]
-    return [*flags, "--num_processes", str(world_size)]
+        return [*stage, "--num_processes", str(world_size), "--mixed_precision", precision]
+    name = sharding if world_size > 1 and sharding != "none" else "cpu" if on_cpu else "single_gpu"
+    values = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    words = ["--config_file", f"accelerate_configs/{name}.yaml"]
+    if values["num_processes"] != world_size:
+        words += ["--num_processes", str(world_size)]
+    if values["mixed_precision"] != precision:
+        words += ["--mixed_precision", precision]
+    return words
 
 
 def device_gib_for(outcome: Outcome) -> int:

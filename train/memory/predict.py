@@ -344,7 +344,7 @@ def _accelerator(job: Job, config: Config) -> Accelerator:
     launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
     if device_type == "cpu":
         meet_over_gloo(launch)
-    return make_accelerator(launch, precision, accumulation_steps=1, cpu=device_type == "cpu")
+    return make_accelerator(launch, precision, accumulation_steps=1, on_cpu=device_type == "cpu")
 
 
 def _with_known_attention(architecture: Architecture) -> tuple[Architecture, list[str]]:
