@@ -17,6 +17,7 @@ from train.memory.devices import Device
 from train.memory.grid import draw, grid_text, grid_values, make_grid
 from train.memory.plan import (
     MARGIN,
+    OFFLOAD,
     Predictions,
     Question,
     Setting,
@@ -63,7 +64,7 @@ class Synthetic:
         row, column = CHECKPOINTING.index(values["gradient_checkpointing"]), LOSSES.index(loss)
         tokens = job.micro_batch_size * job.length
         activations, logits = self.activations[row] * tokens, self.logits[column] * tokens
-        fixed = self.fixed / (job.world_size if job.sharding == "fsdp2" else 1)
+        fixed = self.fixed / {"fsdp2": job.world_size, OFFLOAD: 20}.get(job.sharding, 1)
         tokens *= 1 if values["mixed_precision"] in ("fp16", "bf16") else 3  # time alone
         seconds = max(self.launch_seconds, 1e-5 * tokens * (1 + 0.2 * row + 0.1 * column)) + 0.002
         size = int(fixed + activations + logits)
@@ -152,15 +153,15 @@ def test_a_configuration_that_is_as_fast_as_any_stays_as_it_is() -> None:
 
 def test_nothing_fits() -> None:
     predictor = Synthetic(fixed=2 * GIB)
-    asked = question(3, max_length=65536)  # 21 kB a token: 1.28 GiB more than the fixed part
+    asked = question(3, max_length=262144)  # 21 kB a token: 5.1 GiB more than the fixed part
     plan = make_plan(asked, Predictions([predictor]))
     assert plan.best is None
-    assert plan.smallest.setting == Setting(1, "full", "bf16", "chunked")
+    assert plan.smallest.setting == Setting(1, "full", "bf16", "chunked", OFFLOAD)
     room = 3 * GIB * (1 - MARGIN)
-    expected = int((room - 2 * GIB) / 21e3) // 1024 * 1024
+    expected = int((room - 0.1 * GIB) / 21e3) // 1024 * 1024
     assert plan.longest == expected
     assert plan.num_predictions <= 12
-    assert make_plan(question(1, max_length=65536), Predictions([Synthetic()])).longest == 0
+    assert make_plan(question(0.05, max_length=65536), Predictions([Synthetic()])).longest == 0
 
 
 def test_what_the_model_refuses_is_left_out() -> None:
@@ -187,6 +188,23 @@ def test_ranks_are_sharded_only_where_it_is_worth_it() -> None:
     assert len(predictor.jobs) <= 20
     only = replace(question(24, world_size=4), sharding="ddp")
     assert make_plan(only, Predictions([Synthetic(fixed=40 * GIB)])).best is None
+
+
+def test_offloads_only_where_nothing_else_fits() -> None:
+    assert make_plan(question(24), Predictions([Synthetic()])).best.setting.sharding == "none"  # pyright: ignore
+    plan = make_plan(question(24), Predictions([Synthetic(fixed=40 * GIB)]))
+    best = plan.best
+    assert best is not None and best.setting.sharding == OFFLOAD
+    assert best.host_bytes == 16 * 10**8  # 4 weights, 4 gradients, 8 moments
+    assert best.link_seconds == pytest.approx(12 * 10**8 / 20e9)
+    tokens = best.setting.micro_batch_size * 8192
+    assert best.prediction.seconds is not None
+    assert best.seconds_per_token == pytest.approx((best.prediction.seconds + best.link_seconds) / tokens)
+    typed = command(question(24), best.setting, [])
+    assert "--config_file accelerate_configs/fsdp2_offload.yaml --num_processes 1 train/main.py" in typed
+    asked = replace(question(24, world_size=2), sharding=OFFLOAD)
+    both = make_plan(asked, Predictions([Synthetic(fixed=40 * GIB)])).best
+    assert both is not None and both.host_bytes == 8 * 10**8
 
 
 @pytest.mark.parametrize("total_gib", [3, 8, 24, 80])

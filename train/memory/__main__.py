@@ -226,7 +226,7 @@ def _own_flags(command: str) -> _Parser:
         help="h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one",
     )
     add("world_size", metavar="N", type=positive, default=1, help="devices that train together")
-    add("sharding", choices=("ddp", "fsdp2", "zero2", "zero3"), help="how they divide the work; default: ddp or fsdp2")
+    add("sharding", choices=("ddp", "fsdp2", planning.OFFLOAD, "zero2", "zero3"), help="how they divide the work")
     add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where only the data tells")
     add("num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
     add(
@@ -262,7 +262,7 @@ def _question(config: Config, device: Device, own: argparse.Namespace) -> Questi
     classifies = TASKS[config.data.task] == TASKS["sequence_classification"]
     if own.num_labels is not None and not classifies:
         raise UsageError(f"--num_labels is for sequence_classification; the task is {config.data.task}.")
-    if own.sharding is not None and own.world_size == 1:
+    if own.sharding not in (None, planning.OFFLOAD) and own.world_size == 1:
         raise UsageError(f"--sharding {own.sharding} needs several devices: give --world_size too.")
     return Question(
         config=config,
@@ -356,6 +356,8 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
     if device.name != "cpu":
         rows.append(("needed", outcome.needed_bytes, "reserved and what comes beside it"))
     rows.append(("room", question.room_bytes, margin))
+    if outcome.host_bytes:
+        rows.append(("host memory", outcome.host_bytes, "weights, gradients and optimizer state, pinned, per process"))
     lines = [f"{_settings(outcome.setting)}:"]
     for label, size, note in rows:
         lines.append(
@@ -363,6 +365,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
         )
     seconds = prediction.seconds
     if planning.has_known_speed(device) and seconds:
+        seconds += outcome.link_seconds
         taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
         rate = count(question.world_size / outcome.seconds_per_token)
         lines.append(f"{'time, estimated':<18}{taken:>12}  forward and backward of a micro-batch: {rate} tokens/s")
@@ -393,6 +396,7 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
     return [
         f"Fastest that fits, global batch {question.global_batch_size} kept: {gib(best.needed_bytes)}{gain}",
         f"  {_settings(best.setting)}",
+        *([f"  host memory for what is offloaded: {gib(best.host_bytes)} per process"] if best.host_bytes else []),
         f"  {command}",
     ]
 

@@ -22,7 +22,7 @@ from train.config import Config, from_values, to_values
 from train.errors import UsageError, UserError
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.predict import ROOT, Job, Prediction, Target
-from train.memory.zero import STAGE
+from train.memory.zero import MOMENTS, STAGE
 
 MARGIN = 0.02
 """Share of the device left free: the display, other processes, what kernels load on the way."""
@@ -30,6 +30,10 @@ EQUALLY_FAST = 0.02
 """Settings whose estimates differ by less are taken as equally fast: the one that needs less is kept."""
 SHARDING_GAIN = 0.1
 """fsdp2 is chosen over ddp only if it is faster by more: it communicates more, and the estimate leaves that out."""
+OFFLOAD = "fsdp2_offload"
+"""Tried only where nothing else fits: its copies between host and device are nearly always the slower part."""
+HOST_LINK_BYTES_PER_SECOND = 20e9
+"""What PCIe 4.0 × 16 carries in one direction in practice; an estimate."""
 STAND_IN = "a100-80"
 """Its rates and kernels rank settings for a card of which only the memory is known."""
 LONGEST = 4 * 2**20
@@ -253,7 +257,7 @@ class Question:
     """See :func:`job_of`."""
     world_size: int = 1
     sharding: str | None = None
-    """ddp, fsdp2, zero2 or zero3; None: which of the first two does better."""
+    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: ddp or fsdp2, whichever does better, else fsdp2_offload."""
 
     @property
     def room_bytes(self) -> int:
@@ -304,9 +308,14 @@ class Question:
     @property
     def shardings(self) -> tuple[str, ...]:
         """Ways to divide the work that may be chosen, the one that communicates least first."""
-        if self.world_size == 1:
-            return ("none",)
-        return ("ddp", "fsdp2") if self.sharding is None else (self.sharding,)
+        if self.sharding is not None:
+            return (self.sharding,)
+        return ("none",) if self.world_size == 1 else ("ddp", "fsdp2")
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether weights, gradients and optimizer state may go to host memory if nothing else helps."""
+        return self.sharding is None and self.device.name != "cpu"
 
     @property
     def precision(self) -> str | None:
@@ -374,17 +383,28 @@ class Outcome:
     needed_bytes: int
     """Of the device: reserved by the allocator, CUDA context, NCCL."""
     fits: bool
+    host_bytes: int = 0
+    """Of host memory: weights, gradients and optimizer state that are offloaded."""
+    link_seconds: float = 0.0
+    """Of a micro-batch, estimated: what is offloaded goes to the device and back, and nothing hides that."""
 
     @property
     def seconds_per_token(self) -> float:
         """Of forward and backward on one rank, estimated; what an optimizer step does once is the same for all."""
-        return (self.prediction.seconds or 0.0) / (self.setting.micro_batch_size * self.length)
+        if self.prediction.seconds is None:
+            return 0.0
+        return (self.prediction.seconds + self.link_seconds) / (self.setting.micro_batch_size * self.length)
 
 
 def outcome_of(question: Question, setting: Setting, job: Job, prediction: Prediction) -> Outcome:
     """``prediction`` held against the device."""
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
-    return Outcome(setting, job.length, job.padded, prediction, needed, needed <= question.room_bytes)
+    host, link = 0, 0.0
+    if setting.sharding == OFFLOAD:
+        shard_bytes = 4 * -(-prediction.num_parameters // question.world_size)  # kept in fp32
+        host = (2 + MOMENTS[question.config.optimization.optimizer]) * shard_bytes
+        link = 3 * shard_bytes / HOST_LINK_BYTES_PER_SECOND  # in for forward, in for backward, gradients out
+    return Outcome(setting, job.length, job.padded, prediction, needed, needed <= question.room_bytes, host, link)
 
 
 @dataclass(frozen=True)
@@ -487,22 +507,22 @@ class Search:
             for loss in self._losses
         ]
 
-    def smallest(self) -> Outcome:
-        """The setting that needs least.
+    def smallest(self, sharding: str) -> Outcome:
+        """The setting that needs least with ``sharding``.
 
         Raises:
             UserError: none can run.
         """
-        possible = self.techniques(self.question.shardings[-1])
+        possible = self.techniques(sharding)
         for setting in reversed(possible):
             outcome = self.try_(setting)
             if outcome is not None:
                 return outcome
         raise UserError(self.problems[possible[0]])
 
-    def fastest(self, best: Outcome | None) -> Outcome | None:
-        """The fastest setting that fits, ``best`` where none is clearly faster."""
-        for sharding in self.question.shardings:
+    def fastest(self, shardings: Sequence[str], best: Outcome | None) -> Outcome | None:
+        """The fastest setting with one of ``shardings`` that fits, ``best`` where none is clearly faster."""
+        for sharding in shardings:
             gain = SHARDING_GAIN if best is not None and sharding != best.setting.sharding else EQUALLY_FAST
             found, at_floor = self._fastest_with(sharding, best, gain)
             best = found or best
@@ -610,10 +630,13 @@ def make_plan(question: Question, predictions: Predictions, open_micro_batch: bo
     if not open_micro_batch:
         asked = search.try_(question.asked)
         problem = search.problems.get(question.asked)
-    smallest = search.smallest()
+    shardings = question.shardings
+    smallest = search.smallest(shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None
+    if best is None and not smallest.fits and question.may_offload:
+        shardings, smallest = (OFFLOAD,), search.smallest(OFFLOAD)
     if smallest.fits or best is not None:
-        best = search.fastest(best)
+        best = search.fastest(shardings, best)
     else:
         longest = _longest_of(question, smallest.setting, predictions, question.config.data.max_length)
     return Plan(asked, problem, best, smallest, longest, predictions.count)
@@ -627,7 +650,7 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
     """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
-    setting = Search(start, predictions).smallest().setting
+    setting = Search(start, predictions).smallest(start.shardings[-1]).setting
     return _longest_of(question, setting, predictions, limit + 1), setting
 
 
@@ -692,7 +715,8 @@ def launcher_words(on_cpu: bool, world_size: int, sharding: str, precision: str)
     if sharding in STAGE:
         stage = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])]
         return [*stage, "--num_processes", str(world_size), "--mixed_precision", precision]
-    name = sharding if world_size > 1 and sharding != "none" else "cpu" if on_cpu else "single_gpu"
+    alone = world_size == 1 and sharding != OFFLOAD
+    name = ("cpu" if on_cpu else "single_gpu") if alone else sharding
     values = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8"))
     words = ["--config_file", f"accelerate_configs/{name}.yaml"]
     if values["num_processes"] != world_size:

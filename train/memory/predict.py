@@ -308,7 +308,7 @@ def predict(job: Job) -> Prediction:
 
 def shards_weights(sharding: str) -> bool:
     """Whether a rank keeps only its part of the weights."""
-    return sharding in ("fsdp2", "zero3")
+    return sharding in ("fsdp2", "fsdp2_offload", "zero3")
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -340,7 +340,7 @@ def _accelerator(job: Job, config: Config) -> Accelerator:
     ranks.leave()  # of the prediction before
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", torch.device(device_type))
     shards = shards_weights(job.sharding)
-    ranks.join(job.world_size, shards, device_type, precision)
+    ranks.join(job.world_size, shards, device_type, precision, offloads=job.sharding == "fsdp2_offload")
     launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
     if device_type == "cpu":
         meet_over_gloo(launch)

@@ -27,17 +27,18 @@ FSDP_SETTINGS = {
 }
 
 
-def join(world_size: int, shards_weights: bool, device_type: str, precision: str) -> None:
+def join(world_size: int, shards_weights: bool, device_type: str, precision: str, offloads: bool) -> None:
     """Makes this process rank 0 of ``world_size``, as the launcher and accelerate would; FSDP2 alone needs that.
 
     Args:
         shards_weights: by FSDP2; otherwise nothing is to be done.
+        offloads: what it shards stays in host memory between its uses.
     """
     if not shards_weights:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    os.environ.update(FSDP_SETTINGS, ACCELERATE_MIXED_PRECISION=precision)
+    os.environ.update(FSDP_SETTINGS, ACCELERATE_MIXED_PRECISION=precision, FSDP_OFFLOAD_PARAMS=str(offloads).lower())
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     if device_type == "cuda" and not torch.cuda.is_initialized():
@@ -113,3 +114,4 @@ def _still_streams() -> None:
     cuda.set_stream = lambda stream: None
     cuda._lazy_init = lambda *args: None
     any_torch.Tensor.record_stream = lambda tensor, stream: None
+    any_torch.Tensor.pin_memory = lambda tensor, *args: tensor  # host memory, which is not counted

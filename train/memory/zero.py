@@ -11,7 +11,7 @@ from typing import Any
 
 STAGE = {"zero2": 2, "zero3": 3}
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
-_MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
+MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
 """Numbers per parameter that the optimizer keeps; Adafactor's rows and columns are few."""
 REDUCE_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default ``reduce_bucket_size``: a buffer of that many gradients is held through backward."""
@@ -26,4 +26,4 @@ def engine_values(values: dict[str, Any]) -> dict[str, Any]:
 def state_bytes(values: dict[str, Any], num_parameters: int, world_size: int) -> int:
     """This rank's optimizer state: fp32 moments, and fp32 weights where the model's own are in half precision."""
     master = 1 if engine_values(values)["dtype"] != "float32" else 0
-    return 4 * (master + _MOMENTS[values["optimizer"]]) * -(-num_parameters // world_size)
+    return 4 * (master + MOMENTS[values["optimizer"]]) * -(-num_parameters // world_size)
