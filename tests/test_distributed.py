@@ -114,6 +114,8 @@ def test_two_ranks_killed_and_resumed_are_exact(recipe: Path, tmp_path: Path) ->
     killed = torchrun(killed_at_step_4(tmp_path), "--config", recipe, "--output_dir", pieces, *flags)
     assert killed.returncode != EXIT_DONE
     assert f"exitcode  : {-signal.SIGKILL}" in killed.stderr
+    assert killed.stderr.count("error: rank 1 (host ") == 1
+    assert "it goes on from the checkpoint of step 4." in killed.stderr
     resumed = run(recipe, pieces, 2, *flags)
     assert "resumed from" in resumed.stdout
     assert checkpoint_digests(tmp_path / "whole", STEPS) == checkpoint_digests(pieces, STEPS)

@@ -249,6 +249,11 @@ def rotate(folder: Path, keep: int, best_step: int | None) -> None:
         shutil.rmtree(leftover)
 
 
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint, which is not verified here; None where there is none."""
+    return max((int(path.name[5:]) for path in _checkpoints(folder)), default=None)
+
+
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Only the weights of a checkpoint, for the best one at the end."""
     restore_model(model, StoredBlocks(checkpoint))

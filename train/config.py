@@ -157,6 +157,9 @@ class Optimization:
     seed: int = 42
     cpu_threads: int | None = None
     """Threads of one process on a CPU; default: the cores divided among the processes of this machine."""
+    distributed_timeout_seconds: int = 1800
+    """How long processes wait for one that does not answer, before the run ends and names it. Also the longest time
+    that others wait while the first process of a machine tokenises."""
 
 
 @dataclass(frozen=True)
@@ -422,6 +425,7 @@ def check(config: Config) -> None:
         "max_consecutive_nonfinite_steps": 1,
         "seed": 0,
         "cpu_threads": 1,
+        "distributed_timeout_seconds": 1,
         "save_every_steps": 1,
         "save_total_limit": 1,
         "eval_every_steps": 1,

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,8 +14,9 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from train.config import Config, parse
-from train.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UserError
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UserError
 from train.launch import Launch, check_launch, read_launch
+from train.parent import follow_launcher
 from train.tasks import check_task
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ STARTED = time.perf_counter()
 
 def main(arguments: list[str] | None = None) -> int:
     """Trains as the command line says and returns the exit status (see ``train.errors``)."""
+    follow_launcher()
+    # Read when torch is imported; its C++ side else prints a page of stack frames for every connection that breaks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         check_task(config.data.task)
@@ -43,13 +48,19 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or error.exit_status != EXIT_USAGE:  # a usage error is the same on every rank: said once
-            print(f"error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+            tell_error(str(error), rank)
         return error.exit_status
 
 
+def tell_error(message: str, rank: int) -> None:
+    """Shows what ended the run, on the error output."""
+    print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+
+
 def train(config: Config, launch: Launch) -> int:
-    """Opens what a run needs from its start to its end, and explains it if memory runs out; the exit status."""
+    """Opens what a run needs from its start to its end, and explains what ended it early; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
+    from train.lost_rank import RankWatch
     from train.outputs import Outputs
     from train.runtime import StopRequest, start_runtime
 
@@ -59,13 +70,18 @@ def train(config: Config, launch: Launch) -> int:
         outputs.prepare()
         outputs.note(*runtime.lines)
         memory = open_memory(config, outputs)
+        patience, tell = config.optimization.distributed_timeout_seconds, partial(tell_error, rank=launch.rank)
         try:
-            return run(config, launch, runtime, outputs, memory, stop)
-        except Exception as error:
-            if (explanation := memory.explain(error, outputs.folder)) is None:
-                raise
-            outputs.stop_bar()
-            raise UserError(explanation) from None
+            with RankWatch(launch, patience, outputs.how_to_go_on, tell) as watch:
+                try:
+                    return run(config, launch, runtime, outputs, memory, stop)
+                except Exception as error:
+                    outputs.stop_bar()
+                    if watch.concludes(error):
+                        return EXIT_ERROR
+                    if (explanation := memory.explain(error, outputs.folder)) is None:
+                        raise
+                    raise UserError(explanation) from None
         finally:
             memory.close()
 

@@ -133,6 +133,13 @@ class Outputs:
 
         return gather_object([value]) if self._accelerator.num_processes > 1 else [value]
 
+    def how_to_go_on(self) -> str:
+        """What to do when the run was cut off."""
+        step = checkpoint.newest_step(self.checkpoints)
+        if step is None:
+            return "There is no checkpoint yet: the same command starts afresh. --save_every_steps writes them."
+        return f"Restart with the same command: it goes on from the checkpoint of step {step}."
+
     def begin(self, total_steps: int, step: int) -> None:
         """Training is about to start: the resolved configuration, the trackers and the one progress line."""
         if self._is_main:

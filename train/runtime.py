@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ from train.throughput import peak_flops_per_second
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+ROLL_CALL = timedelta(minutes=1)
+"""Ample time to find out which rank is lost."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +52,24 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
         UsageError: launcher and configuration contradict each other.
         UserError: the launcher started several processes that do not know each other.
     """
+    from accelerate.utils import InitProcessGroupKwargs
+
     device = target_device()
+    timeout = timedelta(seconds=config.optimization.distributed_timeout_seconds)
+    if device.type == "cuda":
+        timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: train.lost_rank speaks first
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     threads = None
     if device.type == "cpu":
         threads = set_cpu_threads(config.optimization.cpu_threads)
         keep_freed_memory()
-        meet_over_gloo(launch)
+        meet_over_gloo(launch, timeout)
     accelerator = make_accelerator(
         launch,
         precision,
         accumulation_steps,
         device.type == "cpu",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         log_with=list(config.output.report_to) or None,
         project_dir=config.output.output_dir,
     )
@@ -120,7 +131,7 @@ def layer_classes(network: nn.Module) -> list[str]:
     return sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
 
 
-def meet_over_gloo(launch: Launch) -> None:
+def meet_over_gloo(launch: Launch, timeout: timedelta) -> None:
     """Has the processes of a machine without an accelerator find each other, and share weights as the launcher says.
 
     accelerate by itself leaves them strangers, or quietly trains with DDP instead. So that what runs on a cluster can
@@ -131,7 +142,7 @@ def meet_over_gloo(launch: Launch) -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState(cpu=True)
+    PartialState(cpu=True, timeout=timeout)
     PartialState._shared_state["device"] = torch.device("cpu")  # not cpu:0, which tensors do not call themselves
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would put its own choice in place of ours
     if launch.engine == "fsdp2" or launch.tensor_size > 1:

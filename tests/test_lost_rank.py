@@ -1,0 +1,125 @@
+"""The roll call among ranks that share a store: threads of one process stand in for them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+from torch.distributed import TCPStore
+
+from train import lost_rank
+from train.errors import EXIT_ERROR
+from train.launch import Launch
+from train.lost_rank import RankWatch, is_broken_connection
+
+BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4711")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(lost_rank, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(lost_rank, "ANSWER_SECONDS", 1.0)
+    return server
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def watch(told: list[str]) -> Callable[..., RankWatch]:
+    def make(rank: int, world_size: int = 3, timeout_seconds: float = 60) -> RankWatch:
+        launch = Launch(world_size=world_size, rank=rank)
+        return RankWatch(launch, timeout_seconds, lambda: "Do this.", told.append)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (BROKEN, True),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp: remote process exited or there was a network error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_tells_broken_connections_from_other_errors(error: Exception, broken: bool) -> None:
+    assert is_broken_connection(error) is broken
+
+
+def test_rank_that_does_not_answer_is_named_once(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    with watch(0) as first, watch(1) as second:  # and none for rank 2
+        assert first.concludes(BROKEN)
+        assert second.concludes(BROKEN)
+    assert len(told) == 1
+    assert told[0].startswith("rank 2 (host ")
+    assert "The other 2 of 3 ended for it. Do this." in told[0]
+
+
+def test_error_that_is_no_broken_connection_concludes_nothing(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
+) -> None:
+    with watch(0) as first:
+        assert not first.concludes(ValueError("a bug"))
+    assert told == []
+
+
+def test_nobody_is_blamed_while_all_answer(store: TCPStore, watch: Callable[..., RankWatch], told: list[str]) -> None:
+    with watch(0) as first, watch(1), watch(2):
+        assert not first.concludes(BROKEN)
+        assert not first.concludes(BROKEN)  # answers to an earlier call do not count
+    assert told == []
+
+
+def test_rank_that_ended_by_itself_is_not_called_lost(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
+) -> None:
+    with watch(0) as first, watch(1):
+        with watch(2):
+            pass
+        assert first.concludes(BROKEN)
+    assert told == ["rank 2 ended before the others; its own message says why."]
+
+
+def test_silent_neighbour_is_named_and_ends_a_rank_that_waits_for_it(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    with watch(0, 2, timeout_seconds=0.5):
+        deadline = time.monotonic() + 20
+        while not statuses and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert statuses == [EXIT_ERROR]
+    assert len(told) == 1 and told[0].startswith("rank 1 (host unknown) is lost")
+
+
+def test_lost_store_means_the_host_of_rank_0(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    with watch(1) as second:
+        monkeypatch.setattr(second, "_call_roll", broken)
+        assert second.concludes(BROKEN)
+    assert "rank 0 is lost: the launcher of its host, 127.0.0.1" in told[0]
+    assert told[0].endswith("Do this.")
+
+
+def test_process_that_is_alone_needs_no_store(watch: Callable[..., RankWatch], told: list[str]) -> None:
+    with watch(0, world_size=1) as alone:
+        assert not alone.concludes(BROKEN)
+    assert told == []
