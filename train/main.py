@@ -172,11 +172,7 @@ def run(
     progress = fit(parts, config, goal, progress)
     outputs.stop_bar()
     if not is_done(config, goal, progress):
-        outputs.say(
-            f"stopped by {stop.received or 'a signal to another process'} after step {progress.step}; a checkpoint "
-            "is written and the same command goes on from it."
-        )
-        outputs.close()
+        outputs.stopped(stop.received, progress.step)
         return EXIT_STOPPED
     finish(
         config,

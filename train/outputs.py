@@ -144,6 +144,7 @@ class Outputs:
         """Training is about to start: the resolved configuration, the trackers and the one progress line."""
         if self._is_main:
             (self.folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
+            (self.folder / "stopped.json").unlink(missing_ok=True)
         report.start_trackers(self._accelerator, self._config)
         self._bar = tqdm(
             total=total_steps, initial=step, disable=not self._is_main, unit="step", dynamic_ncols=True, smoothing=0.1
@@ -182,6 +183,20 @@ class Outputs:
     def evaluation_at(self, step: int) -> Evaluation | None:
         """The validation made after ``step``, unless an earlier process made it."""
         return self._evaluations.get(step)
+
+    def stopped(self, received: str | None, step: int) -> None:
+        """A signal stopped the run after ``step``: says so, and leaves ``stopped.json`` as a sign for schedulers.
+
+        Launchers do not hand on the exit status that would tell them.
+        """
+        if self._is_main:
+            sign = {"step": step, "signal": received}
+            (self.folder / "stopped.json").write_text(json.dumps(sign), encoding="utf-8")
+        self.say(
+            f"stopped by {received or 'a signal to another process'} after step {step}; a checkpoint is written and "
+            "the same command goes on from it."
+        )
+        self.close()
 
     def stop_bar(self) -> None:
         """Ends the progress line."""
