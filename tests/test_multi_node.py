@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,6 @@ from train.report import read_metrics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-FILE = "accelerate_configs/ddp_multi_node.yaml"
 
 
 class Host:
@@ -85,22 +85,23 @@ def free_port() -> int:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Callable[..., list[Host]]]:
-    """Starts two hosts, by ``accelerate launch`` with the multi-node file or by torchrun with a c10d rendezvous."""
+    """Starts two hosts, by ``accelerate launch`` with a multi-node file or by torchrun with a c10d rendezvous."""
     started: list[Host] = []
 
-    def start(*arguments: Any, launcher: str = "accelerate") -> list[Host]:
+    def start(*arguments: Any, launcher: str = "ddp_multi_node") -> list[Host]:
         port, pair = free_port(), []
-        for rank in range(2):
-            if launcher == "accelerate":
-                command = ["accelerate.commands.launch", "--config_file", FILE, "--num_machines", 2]
+        for rank in (1, 0):  # the one that waits for the other first
+            if launcher != "torchrun":
+                file = f"accelerate_configs/{launcher}.yaml"
+                command = ["accelerate.commands.launch", "--config_file", file, "--num_machines", 2]
                 command += ["--num_processes", 2, "--machine_rank", rank, "--mixed_precision", "no"]
                 command += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
             else:
                 command = ["torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d"]
                 command += ["--rdzv_endpoint", f"127.0.0.1:{port}"]
             log = tmp_path / f"host-{len(started)}.log"
-            pair.append(Host(log, [*command, "train/main.py", *arguments]))
-            started.append(pair[-1])
+            pair.insert(0, Host(log, [*command, "train/main.py", *arguments]))
+            started.append(pair[0])
         return pair
 
     yield start
@@ -139,12 +140,16 @@ def test_file_says_eight_processes_for_each_host_and_how_to_start_it(name: str) 
     }
 
 
-def test_two_hosts_make_the_run_of_one_process(hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["ddp_multi_node", pytest.param("fsdp2_multi_node", marks=pytest.mark.slow)])
+def test_two_hosts_make_the_run_of_one_process(
+    hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str
+) -> None:
     recipe.write_text(recipe.read_text().replace("_pdrop: 0.1", "_pdrop: 0.0"))  # each rank draws its own dropout
     flags = ("--config", recipe, "--eval_every_steps", 2, "--eval_batch_size", 3)
-    pair = hosts(*flags, "--output_dir", tmp_path / "two")
+    pair = hosts(*flags, "--output_dir", tmp_path / "two", launcher=launcher)
     assert [host.wait() for host in pair] == [EXIT_DONE, EXIT_DONE], pair[0].text + pair[1].text
-    assert "device: 2 × CPU" in pair[0].text  # accelerate numbers the hosts by machine_rank
+    engine = launcher.removesuffix("_multi_node")
+    assert re.search(f"device: 2 × CPU.*{engine}", pair[0].text)  # accelerate numbers the hosts by machine_rank
     assert "2 accumulated × 2 processes = 8 per step" in pair[0].text
     assert "device: " not in pair[1].text
     one = [sys.executable, "train/main.py", *map(str, flags), "--output_dir", str(tmp_path / "one")]
@@ -160,7 +165,9 @@ def test_two_hosts_make_the_run_of_one_process(hosts: Callable[..., list[Host]],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "lost"), [("torchrun", 1), ("torchrun", 0), ("accelerate", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "lost"), [("torchrun", 1), ("torchrun", 0), ("ddp_multi_node", 0), ("fsdp2_multi_node", 1)]
+)
 def test_lost_host_is_named_and_both_started_again_resume_exactly(
     hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str, lost: int
 ) -> None:
@@ -184,7 +191,7 @@ def test_lost_host_is_named_and_both_started_again_resume_exactly(
     pair = hosts(*flags, pieces, "--max_steps", step + 3, launcher=launcher)
     assert [host.wait() for host in pair] == [EXIT_DONE, EXIT_DONE], pair[0].text + pair[1].text
     assert f"at step {step}" in rank_zero_first(pair)[0].text
-    pair = hosts(*flags, whole, "--max_steps", step + 3)
+    pair = hosts(*flags, whole, "--max_steps", step + 3, launcher=launcher)
     assert [host.wait() for host in pair] == [EXIT_DONE, EXIT_DONE], pair[0].text + pair[1].text
     assert checkpoint_digests(whole, step + 3) == checkpoint_digests(pieces, step + 3)
 
