@@ -88,6 +88,7 @@ class MemorySession:
             sharding=sharding_of(accelerator),
         )
         wanted = self._config.memory.predict_memory or self._config.optimization.micro_batch_size == "auto"
+        wanted = wanted and launch.copies == 1  # a rank's share of a layer or a sequence is not predicted
         if accelerator.is_main_process and wanted and accelerator.device.type in ("cpu", "cuda"):
             self._predictor = Predictor()
             self._predictor.start()
