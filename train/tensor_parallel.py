@@ -80,12 +80,14 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     written: dict[str, str] = getattr(model, "tp_plan", None) or {}
     plan = {}
-    for key in [*dict(model.named_modules()), *dict(model.named_parameters())]:
+    modules = dict(model.named_modules())
+    for key in [*modules, *dict(model.named_parameters())]:
         style = written.get(re.sub(r"\.\d+(?=\.|$)", ".*", key))
-        if style is not None and style not in {*STYLES, GRADIENT_SUM}:
+        if style is None:
+            continue
+        if style not in {*STYLES, GRADIENT_SUM} or key not in modules:
             raise UserError(f"tensor parallelism: {name} wants {style!r} for {key}, which is not done here. {_REMEDY}")
-        if style is not None:
-            plan[key] = style
+        plan[key] = style
     if not plan:
         raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
     _plan_embeddings(model, plan)
