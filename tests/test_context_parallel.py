@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
-from test_distributed import torchrun
+from test_distributed import FSDP2, killed_at_step_4, torchrun
+from test_fsdp2 import launched, run
 from test_launch import sizes
-from test_tensor_parallel import environment, model
+from test_main import STEPS, checkpoint_digests, trained_losses
+from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values
 from train.context_parallel import check_model, part_of, positions_of
-from train.errors import UsageError, UserError
+from train.errors import EXIT_DONE, UsageError, UserError
 from train.launch import check_launch, read_launch
 from train.records import IGNORE, MicroBatch
-
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 
 
 def test_each_rank_holds_an_early_and_a_late_piece() -> None:
@@ -101,3 +101,43 @@ def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
         assert values["norm"] < 1e-12, name
         assert values["loss"] < 1e-5, name  # the loss that is shown is summed in fp32
         assert values["stopped"], name  # one rank was asked to
+
+
+@pytest.mark.distributed
+def test_run_from_the_launch_file_equals_that_of_one_process(llama_recipe: Path, tmp_path: Path) -> None:
+    """Ragged documents, evaluation with each example once, checkpointing of activations; ``final/`` is whole."""
+    flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--gradient_checkpointing", "selective")
+    one, two = tmp_path / "one", tmp_path / "two"
+    run("cpu", llama_recipe, one, *flags, processes=1)
+    said = run("fsdp2_context_parallel", llama_recipe, two, *flags)
+    assert "fsdp2, context parallel 2" in said
+    assert "2 examples per micro-batch × 4 accumulated × 1 process = 8 per step" in said
+    assert_same_course(one, two)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_killed_and_resumed_is_exact(llama_recipe: Path, tmp_path: Path) -> None:
+    flags = ("--save_every_steps", 1, "--save_total_limit", 9)
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    run("fsdp2_context_parallel", llama_recipe, whole, *flags)
+    words = ("--config", llama_recipe, "--output_dir", pieces, *flags)
+    killed = launched("fsdp2_context_parallel", *words, script=killed_at_step_4(tmp_path))
+    assert killed.returncode != EXIT_DONE
+    assert "resumed from" in run("fsdp2_context_parallel", llama_recipe, pieces, *flags)
+    assert checkpoint_digests(whole, STEPS) == checkpoint_digests(pieces, STEPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.distributed
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ring_attention_on_two_gpus_is_attention(llama_recipe: Path, tmp_path: Path) -> None:
+    """In bf16, from the launch file as it stands, against one GPU."""
+    flags = ("--mixed_precision", "bf16", "--max_steps", 4)
+    one, two = tmp_path / "one", tmp_path / "two"
+    run("single_gpu", llama_recipe, one, *flags, processes=1)
+    run("fsdp2_context_parallel", llama_recipe, two, *flags)
+    left, right = trained_losses(one), trained_losses(two)
+    assert left.keys() == right.keys()
+    for step, loss in left.items():
+        assert right[step] == pytest.approx(loss, rel=2e-2)

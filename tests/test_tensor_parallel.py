@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
-from test_distributed import torchrun
+from test_distributed import killed_at_step_4, torchrun
+from test_fsdp2 import final_weights, largest_difference, launched, metrics, run
 from test_launch import sizes
+from test_main import STEPS, checkpoint_digests, trained_losses
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from train.config import Config, from_values
-from train.errors import UsageError, UserError
+from train.errors import EXIT_DONE, UsageError, UserError
 from train.launch import check_launch, read_launch
 from train.tensor_parallel import plan_of
 
@@ -124,3 +126,57 @@ def environment(**parallel: int) -> dict[str, str]:
     """What ``accelerate launch`` hands its processes for a launch file with these sizes."""
     named = {name: value for name, value in sizes(2, **parallel).items() if name not in ("WORLD_SIZE", "RANK")}
     return {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **named}
+
+
+def assert_same_course(one: Path, other: Path) -> None:
+    """Losses, gradient norms, metrics and final weights of two runs are those of one computation."""
+    assert largest_difference(final_weights(one), final_weights(other)) < 2e-4  # Adam magnifies rounding
+    left, right = metrics(one), metrics(other)
+    assert [(r["kind"], r["step"]) for r in left] == [(r["kind"], r["step"]) for r in right]
+    for a, b in zip(left, right, strict=True):
+        for name in ("loss", "learning_rate", "grad_norm", "accuracy", "bits_per_byte"):
+            assert a.get(name, 0.0) == pytest.approx(b.get(name, 0.0), rel=1e-4), name
+        for name in ("tokens_seen", "padding_share", "examples"):
+            assert a.get(name) == b.get(name), name
+
+
+@pytest.mark.distributed
+def test_run_from_the_launch_file_equals_that_of_one_process(llama_recipe: Path, tmp_path: Path) -> None:
+    """With evaluation; ``final/`` is a plain folder; one process goes on from the parts of two, and they from it."""
+    from transformers.models.llama import LlamaForCausalLM
+
+    flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9)
+    one, two = tmp_path / "one", tmp_path / "two"
+    run("cpu", llama_recipe, one, *flags, processes=1)
+    said = run("tensor_parallel", llama_recipe, two, *flags)
+    assert "device: 2 × CPU, 1 threads each, ddp, tensor parallel 2, precision fp32" in said
+    assert "2 examples per micro-batch × 4 accumulated × 1 process = 8 per step" in said
+    assert_same_course(one, two)
+    assert metrics(two)[-1]["examples"] == 5
+    found: Any = LlamaForCausalLM.from_pretrained(two / "final", output_loading_info=True)
+    assert not found[1]["missing_keys"] and not found[1]["unexpected_keys"]
+
+    stored = Path("checkpoints") / "step-00000002"
+    for file, processes, source in (("cpu", 1, two), ("tensor_parallel", 2, one)):
+        output = tmp_path / f"goes-on-{file}"
+        said = run(file, llama_recipe, output, *flags, "--resume", source / stored, processes=processes)
+        assert "resumed from" in said
+        assert min(trained_losses(output)) == 3
+        assert largest_difference(final_weights(output), final_weights(one)) < 2e-4
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_killed_and_resumed_is_exact(llama_recipe: Path, tmp_path: Path) -> None:
+    """With attention dropout, and a pretrained model's weights to start from."""
+    start, whole, pieces = tmp_path / "start", tmp_path / "whole", tmp_path / "pieces"
+    llama_recipe.write_text(llama_recipe.read_text().replace("tie_word", "attention_dropout: 0.1, tie_word"))
+    run("cpu", llama_recipe, start, "--max_steps", 1, processes=1)
+    flags = ("--model", start / "final", "--save_every_steps", 1, "--save_total_limit", 9)
+    run("tensor_parallel", llama_recipe, whole, *flags)
+    words = ("--config", llama_recipe, "--output_dir", pieces, *flags)
+    killed = launched("tensor_parallel", *words, script=killed_at_step_4(tmp_path))
+    assert killed.returncode != EXIT_DONE
+    assert not (pieces / "final").exists()
+    assert "resumed from" in run("tensor_parallel", llama_recipe, pieces, *flags)
+    assert checkpoint_digests(whole, STEPS) == checkpoint_digests(pieces, STEPS)
