@@ -270,9 +270,8 @@ def chunked_sum(
     if num_targets is not None and 2 * num_targets <= len(labels):  # else the copies cost more than they save
         targets = torch.nonzero_static(labels != IGNORE, size=num_targets).squeeze(1)
         hidden, labels = hidden.index_select(0, targets), labels.index_select(0, targets)
-    if part is None and len(labels) <= _tokens_per_chunk(
-        len(weight)
-    ):  # one chunk: nothing to save by computing it twice
+    one_chunk = len(labels) <= _tokens_per_chunk(len(weight))  # nothing to save by computing it twice
+    if part is None and one_chunk:
         return cross_entropy_sum(F.linear(hidden, weight, bias), labels)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, part).sum()  # pyright: ignore
 

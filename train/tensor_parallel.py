@@ -57,7 +57,8 @@ def split_weights(with_loss: ModelWithLoss, mesh: DeviceMesh) -> None:
             _sum_gradients(module, mesh)
         elif module is head and with_loss.chunked:
             for kind, parameter in list(module.named_parameters()):
-                setattr(module, kind, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+                divided = distribute_tensor(parameter, mesh, [Shard(0)])
+                setattr(module, kind, nn.Parameter(divided, requires_grad=parameter.requires_grad))
             with_loss.split_classes(mesh)
         else:
             parallelize_module(module, mesh, STYLES[style]())
@@ -150,7 +151,7 @@ def _check_module(model: str, name: str, module: nn.Module, style: str, ranks: i
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Sums the gradient of each backward: every rank has the whole weight, but sees its own heads alone."""
-    for parameter in module.parameters():
+    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
         parameter.register_hook(partial(_summed, group=mesh.get_group()))
 
 
