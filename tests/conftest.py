@@ -30,6 +30,10 @@ log_every_steps: 1
 cpu_threads: 1
 predict_memory: false
 """
+LLAMA = (
+    "  {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, tie_word_embeddings: true}"
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -54,6 +58,15 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(data=documents))
     return path
+
+
+@pytest.fixture
+def llama_recipe(recipe: Path) -> Path:
+    """The common recipe with a model whose tensors and sequences can be divided."""
+    lines = recipe.read_text().splitlines()
+    where = next(number for number, line in enumerate(lines) if "model_type: gpt2" in line)
+    recipe.write_text("\n".join([*lines[:where], LLAMA, *lines[where + 1 :]]) + "\n")
+    return recipe
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def killed_at_step_4(folder: Path) -> Path:
         "from train.main import main\n"
         "plain = loop.seed_step\n"
         "def seed_step(seed, step, rank):\n"
-        "    if step == 4 and rank == 1:\n"
+        "    if step == 4 and os.environ['RANK'] == '1':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    plain(seed, step, rank)\n"
         "loop.seed_step = seed_step\n"

@@ -166,7 +166,7 @@ def test_metrics_are_the_same_over_any_number_of_processes(
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: gathered.extend(rows) or list(gathered))
     metrics: dict[str, Any] = {}
     for rank in range(world):  # one after the other: the last one has gathered all rows
-        process: Any = SimpleNamespace(num_processes=world, device=torch.device("cpu"))
+        process: Any = SimpleNamespace(num_processes=world, device=torch.device("cpu"), parallelism_config=None)
         launch = Launch(world_size=world, rank=rank)
         metrics = Evaluator(config, process, launch, ModelWithLoss(model), prepared, METER).validation(step=1).metrics
     assert metrics.keys() == expected.keys()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from train.context_parallel import shared_sequences
 from train.errors import UserError
 from train.launch import Launch
 from train.losses import Scores
@@ -124,12 +125,12 @@ class Evaluator:
         self._model.eval()
         rows: list[tuple[float, ...]] = []
         for batch in self._prepared.evaluation_batches(examples, self._config, self._accelerator, self._launch):
-            with self._meter.evaluation(batch):
-                batch = batch.to(self._accelerator.device)
-                rows += _rows(self._model(batch.inputs, batch.labels, scored=True), batch)
+            with self._meter.evaluation(batch), shared_sequences(self._accelerator, batch) as part:
+                part = part.to(self._accelerator.device)
+                rows += _rows(self._model(part.inputs, part.labels, scored=True), part)
         reshard(self._model)
         self._model.train()
-        metrics = self._metrics(_gathered(self._accelerator, rows), examples)
+        metrics = self._metrics(_gathered(self._accelerator, self._launch, rows), examples)
         return Evaluation(name, step, metrics, time.perf_counter() - started)
 
     def _metrics(self, table: np.ndarray, examples: datasets.Dataset) -> dict[str, Any]:
@@ -167,10 +168,19 @@ def _rows(scores: Scores, batch: MicroBatch) -> list[tuple[float, ...]]:
     return [(example, *row) for example, row in zip(batch.example_ids, columns, strict=True)]
 
 
-def _gathered(accelerator: Accelerator, rows: list[tuple[float, ...]]) -> np.ndarray:
-    """(examples, 6) all ranks' rows in the order of the examples."""
+def _gathered(accelerator: Accelerator, launch: Launch, rows: list[tuple[float, ...]]) -> np.ndarray:
+    """(examples, 6) all ranks' rows in the order of the examples, one for each."""
+    if launch.rank % launch.tensor_size:  # the first of the ranks that share tensors has the same rows
+        rows = []
     if accelerator.num_processes > 1:
         from accelerate.utils import gather_object
 
         rows = gather_object(rows)
-    return np.array(sorted(rows), dtype=np.float64).reshape(-1, 6)
+    table = np.array(sorted(rows), dtype=np.float64).reshape(-1, 6)
+    if launch.context_size == 1:
+        return table
+    _, first, example = np.unique(table[:, 0], return_index=True, return_inverse=True)
+    whole = table[first]
+    whole[:, 1:4] = 0
+    np.add.at(whole[:, 1:4], example, table[:, 1:4])  # each rank had a part of each example's positions
+    return whole

@@ -146,6 +146,7 @@ def check_launch(launch: Launch, config: Config) -> None:
             f"mixed_precision: the training configuration says {asked}, the launch configuration {launch.precision}. "
             "Make them agree, or leave mixed_precision out of one."
         )
+    _check_parallelism(launch, config)
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "
@@ -153,3 +154,44 @@ def check_launch(launch: Launch, config: Config) -> None:
             "checkpointing: false and choose by --gradient_checkpointing: the launcher's own kind does not repeat "
             "dropout, so its gradients would be wrong."
         )
+
+
+def _check_parallelism(launch: Launch, config: Config) -> None:
+    """Stops where tensor or context parallelism cannot do what the training configuration asks for."""
+    optim, attention = config.optimization, config.architecture.attn_implementation
+    precision = optim.mixed_precision or launch.precision
+    alone = launch.engine == "ddp" and launch.world_size == launch.tensor_size
+    auto = ("micro_batch_size: auto", optim.micro_batch_size == "auto", "give a number: a part is not predicted")
+    if launch.tensor_size > 1:
+        _refuse(
+            f"parallelism_config_tp_size: {launch.tensor_size}",
+            (
+                "sharding or data parallelism beside it",
+                not alone,
+                f"set num_processes: {launch.tensor_size} and leave fsdp_config and other sizes out, as "
+                "accelerate_configs/tensor_parallel.yaml does",
+            ),
+            ("mixed_precision: fp16", precision == "fp16", "use bf16: each rank would scale its loss by itself"),
+            ("optimizer: adafactor", optim.optimizer == "adafactor", "use adamw or sgd: it needs whole weights"),
+            ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
+            auto,
+        )
+    if launch.context_size > 1:
+        _refuse(
+            f"parallelism_config_cp_size: {launch.context_size}",
+            (
+                f"the engine {launch.engine}",
+                launch.engine != "fsdp2",
+                "use FSDP with fsdp_version: 2, as accelerate_configs/fsdp2_context_parallel.yaml does",
+            ),
+            (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or fsdp2.yaml"),
+            (f"attn_implementation: {attention}", attention not in (None, "sdpa"), "use sdpa, or leave it out"),
+            auto,
+        )
+
+
+def _refuse(size: str, *cases: tuple[str, bool, str]) -> None:
+    """Raises UsageError for the first case (what, whether it is so, remedy) that is so."""
+    for what, is_so, remedy in cases:
+        if is_so:
+            raise UsageError(f"{what} does not go with {size} in the launch file: {remedy}.")

@@ -170,7 +170,9 @@ def report_skipped(
     scaler = parts.accelerator.scaler
     scale = scaler.get_scale() if scaler is not None else None
     parts.report(
-        "skipped", progress.step, {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
+        "skipped",
+        progress.step,
+        {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(set(examples))},
     )
     if scale is not None and scale <= MIN_LOSS_SCALE:
         raise UserError(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from train.errors import UserError
 from train.records import IGNORE
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from train.vocabulary_parallel import VocabularyPart
 
 CHUNK_LOGITS_BYTES = 64 * 2**20
 """fp32 logits of one chunk: little beside weights and activations, enough for large matrix products."""
@@ -67,6 +72,17 @@ class ModelWithLoss(nn.Module):
         """From now on never holds all logits."""
         _AnsweringHead.adopt(_head_of(self.model))
         self.chunked = True
+
+    def split_classes(self, mesh: DeviceMesh) -> None:
+        """From now on each rank of ``mesh`` holds the weights, and computes the logits, of its part of the classes.
+
+        For a loss in chunks alone; ``mesh`` has one dimension, and all its ranks call the model with the same batch.
+        """
+        from train.vocabulary_parallel import VocabularyPart
+
+        assert self.chunked
+        head = _head_of(self.model)
+        head.part = VocabularyPart(len(head.weight), mesh)
 
     def forward(
         self, inputs: dict[str, Tensor], labels: Tensor, scored: bool = False, num_targets: int | None = None
@@ -184,8 +200,9 @@ def _without_weights(model: nn.Module) -> Any:
     return copy.deepcopy(model, twins)
 
 
-Answer: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Any]
-"""Computed from hidden states (..., H), weight (V, H) and bias (V,) of an output embedding."""
+Answer: TypeAlias = Callable[..., Any]
+"""Computed from hidden states (..., H), weight (V, H) and bias (V,) of an output embedding, and where these are only
+those of a part of the classes, ``part``."""
 
 
 class _AnsweringHead(nn.Linear):
@@ -196,6 +213,8 @@ class _AnsweringHead(nn.Linear):
     """
 
     answers: dict[int, Answer]
+    part: VocabularyPart | None
+    """Which classes this rank computes, where it does not compute all; weight and bias are then sharded DTensors."""
 
     @classmethod
     def adopt(cls, head: nn.Linear) -> None:
@@ -203,6 +222,7 @@ class _AnsweringHead(nn.Linear):
         head.__class__ = cls
         assert isinstance(head, cls)
         head.answers = {}
+        head.part = getattr(head, "part", None)
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[None]:
@@ -216,11 +236,25 @@ class _AnsweringHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Any:
         answer = self.answers.get(threading.get_ident())
-        return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
+        if (part := self.part) is None:
+            return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
+        if answer is None:
+            return part.all_logits(input, self.weight, self.bias)
+        return answer(input, _local(self.weight), _local(self.bias), part=part)
+
+
+def _local(parameter: Any) -> Any:
+    """This rank's part of a sharded parameter."""
+    return None if parameter is None else parameter.to_local()
 
 
 def chunked_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    num_targets: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """() what :func:`cross_entropy_sum` says of the logits, which are never all there.
 
@@ -230,26 +264,30 @@ def chunked_sum(
         bias: (V,) of the output embedding, if it has one.
         labels: (B, S).
         num_targets: how many labels are targets; None: not known.
+        part: the classes that ``weight`` and ``bias`` are for, where these are not all.
     """
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if num_targets is not None and 2 * num_targets <= len(labels):  # else the copies cost more than they save
         targets = torch.nonzero_static(labels != IGNORE, size=num_targets).squeeze(1)
         hidden, labels = hidden.index_select(0, targets), labels.index_select(0, targets)
-    if len(labels) <= _tokens_per_chunk(len(weight)):  # one chunk: nothing to save by computing it twice
+    one_chunk = len(labels) <= _tokens_per_chunk(len(weight))  # nothing to save by computing it twice
+    if part is None and one_chunk:
         return cross_entropy_sum(F.linear(hidden, weight, bias), labels)
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels).sum()  # pyright: ignore
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, part).sum()  # pyright: ignore
 
 
 @torch.no_grad()
-def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Scores:
+def chunked_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: VocabularyPart | None = None
+) -> Scores:
     """Each example's loss and predictions; arguments as of :func:`chunked_sum`."""
     flat, targets, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), _product_dtype(hidden)
     losses = hidden.new_empty(targets.shape, dtype=_wide(dtype))
     predictions = torch.empty_like(targets)
     with _own_dtypes(hidden.device):
         for rows, logits in logits_by_chunk(flat, weight.to(dtype), _to(bias, dtype)):
-            losses[rows] = cross_entropy(logits, targets[rows])
-            predictions[rows] = logits.argmax(-1)
+            losses[rows] = (part.cross_entropy if part else cross_entropy)(logits, targets[rows])
+            predictions[rows] = part.argmax(logits) if part else logits.argmax(-1)
             del logits
     return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
 
@@ -262,13 +300,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: VocabularyPart | None
+    ) -> Tensor:
         ctx.dtype = dtype = _product_dtype(hidden)
+        ctx.part = part
         ctx.save_for_backward(hidden, weight, bias, labels)
         losses = hidden.new_empty(len(hidden), dtype=_wide(dtype))
         with _own_dtypes(hidden.device):
             for rows, logits in logits_by_chunk(hidden, weight.to(dtype), _to(bias, dtype)):
-                losses[rows] = cross_entropy(logits, labels[rows])
+                losses[rows] = (part.cross_entropy if part else cross_entropy)(logits, labels[rows])
                 del logits  # before the next chunk's
         return losses
 
@@ -276,20 +317,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         hidden, weight, bias, labels = ctx.saved_tensors
-        dtype, wide = ctx.dtype, _wide(ctx.dtype)
+        dtype, wide, part = ctx.dtype, _wide(ctx.dtype), ctx.part
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if of_bias else None
         ignored = labels == IGNORE
         scales = grad_losses.masked_fill(ignored, 0).unsqueeze(1)
-        classes = labels.masked_fill(ignored, 0).unsqueeze(1)
+        classes, held = labels.masked_fill(ignored, 0), None
+        if part is not None:
+            classes, held = part.own(classes)
+        classes = classes.unsqueeze(1)
+        of_label = scales if held is None else scales * held.unsqueeze(1)
         with _own_dtypes(hidden.device):
             cast_weight = weight.to(dtype)
             for rows, logits in logits_by_chunk(hidden, cast_weight, _to(bias, dtype)):
-                grad = torch.softmax(logits, -1, dtype=wide).mul_(scales[rows])
+                grad = part.softmax(logits) if part else torch.softmax(logits, -1, dtype=wide)
+                grad.mul_(scales[rows])
                 del logits
-                grad.scatter_add_(1, classes[rows], -scales[rows])
+                grad.scatter_add_(1, classes[rows], -of_label[rows])
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
                 grad = grad.to(dtype)
@@ -302,7 +348,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 del grad
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None
+        if part is not None and grad_hidden is not None:
+            part.sum(grad_hidden)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _tokens_per_chunk(num_classes: int) -> int:

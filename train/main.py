@@ -20,11 +20,13 @@ from train.parent import follow_launcher
 from train.tasks import check_task
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch import nn
 
     from train.data import PreparedData
     from train.evaluation import Evaluator
     from train.loop import Goal
+    from train.losses import ModelWithLoss
     from train.memory.session import MemorySession
     from train.outputs import Outputs
     from train.records import BatchArithmetic, Batches, Progress
@@ -124,6 +126,7 @@ def run(
     torch.manual_seed(optim.seed)
     network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
     with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
+    divide_work(launch, accelerator, with_loss)
     shard_by_layer(accelerator, network)
     model, optimizer = accelerator.prepare(with_loss, build_optimizer(network, optim))
     network = accelerator.unwrap_model(model).model
@@ -189,6 +192,19 @@ def run(
         progress,
     )
     return EXIT_DONE
+
+
+def divide_work(launch: Launch, accelerator: Accelerator, with_loss: ModelWithLoss) -> None:
+    """Divides the model's tensors among ranks as the launch file says, and sees whether its sequences can be."""
+    if launch.context_size > 1:
+        from train.context_parallel import check_model
+
+        check_model(with_loss.model)
+    if launch.tensor_size > 1:
+        from train.tensor_parallel import split_weights
+
+        assert accelerator.torch_device_mesh is not None
+        split_weights(with_loss, accelerator.torch_device_mesh["tp"])
 
 
 def finish(

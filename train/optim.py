@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from train.config import Optimization
 
@@ -13,10 +14,11 @@ from train.config import Optimization
 def build_optimizer(model: nn.Module, config: Optimization) -> torch.optim.Optimizer:
     """The optimizer, weight decay on matrices only: not on biases, norms and other vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = []
+    for sharded in (False, True):  # no kernel takes DTensors and plain tensors together
+        alike = [p for p in trained if isinstance(p, DTensor) == sharded]
+        groups.append({"params": [p for p in alike if p.ndim >= 2], "weight_decay": config.weight_decay})
+        groups.append({"params": [p for p in alike if p.ndim < 2], "weight_decay": 0.0})
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr=config.learning_rate)

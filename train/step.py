@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Optimization
+from train.context_parallel import shared_sequences
 from train.errors import UserError
 from train.records import Mark, MicroBatch, StepOutcome, unmarked
 
@@ -113,10 +114,10 @@ def accumulate_gradients(
         model.train()
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
     for micro_batch in window:
-        with accelerator.accumulate(model):
+        with accelerator.accumulate(model), shared_sequences(accelerator, micro_batch) as part:
             mark("forward")
-            micro_batch = micro_batch.to(accelerator.device)
-            loss = model(micro_batch.inputs, micro_batch.labels, num_targets=micro_batch.num_targets)
+            part = part.to(accelerator.device)
+            loss = model(part.inputs, part.labels, num_targets=part.num_targets)
             mark("backward")
             accelerator.backward(loss * scale)
             loss_sum += loss.detach()
@@ -151,7 +152,8 @@ def apply_gradients(
     mark: Mark,
 ) -> StepOutcome:
     """Steps the optimizer by clipped gradients if their ``norm`` from before is finite, and frees them."""
-    counts = [int(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
+    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
+    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
     if not counts[0]:
         raise UserError(_NO_TARGETS)
     mark("optimizer")

@@ -89,14 +89,14 @@ class TrainingState:
             value = torch.empty_like(like) if shape == tuple(like.shape) else torch.empty(shape)
             state.setdefault(name, {})[key] = _filled(value, blocks, "optimizer", full_name)
         numbers = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
-        groups = [  # JSON knows no tuples, such as betas
+        names = {id(p): name for name, p in parameters.items()}
+        settings = {name: group for group in values["param_groups"] for name in group["params"]}
+        groups = [  # this run's own, for divided weights are grouped apart; JSON knows no tuples, such as betas
             {
-                k: [numbers[id(parameters[name])] for name in v]
-                if k == "params"
-                else (tuple(v) if isinstance(v, list) else v)
-                for k, v in group.items()
+                **{k: tuple(v) if isinstance(v, list) else v for k, v in settings[names[id(params[0])]].items()},
+                "params": [numbers[id(p)] for p in params],
             }
-            for group in values["param_groups"]
+            for params in (group["params"] for group in self.optimizer.param_groups)
         ]
         by_number = {numbers[id(parameters[name])]: entries for name, entries in state.items()}
         self.optimizer.load_state_dict({"state": by_number, "param_groups": groups})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from train.context_parallel import shared_sequences
 from train.evaluation import reshard
 from train.memory.recovery import PersistentBuffers, Start
 from train.records import MicroBatch, StepOutcome
@@ -55,9 +56,9 @@ def rehearse(
         if evaluated is not None:
             training = model.training
             model.eval()
-            with torch.no_grad(), meter.evaluation(evaluated):
-                batch = evaluated.to(accelerator.device)
-                model(batch.inputs, batch.labels, scored=True)
+            with torch.no_grad(), meter.evaluation(evaluated), shared_sequences(accelerator, evaluated) as part:
+                part = part.to(accelerator.device)
+                model(part.inputs, part.labels, scored=True)
             reshard(model)
             model.train(training)
 

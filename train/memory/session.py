@@ -51,6 +51,7 @@ class MemorySession:
         self._predictor: Predictor | None = None
         self._base: Job | None = None
         self._data_size, self._launched_precision = 1, "no"
+        self._predictable = True
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
         self._recovering: RecoveringStep | None = None
@@ -88,7 +89,8 @@ class MemorySession:
             sharding=sharding_of(accelerator),
         )
         wanted = self._config.memory.predict_memory or self._config.optimization.micro_batch_size == "auto"
-        if accelerator.is_main_process and wanted and accelerator.device.type in ("cpu", "cuda"):
+        self._predictable = launch.copies == 1  # a rank's share of a layer or a sequence is not predicted
+        if accelerator.is_main_process and wanted and self._predictable and accelerator.device.type in ("cpu", "cuda"):
             self._predictor = Predictor()
             self._predictor.start()
 
@@ -158,7 +160,7 @@ class MemorySession:
 
     def ask(self, longest: MicroBatch, accumulates: bool) -> None:
         """Has the step with the longest micro-batch predicted, beside whatever comes next."""
-        if self._base is None:
+        if self._base is None or not self._predictable:
             return
         size, length = shape_of(longest)
         self._asked = replace(
