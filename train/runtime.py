@@ -131,7 +131,7 @@ def layer_classes(network: nn.Module) -> list[str]:
     return sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
 
 
-def meet_over_gloo(launch: Launch, timeout: timedelta) -> None:
+def meet_over_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Has the processes of a machine without an accelerator find each other, and share weights as the launcher says.
 
     accelerate by itself leaves them strangers, or quietly trains with DDP instead. So that what runs on a cluster can
