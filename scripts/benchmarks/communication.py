@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,6 @@ class Case:
     accumulation_steps: int = 1
     checkpointing: str = "none"
     precision: str = "no"
-    recovers: bool = False
-    """With the step that survives running out of memory, which is the default of a run."""
     batch_size: int = 1
     length: int = 128
 
@@ -71,7 +69,7 @@ class Case:
         division = self.division
         words = [division.engine]
         if division.engine == "ddp":
-            words.append("--on_oom split" if self.recovers else "--on_oom stop")
+            words.append("--on_oom split" if division.recovers else "--on_oom stop")
         if division.replicas > 1 and division.engine != "ddp":
             words.append(f"{division.replicas} × {division.shards}")
         if division.tensor > 1:
@@ -134,7 +132,7 @@ def cases(num_processes: int) -> list[Case]:
     ]
     kept = Division("fsdp2", shards=num_processes, reshard_after_forward=False)
     others = [Case(kept), Case(kept, 4), Case(ddp, precision="bf16"), Case(fsdp2, precision="bf16")]
-    return [*every, Case(ddp, 4, recovers=True), *others]
+    return [*every, Case(replace(ddp, recovers=True), 4), *others]
 
 
 @dataclass
@@ -190,7 +188,7 @@ def measure(case: Case, counts_wire: bool) -> tuple[Shape, Measured]:
     shape = shape_of(network_of(job, config))
     model, optimizer, _ = build(job, config.architecture, config, accelerator, initialised=True)
     window = [random_batch(job, case.batch_size) for _ in range(case.accumulation_steps)]
-    step = RecoveringStep(print) if case.recovers else optimizer_step
+    step = RecoveringStep(print) if case.division.recovers else optimizer_step
 
     def take() -> None:
         step(accelerator, model, optimizer, window, config.optimization)
@@ -385,7 +383,7 @@ def line(row: dict[str, Any]) -> str:
     """A row of :func:`table`."""
 
     def mib(num_bytes: float) -> str:
-        return f"{num_bytes / 2**20:,.2f}" if num_bytes else ""
+        return f"{num_bytes / 2**20:,.2f}" if num_bytes >= 2**20 / 100 else ""
 
     payload = row["payload_bytes"]
     operations = (mib(payload.get(name, 0)) for name in ("all_gather", "reduce_scatter", "all_reduce"))

@@ -60,7 +60,7 @@ def test_two_processes_exchange_and_hold_what_the_formulas_say() -> None:
     ddp, fsdp2 = Division("ddp", replicas=2), Division("fsdp2", shards=2)
     chosen = [
         communication.Case(ddp, 2),
-        communication.Case(ddp, 2, recovers=True),
+        communication.Case(replace(ddp, recovers=True), 2),
         communication.Case(fsdp2, 2, "full"),
         communication.Case(replace(fsdp2, reshard_after_forward=False), precision="bf16"),
     ]
@@ -82,6 +82,21 @@ def test_two_processes_exchange_and_hold_what_the_formulas_say() -> None:
         if measured.wire_bytes is not None:  # gloo's reduce-scatter is an all-reduce
             row = communication.row_of(case, 2, shape, measured)
             assert abs(row["sent_error_percent"]) < 1, case.title
+
+
+@pytest.mark.slow
+def test_tables_of_the_page_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
+    tables = script("scaling_tables")
+    page = tables.PAGE.read_text(encoding="utf-8")
+    shapes = {model: tables.shape(model) for model in tables.MODELS}
+    assert {model: round(shape.num_parameters / 1e9, 1) for model, shape in shapes.items()} == {
+        "1B": 1.2,
+        "8B": 8.0,
+        "70B": 70.6,
+    }
+    assert tables.rendered(page, shapes) == page  # else run scripts/benchmarks/scaling_tables.py
+    assert page.count("<!-- table: ") == 6
 
 
 def test_ddp_sends_each_gradient_twice_and_accumulation_sends_nothing() -> None:
@@ -167,5 +182,9 @@ def test_what_overlaps_is_waited_for_only_where_computing_is_shorter() -> None:
     assert hidden.exchange > 0 and hidden.waiting == 0
     short = step_time(SHAPE, Division("fsdp2", shards=8), replace(WORK, tokens=1), 4096, cluster)
     assert short.waiting == pytest.approx(short.exchange, rel=0.01) and short.slowdown > 10
+    ddp = Division("ddp", replicas=8)
+    assert step_time(SHAPE, ddp, work, 4096, cluster).waiting == 0
+    recovering = step_time(SHAPE, replace(ddp, recovers=True), work, 4096, cluster)
+    assert recovering.waiting == recovering.exchange > 0
     waited = step_time(SHAPE, Division("ddp", tensor=8), work, 4096, cluster)
     assert waited.waiting == waited.exchange > 0

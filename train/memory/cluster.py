@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from train.memory.scaling import Collective, Division, Shape, Work, collectives, host_link_bytes
 
+ADAMW_BYTES = 28
+"""Read and written per parameter by an update: weight, gradient and two averages; all but the gradient again."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -23,6 +26,8 @@ class Cluster:
     """A 400 Gb/s adapter for each device."""
     host_bytes_per_second: float = 50e9
     """What is reached of PCI Express 5.0 × 16, 64 GB/s."""
+    host_memory_bytes_per_second: float = 25e9
+    """One process's part of the bandwidth of the host's memory, where it updates what is offloaded."""
     link_seconds: float = 3.4e-6
     """From one device to the next. This and the next: what NCCL reckons with for rings (its src/graph/tuning.cc)."""
     network_seconds: float = 14e-6
@@ -38,13 +43,13 @@ class StepTime:
 
     compute: float
     exchange: float
-    """All exchanges one after the other."""
+    """All exchanges one after the other, with the host's memory too."""
     waiting: float
-    """What of that is not hidden behind the computation."""
+    """What of that is not hidden behind the computation, and an update by the host."""
 
     @property
     def slowdown(self) -> float:
-        """Against a step without any exchange."""
+        """Against a step that only computes."""
         return 1 + self.waiting / self.compute
 
 
@@ -70,7 +75,11 @@ def step_time(shape: Shape, division: Division, work: Work, sequence_length: int
     to_device, to_host = host_link_bytes(shape, division, work)
     copying = (to_device + to_host) / cluster.host_bytes_per_second
     exchange = sum(seconds_of(c, division, cluster) for c in exchanges) + copying
-    return StepTime(compute, exchange, waiting + max(0.0, copying - compute))
+    waiting += max(0.0, copying - compute)
+    if division.offloads:
+        traffic = ADAMW_BYTES * shape.num_parameters / division.state_shards
+        waiting += traffic / cluster.host_memory_bytes_per_second
+    return StepTime(compute, exchange, waiting)
 
 
 def _sum(exchanges: Iterable[Collective], phase: str, division: Division, cluster: Cluster) -> float:

@@ -81,6 +81,9 @@ class Division:
     reshard_after_forward: bool = True
     offloads: bool = False
     """Whether parameters, gradients and optimizer state stay in the host's memory."""
+    recovers: bool = False
+    """Whether DDP's gradients are exchanged after the last backward, by the step that survives running out of memory
+    (:mod:`train.memory.recovery`)."""
 
     @property
     def num_devices(self) -> int:
@@ -155,7 +158,8 @@ def _of_weights(shape: Shape, division: Division, work: Work) -> Iterator[Collec
     replicas, shards = ("replicas", division.replicas), ("state_shards", division.state_shards)
     if division.engine == "ddp":
         size = everything * FP32_BYTES
-        yield Collective("gradients", "all_reduce", *replicas, -(-size // BUCKET_BYTES), size, "backward", True)
+        calls = -(-size // BUCKET_BYTES)
+        yield Collective("gradients", "all_reduce", *replicas, calls, size, "backward", not division.recovers)
         return
     calls = windows * units
     if division.engine == "zero2":
