@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from train.memory.scaling import Division, Shape, Work, collectives, shape_of, s
 
 MODEL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8000}  # fmt: skip
+TENSOR_PARALLEL = ROOT / "train" / "tensor_parallel.py"
 STEPS, WARM_UP = 3, 2
 NETWORK_COUNTERS = Path("/proc/net/dev")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -67,13 +69,13 @@ class Case:
     @property
     def title(self) -> str:
         division = self.division
-        words = [division.engine]
-        if division.engine == "ddp":
+        words = [] if division.tensor > 1 else [division.engine]
+        if division.replicas > 1 and division.engine == "ddp":
             words.append("--on_oom split" if division.recovers else "--on_oom stop")
         if division.replicas > 1 and division.engine != "ddp":
             words.append(f"{division.replicas} × {division.shards}")
         if division.tensor > 1:
-            words.append(f"tensor {division.tensor}")
+            words.append("tensor parallel")
         if not division.reshard_after_forward:
             words.append("not resharded")
         if self.accumulation_steps > 1:
@@ -96,11 +98,11 @@ class Case:
         found = {"ACCELERATE_MIXED_PRECISION": self.precision}
         if division.engine == "fsdp2":
             found |= FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": str(division.reshard_after_forward).lower()}
-        if division.engine != "ddp" and division.replicas > 1:
+        if division.tensor > 1 or (division.engine != "ddp" and division.replicas > 1):
+            sizes = {"DP_REPLICATE": division.replicas, "DP_SHARD": division.shards, "TP": division.tensor}
             found |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-            found |= {f"PARALLELISM_CONFIG_{name}_SIZE": "1" for name in ("TP", "CP", "SP")}
-            found |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(division.replicas)}
-            found |= {"PARALLELISM_CONFIG_DP_SHARD_SIZE": str(division.shards)}
+            found |= {f"PARALLELISM_CONFIG_{name}_SIZE": "1" for name in ("CP", "SP")}
+            found |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
         return found
 
     @property
@@ -132,6 +134,9 @@ def cases(num_processes: int) -> list[Case]:
     ]
     kept = Division("fsdp2", shards=num_processes, reshard_after_forward=False)
     others = [Case(kept), Case(kept, 4), Case(ddp, precision="bf16"), Case(fsdp2, precision="bf16")]
+    if TENSOR_PARALLEL.exists():
+        tensor = Division("ddp", tensor=num_processes)
+        others += [Case(tensor), Case(tensor, 2, "full"), Case(tensor, precision="bf16")]
     return [*every, Case(replace(ddp, recovers=True), 4), *others]
 
 
@@ -178,15 +183,19 @@ def measure(case: Case, counts_wire: bool) -> tuple[Shape, Measured]:
     from train.config import from_values
     from train.launch import read_launch
     from train.memory.recovery import RecoveringStep
-    from train.runtime import make_accelerator, meet_over_gloo
+    from train.runtime import start_runtime
     from train.step import optimizer_step
 
     job, launch = case.job, read_launch()
     config = from_values(job.values)
-    meet_over_gloo(launch)
-    accelerator = make_accelerator(launch, case.precision, case.accumulation_steps)
+    accelerator = start_runtime(config, launch, case.accumulation_steps).accelerator
     shape = shape_of(network_of(job, config))
-    model, optimizer, _ = build(job, config.architecture, config, accelerator, initialised=True)
+    divide = None
+    if case.division.tensor > 1:
+        from train.main import divide_work  # pyright: ignore[reportAttributeAccessIssue]
+
+        divide = partial(divide_work, launch, accelerator)
+    model, optimizer, _ = build(job, config.architecture, config, accelerator, initialised=True, divide=divide)
     window = [random_batch(job, case.batch_size) for _ in range(case.accumulation_steps)]
     step = RecoveringStep(print) if case.division.recovers else optimizer_step
 

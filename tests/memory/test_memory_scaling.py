@@ -144,10 +144,13 @@ def test_sharing_a_sequence_exchanges_activations() -> None:
     assert sum(c.payload_bytes for c in again if c.group == "sequence") == 1.5 * sum(c.payload_bytes for c in ulysses)
 
 
-def test_tensor_parallelism_sums_twice_in_each_layer_and_direction() -> None:
-    division = Division("ddp", tensor=2)
-    assert payloads(division) == {"all_reduce": 2 * 2 * LAYERS * 1000 * HIDDEN * 2}
-    assert state_of(SHAPE, division, WORK).parameters == (800_000 / 2 + 200_000) * 4
+def test_tensor_parallelism_sums_activations_and_divides_the_state() -> None:
+    division, size = Division("ddp", tensor=2), 1000 * HIDDEN
+    found = {c.phase: c.payload_bytes for c in collectives(SHAPE, division, WORK)}
+    assert found == {"forward": (2 * LAYERS * 2 + 4) * size, "backward": (5 * LAYERS + 1) * 4 * size}
+    again = payloads(division, replace(WORK, checkpointing="full"))["all_reduce"]
+    assert again - sum(found.values()) == LAYERS * 2 * size
+    assert state_of(SHAPE, division, WORK).parameters == 4 * 500_000
 
 
 def test_offload_leaves_nothing_on_the_device_and_moves_each_part() -> None:

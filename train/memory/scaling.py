@@ -19,6 +19,8 @@ from train.throughput import flops_per_token, model_flops_per_token
 BUCKET_BYTES = 25 * 2**20
 """Gradients that DDP sends at once."""
 FP32_BYTES = 4
+CUT_BY_COLUMNS = 5
+"""Matrices of a Llama's layer that give parts of what they give: of queries, keys, values, and two of the MLP."""
 MOMENTS = 2
 """Numbers that AdamW keeps per parameter."""
 
@@ -143,7 +145,7 @@ class Collective:
 def collectives(shape: Shape, division: Division, work: Work) -> list[Collective]:
     """What one device exchanges in an optimizer step; left out are a few bytes for counts and norms."""
     found = [*_of_weights(shape, division, work), *_of_activations(shape, division, work)]
-    return [collective for collective in found if collective.group_size > 1]
+    return [collective for collective in found if collective.group_size > 1 and collective.calls]
 
 
 def sent_bytes(shape: Shape, division: Division, work: Work) -> int:
@@ -151,9 +153,13 @@ def sent_bytes(shape: Shape, division: Division, work: Work) -> int:
     return sum(collective.sent_bytes for collective in collectives(shape, division, work))
 
 
+def _parameters(shape: Shape, division: Division) -> tuple[int, int]:
+    """(all, in layers) of which a device's group knows; tensor parallelism divides all but the norms."""
+    return shape.num_parameters // division.tensor, shape.layer_parameters // division.tensor
+
+
 def _of_weights(shape: Shape, division: Division, work: Work) -> Iterator[Collective]:
-    layers = shape.layer_parameters // division.tensor
-    everything = layers + shape.num_parameters - shape.layer_parameters  # embedding and head are not divided
+    everything, layers = _parameters(shape, division)
     windows, units, each = work.accumulation_steps, shape.num_layers + 1, work.product_bytes
     replicas, shards = ("replicas", division.replicas), ("state_shards", division.state_shards)
     if division.engine == "ddp":
@@ -187,11 +193,16 @@ def _of_activations(shape: Shape, division: Division, work: Work) -> Iterator[Co
     calls, each = work.accumulation_steps * shape.num_layers, work.product_bytes
     passes = (("forward", 1), ("backward", 2 if work.checkpointing == "full" else 1))
 
-    # As transformers divides a Llama: what attention and the MLP give is summed in forward, the gradients of what they
-    # are given in backward. Computing a layer again ends before its last sum.
-    group, size = ("tensor", division.tensor), work.tokens * shape.hidden_size * each
-    for phase, times in (("forward", 2), ("backward", 3 if work.checkpointing == "full" else 2)):
-        yield Collective("activations", "all_reduce", *group, times * calls, times * calls * size, phase, False)
+    # As this template divides a Llama: what attention and the MLP give, and the looked up embedding, is summed in
+    # forward; in backward what each layer gives that is cut by columns, and the head, each on its own and in fp32.
+    # Computing a layer again ends before its last sum.
+    group, size, windows = ("tensor", division.tensor), work.tokens * shape.hidden_size, work.accumulation_steps
+    again = calls if work.checkpointing == "full" else 0
+    sums = 2 * calls * each + windows * FP32_BYTES
+    yield Collective("activations", "all_reduce", *group, 2 * calls + windows, sums * size, "forward", False)
+    number = CUT_BY_COLUMNS * calls + windows
+    yield Collective("their gradients", "all_reduce", *group, number, number * FP32_BYTES * size, "backward", False)
+    yield Collective("activations", "all_reduce", *group, again, again * each * size, "backward", False)
 
     # As torch does it with accelerate's cp_comm_strategy allgather: keys and values are gathered, for backward once
     # more; their gradients go round as often as there are devices, in fp32.
@@ -232,8 +243,7 @@ class State:
 
 def state_of(shape: Shape, division: Division, work: Work) -> State:
     """What one device keeps. Weights that are gathered for a moment are left to :mod:`train.memory.predict`."""
-    layers = shape.layer_parameters // division.tensor
-    everything = layers + shape.num_parameters - shape.layer_parameters
+    everything, _ = _parameters(shape, division)
     part = everything // division.state_shards
     if division.engine == "ddp":
         size = everything * FP32_BYTES
