@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from torch import Tensor, nn
 
+    from train.losses import ModelWithLoss
     from train.records import MicroBatch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -357,13 +359,19 @@ def _with_known_attention(architecture: Architecture) -> tuple[Architecture, lis
 
 
 def build(
-    job: Job, architecture: Architecture, config: Config, accelerator: Accelerator, initialised: bool = False
+    job: Job,
+    architecture: Architecture,
+    config: Config,
+    accelerator: Accelerator,
+    initialised: bool = False,
+    divide: Callable[[ModelWithLoss], None] | None = None,
 ) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """Prepared model, prepared optimizer, and the network inside the model.
 
     Args:
         initialised: with real weights; fake ones must do without, since some initialisations repeat until the data
             pleases them.
+        divide: called before the optimizer is built, such as to leave a rank its part of the weights.
     """
     from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
@@ -384,9 +392,12 @@ def build(
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step
         chunked = use_chunks(config.optimization.loss, network)
+    with_loss = ModelWithLoss(network, chunked)
+    if divide is not None:
+        divide(with_loss)
     shard_by_layer(accelerator, network)
     model, optimizer = accelerator.prepare(
-        ModelWithLoss(network, chunked),
+        with_loss,
         build_optimizer(network, config.optimization),
         device_placement=[initialised, initialised],
     )

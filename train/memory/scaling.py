@@ -1,0 +1,276 @@
+"""What each way to use several devices exchanges in an optimizer step, and what training state each device keeps.
+
+Formulas, for devices that are not there. ``scripts/benchmarks/communication.py`` compares them with processes that run.
+The ways: DDP (arXiv 2006.15704), ZeRO (1910.02054), FSDP (2304.11277), tensor parallelism (Megatron-LM, 1909.08053),
+ring attention (2310.01889), Ulysses (2309.14509). Where an implementation differs from its paper, the formula is that
+of the implementation, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from train.throughput import flops_per_token, model_flops_per_token
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that DDP sends at once."""
+FP32_BYTES = 4
+CUT_BY_COLUMNS = 5
+"""Matrices of a Llama's layer that give parts of what they give: of queries, keys, values, and two of the MLP."""
+MOMENTS = 2
+"""Numbers that AdamW keeps per parameter."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a decoder decides how much its devices exchange."""
+
+    num_parameters: int
+    """A table that is used twice is counted once."""
+    layer_parameters: int
+    """Of all layers together, which are sharded one by one; the rest is embedding, head and last norm."""
+    multiplied_parameters: int
+    """All but those that are only looked up."""
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Of forward and backward, see :func:`train.throughput.flops_per_token`."""
+        width = self.num_heads * self.head_size
+        return flops_per_token(self.multiplied_parameters, 0, self.num_layers, width, sequence_length)
+
+
+def shape_of(network: nn.Module) -> Shape:
+    """The shape of a decoder of transformers, on whatever device, before it is sharded."""
+    config: Any = network.config
+    classes = set(getattr(network, "_no_split_modules", None) or ())
+    layers = [module for module in network.modules() if type(module).__name__ in classes]
+    return Shape(
+        num_parameters=sum(p.numel() for p in network.parameters()),
+        layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()),
+        multiplied_parameters=round((model_flops_per_token(network, 0) or 0) / 6),
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
+
+
+@dataclass(frozen=True)
+class Division:
+    """How devices divide the work; there are as many as the product of the sizes."""
+
+    engine: str = "ddp"
+    """ddp, fsdp2, zero2 or zero3."""
+    replicas: int = 1
+    """Groups of devices that each hold all weights between them."""
+    shards: int = 1
+    """Devices of such a group that see different examples."""
+    tensor: int = 1
+    """Devices that share each matrix of the layers."""
+    context: int = 1
+    """Devices that share a sequence, also in attention: keys and values are exchanged."""
+    sequence: int = 1
+    """Devices that share a sequence outside attention and the heads inside it."""
+    reshard_after_forward: bool = True
+    offloads: bool = False
+    """Whether parameters, gradients and optimizer state stay in the host's memory."""
+    recovers: bool = False
+    """Whether DDP's gradients are exchanged after the last backward, by the step that survives running out of memory
+    (:mod:`train.memory.recovery`)."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.replicas * self.state_shards * self.tensor
+
+    @property
+    def state_shards(self) -> int:
+        """Devices that what is sharded is spread over: those that share a sequence take part."""
+        return self.shards * self.context * self.sequence
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does in an optimizer step."""
+
+    tokens: int
+    """Of a micro-batch, that pass through this device's layers: its part of a sequence that is shared; with tensor
+    parallelism all tokens of its group."""
+    accumulation_steps: int = 1
+    precision: str = "bf16"
+    """no, fp16 or bf16. Weights, gradients and optimizer state are kept in fp32, but for ZeRO."""
+    checkpointing: str = "none"
+    """none or full: each layer is computed again in backward."""
+
+    @property
+    def product_bytes(self) -> int:
+        """Of one number that is multiplied: an activation, or a weight that was gathered."""
+        return FP32_BYTES if self.precision == "no" else 2
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The calls of one kind that each device makes in an optimizer step."""
+
+    what: str
+    operation: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all or send."""
+    group: str
+    """Which devices take part: a size of :class:`Division`, or state_shards."""
+    group_size: int
+    calls: int
+    payload_bytes: int
+    """Of all calls: what is there after an all-gather, and what one device puts into any other."""
+    phase: str
+    """forward, backward or update."""
+    overlaps: bool
+    """Whether a device computes meanwhile."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one device sends; in a ring, where something is gathered or reduced."""
+        others = (self.group_size - 1) / self.group_size
+        factor = {"all_reduce": 2 * others, "send": 1.0}.get(self.operation, others)
+        return round(factor * self.payload_bytes)
+
+
+def collectives(shape: Shape, division: Division, work: Work) -> list[Collective]:
+    """What one device exchanges in an optimizer step; left out are a few bytes for counts and norms."""
+    found = [*_of_weights(shape, division, work), *_of_activations(shape, division, work)]
+    return [collective for collective in found if collective.group_size > 1 and collective.calls]
+
+
+def sent_bytes(shape: Shape, division: Division, work: Work) -> int:
+    """What one device sends in an optimizer step."""
+    return sum(collective.sent_bytes for collective in collectives(shape, division, work))
+
+
+def _parameters(shape: Shape, division: Division) -> tuple[int, int]:
+    """(all, in layers) of which a device's group knows; tensor parallelism divides all but the norms."""
+    return shape.num_parameters // division.tensor, shape.layer_parameters // division.tensor
+
+
+def _of_weights(shape: Shape, division: Division, work: Work) -> Iterator[Collective]:
+    everything, layers = _parameters(shape, division)
+    windows, units, each = work.accumulation_steps, shape.num_layers + 1, work.product_bytes
+    replicas, shards = ("replicas", division.replicas), ("state_shards", division.state_shards)
+    if division.engine == "ddp":
+        size = everything * FP32_BYTES
+        calls = -(-size // BUCKET_BYTES)
+        yield Collective("gradients", "all_reduce", *replicas, calls, size, "backward", not division.recovers)
+        return
+    calls = windows * units
+    if division.engine == "zero2":
+        size = windows * everything * each
+        yield Collective("gradients", "reduce_scatter", *shards, calls, size, "backward", True)
+        yield Collective("weights", "all_gather", *shards, 1, everything * each, "update", False)
+        return
+    size = windows * everything * each
+    yield Collective("weights", "all_gather", *shards, calls, size, "forward", True)
+    if division.engine == "zero3":
+        yield Collective("weights", "all_gather", *shards, calls, size, "backward", True)
+        yield Collective("gradients", "reduce_scatter", *shards, calls, size, "backward", True)
+        return
+    if division.reshard_after_forward:  # what is in no layer stays gathered from forward to backward
+        size = windows * layers * each
+        yield Collective("weights", "all_gather", *shards, calls - windows, size, "backward", True)
+    size = windows * everything * FP32_BYTES  # this template's policy: gradients are summed in fp32
+    yield Collective("gradients", "reduce_scatter", *shards, calls, size, "backward", True)
+    part = size // division.state_shards
+    yield Collective("gradients", "all_reduce", *replicas, calls, part, "backward", True)
+
+
+def _of_activations(shape: Shape, division: Division, work: Work) -> Iterator[Collective]:
+    """Exchanges that the next operation waits for."""
+    calls, each = work.accumulation_steps * shape.num_layers, work.product_bytes
+    passes = (("forward", 1), ("backward", 2 if work.checkpointing == "full" else 1))
+
+    # As this template divides a Llama: what attention and the MLP give, and the looked up embedding, is summed in
+    # forward; in backward what each layer gives that is cut by columns, and the head, each on its own and in fp32.
+    # Computing a layer again ends before its last sum.
+    group, size, windows = ("tensor", division.tensor), work.tokens * shape.hidden_size, work.accumulation_steps
+    again = calls if work.checkpointing == "full" else 0
+    sums = 2 * calls * each + windows * FP32_BYTES
+    yield Collective("activations", "all_reduce", *group, 2 * calls + windows, sums * size, "forward", False)
+    number = CUT_BY_COLUMNS * calls + windows
+    yield Collective("their gradients", "all_reduce", *group, number, number * FP32_BYTES * size, "backward", False)
+    yield Collective("activations", "all_reduce", *group, again, again * each * size, "backward", False)
+
+    # As torch does it with accelerate's cp_comm_strategy allgather: keys and values are gathered, for backward once
+    # more; their gradients go round as often as there are devices, in fp32.
+    group, mine = ("context", division.context), 2 * work.tokens * shape.num_key_value_heads * shape.head_size
+    for phase, times in passes:
+        size = times * calls * mine * each * division.context
+        yield Collective("keys and values", "all_gather", *group, times * calls, size, phase, False)
+    hops = calls * division.context
+    yield Collective("their gradients", "send", *group, hops, hops * mine * FP32_BYTES, "backward", False)
+
+    # Queries, keys, values and the output change from tokens of all heads to heads of all tokens, or back. Where there
+    # are fewer heads of keys than devices, each is sent to several.
+    group = ("sequence", division.sequence)
+    heads = 2 * shape.num_heads + 2 * max(shape.num_key_value_heads, division.sequence)
+    for phase, times in passes:
+        size = times * calls * work.tokens * heads * shape.head_size * each
+        yield Collective("heads", "all_to_all", *group, 4 * times * calls, size, phase, False)
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes that one device keeps from step to step, with AdamW."""
+
+    parameters: int
+    gradients: int
+    """From the first backward to the update."""
+    optimizer_state: int
+    buckets: int = 0
+    """Second home of DDP's gradients."""
+    host: int = 0
+    """In the host's memory, for each device."""
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.parameters + self.gradients + self.optimizer_state + self.buckets
+
+
+def state_of(shape: Shape, division: Division, work: Work) -> State:
+    """What one device keeps. Weights that are gathered for a moment are left to :mod:`train.memory.predict`."""
+    everything, _ = _parameters(shape, division)
+    part = everything // division.state_shards
+    if division.engine == "ddp":
+        size = everything * FP32_BYTES
+        return State(size, size, MOMENTS * size, buckets=size if division.replicas > 1 else 0)
+    if division.engine == "fsdp2":
+        size = part * FP32_BYTES
+        if division.offloads:
+            return State(0, 0, 0, host=(2 + MOMENTS) * size)
+        return State(size, size, MOMENTS * size)
+    each = work.product_bytes
+    copies = MOMENTS + (work.precision != "no")  # fp32 weights beside those in half precision
+    weights = (everything if division.engine == "zero2" else part) * each
+    state = copies * part * FP32_BYTES
+    if division.offloads:  # DeepSpeed's offload_optimizer and, in stage 3, offload_param
+        kept = weights if division.engine == "zero2" else 0
+        return State(kept, 0, 0, host=state + part * each + weights - kept)
+    return State(weights, part * each, state)
+
+
+def host_link_bytes(shape: Shape, division: Division, work: Work) -> tuple[int, int]:
+    """(to the device, from the device) between it and its host in an optimizer step of FSDP2 with offload.
+
+    Its part of the weights goes to the device before each gathering, in fp32; its part of the gradients comes back.
+    """
+    if not division.offloads:
+        return 0, 0
+    gathered = [c for c in _of_weights(shape, division, work) if c.operation == "all_gather"]
+    weights = sum(c.payload_bytes for c in gathered) // work.product_bytes * FP32_BYTES // division.state_shards
+    gradients = work.accumulation_steps * shape.num_parameters * FP32_BYTES // division.state_shards
+    return weights, gradients
