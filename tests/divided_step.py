@@ -52,7 +52,7 @@ OPTIMIZATION = Optimization(learning_rate=0.01, weight_decay=0.1, max_grad_norm=
 def main(output: str) -> None:
     launch = read_launch()
     meet_over_gloo(launch)
-    accelerator = make_accelerator(launch, "no", accumulation_steps=2)
+    accelerator = make_accelerator(launch, "no", accumulation_steps=2, on_cpu=True)
     found: dict[str, Any] = {}
     for name, settings in (TENSOR if launch.tensor_size > 1 else CONTEXT).items():
         with patch.multiple(losses, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
