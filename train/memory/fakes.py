@@ -46,26 +46,7 @@ class FakeTracker(StorageTracker):
     def __enter__(self) -> FakeTracker:
         self.fake_mode = active_fake_mode()
         super().__enter__()
-        self._resizing = patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
-        self._resizing.start()
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._resizing.stop()
-        super().__exit__(*exception)
-
-    def _resized(self, resize: Any) -> Any:
-        """``resize_`` of a storage, by which FSDP2 frees gathered parameters: no operator, so nothing else tells."""
-
-        def resize_and_count(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            key = getattr(storage, "_tracked_as", None)
-            if key in self.live:
-                self.resize(key, -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes)
-                self.observe("resize_")
-            return result
-
-        return resize_and_count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

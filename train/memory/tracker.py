@@ -10,11 +10,15 @@ import itertools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
@@ -72,6 +76,29 @@ class StorageTracker(TorchDispatchMode):
         """(storage, + bytes allocated or − bytes freed)."""
         self._ignored: set[int | None] = set()
         self._references: dict[int, weakref.ref[Any]] = {}
+
+    def __enter__(self) -> Self:
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
+        self._resizing.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._resizing.stop()
+
+    def _resized(self, resize: Any) -> Any:
+        """``resize_`` of a storage, by which FSDP2 frees gathered parameters: no operator, so nothing else tells."""
+
+        def resize_and_count(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            key = getattr(storage, "_tracked_as", None)
+            if key in self.live:
+                self.resize(key, -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes)
+                self.observe("resize_")
+            return result
+
+        return resize_and_count
 
     def mark(self, phase: str) -> None:
         """What is allocated from here on belongs to ``phase``."""
