@@ -206,9 +206,10 @@ class Memory:
     """Before step 1 make the step with the longest examples, and evaluate the longest ones; it leaves no trace."""
     measure_memory: bool = True
     """Measure peaks by phase and kind; False: only the highest."""
-    on_oom: Literal["split", "adapt", "stop"] = "split"
+    on_oom: Literal["auto", "split", "adapt", "stop"] = "auto"
     """Out of memory in a step: split the micro-batch and make the step again; adapt: where a single example does not
-    fit, also switch on checkpointing and a chunked loss; stop: end."""
+    fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process, stop with several,
+    for what keeps DDP able to recover also keeps it from summing gradients while it computes others."""
     memory_snapshot: bool = False
     """Record allocations on CUDA and write them to output_dir when memory runs out, for torch's memory viewer."""
 

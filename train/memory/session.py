@@ -186,8 +186,11 @@ class MemorySession:
             self.meter = MemoryMeter(accelerator.device, inner.model, optimizer.optimizer, classes, self._say)
         else:
             self.meter = DeviceMeter(accelerator.device)
-        if settings.on_oom != "stop" and can_recover(accelerator):
-            measures = further_measures(inner, self._config) if settings.on_oom == "adapt" else ()
+        on_oom = settings.on_oom
+        if on_oom == "auto":
+            on_oom = "split" if accelerator.num_processes == 1 else "stop"
+        if on_oom != "stop" and can_recover(accelerator):
+            measures = further_measures(inner, self._config) if on_oom == "adapt" else ()
             self.step = self._recovering = RecoveringStep(self._say, measures)
         if settings.memory_snapshot and accelerator.device.type == "cuda":
             torch.cuda.memory._record_memory_history()
