@@ -56,6 +56,11 @@ class Launch:
         return self.rank // self.tensor_size
 
     @property
+    def evaluation_copies(self) -> int:
+        """Ranks that are handed the same examples to evaluate: with Ulysses each evaluates whole sequences."""
+        return self.tensor_size * self.context_size
+
+    @property
     def data_rank(self) -> int:
         """Which of the ``data_size`` parts of a global batch is this rank's: ranks that share one are neighbours."""
         return self.rank // self.copies
@@ -140,6 +145,11 @@ def check_launch(launch: Launch, config: Config) -> None:
     Raises:
         UsageError: with both names and values.
     """
+    if launch.sequence_size > 1 and launch.engine != "deepspeed":
+        raise UsageError(
+            f"parallelism_config_sp_size: {launch.sequence_size} in the launch file needs distributed_type: DEEPSPEED, "
+            "as in accelerate_configs/ulysses_sequence_parallel.yaml; context parallelism is what FSDP has."
+        )
     asked = config.optimization.mixed_precision
     if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
         raise UsageError(

@@ -94,6 +94,7 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
+    from train import deepspeed_engine
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
@@ -123,12 +124,21 @@ def run(
     longest, accumulates = batches.longest(), arithmetic.accumulation_steps > 1
     memory.ask(longest, accumulates)
 
+    sharded_by_deepspeed = launch.engine == "deepspeed"
+    if sharded_by_deepspeed:
+        deepspeed_engine.build_whole(accelerator)
     torch.manual_seed(optim.seed)
     network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
+    num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
+    flops_per_token = model_flops_per_token(network, data.max_length)
     with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
     divide_work(launch, accelerator, with_loss)
     shard_by_layer(accelerator, network)
-    model, optimizer = accelerator.prepare(with_loss, build_optimizer(network, optim))
+    built = build_optimizer(network, optim)
+    if sharded_by_deepspeed:
+        model, optimizer = deepspeed_engine.prepare(accelerator, arithmetic, with_loss, built)
+    else:
+        model, optimizer = accelerator.prepare(with_loss, built)
     network = accelerator.unwrap_model(model).model
     state = TrainingState(
         network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
@@ -142,10 +152,10 @@ def run(
         peak_learning_rate=peak_learning_rate(optim, arithmetic.global_batch_size),
         metric=metric,
         greater_is_better=grows,
-        flops_per_token=model_flops_per_token(network, data.max_length),
+        flops_per_token=flops_per_token,
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
-    outputs.note(*describe_training(network, arithmetic, batches, goal, data.max_length))
+    outputs.note(*describe_training(network, num_parameters, arithmetic, batches, goal, data.max_length))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
@@ -166,7 +176,7 @@ def run(
         batches=batches,
         meter=memory.meter,
         stop=stop,
-        step=memory.step,
+        step=deepspeed_engine.optimizer_step if sharded_by_deepspeed else memory.step,
         evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
         save=lambda now: outputs.save(state, now),
         report=outputs.record,
@@ -187,6 +197,7 @@ def run(
         launch,
         runtime,
         network,
+        num_parameters,
         arithmetic,
         batches.steps_per_epoch,
         progress,
@@ -217,6 +228,7 @@ def finish(
     launch: Launch,
     runtime: Runtime,
     network: nn.Module,
+    num_parameters: int,
     arithmetic: BatchArithmetic,
     steps_per_epoch: int | None,
     progress: Progress,
@@ -246,7 +258,7 @@ def finish(
         "task": task.name,
         "dataset": prepared.corpus.name,
         "model": config.architecture.model or (config.architecture.model_config or {})["model_type"],
-        "num_parameters": sum(p.numel() for p in network.parameters()),
+        "num_parameters": num_parameters,
         "steps": progress.step,
         "epochs": progress.step / steps_per_epoch if steps_per_epoch else progress.epoch,
         "tokens": progress.tokens_seen,
@@ -302,14 +314,13 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
 
 
 def describe_training(
-    network: Any, arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
+    network: Any, num_parameters: int, arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
 ) -> list[str]:
     """The arithmetic of the run in two lines."""
-    millions = sum(p.numel() for p in network.parameters()) / 1e6
     name = getattr(getattr(network, "config", None), "model_type", type(network).__name__)
     epochs = f"{goal.total_steps / batches.steps_per_epoch:.2f} epochs" if batches.steps_per_epoch else "of a stream"
     return [
-        f"model: {name}, {millions:.2f} M parameters, sequences of up to {length:,} tokens",
+        f"model: {name}, {num_parameters / 1e6:.2f} M parameters, sequences of up to {length:,} tokens",
         f"batch: {arithmetic}; {goal.total_steps:,} steps ({epochs})",
     ]
 
