@@ -134,11 +134,10 @@ def run(
     with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
     divide_work(launch, accelerator, with_loss)
     shard_by_layer(accelerator, network)
-    built = build_optimizer(network, optim)
+    prepare = accelerator.prepare
     if sharded_by_deepspeed:
-        model, optimizer = deepspeed_engine.prepare(accelerator, arithmetic, with_loss, built)
-    else:
-        model, optimizer = accelerator.prepare(with_loss, built)
+        prepare = partial(deepspeed_engine.prepare, accelerator, arithmetic)
+    model, optimizer = prepare(with_loss, build_optimizer(network, optim))
     network = accelerator.unwrap_model(model).model
     state = TrainingState(
         network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
