@@ -42,7 +42,7 @@ def deepspeed_plugin(config: Config, launch: Launch, accumulation_steps: int) ->
     from accelerate.utils import DeepSpeedPlugin
 
     if torch.distributed.is_initialized():  # made by torch: DeepSpeed has to be told of it
-        import deepspeed
+        import deepspeed  # pyright: ignore[reportMissingImports]
 
         deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # else accelerate refuses a file and fields, compared above

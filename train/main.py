@@ -21,7 +21,6 @@ from train.tasks import check_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
 
     from train.data import PreparedData
     from train.evaluation import Evaluator
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from train.records import BatchArithmetic, Batches, Progress
     from train.runtime import Runtime, StopRequest
     from train.tasks.base import Task
+    from train.training_state import RunState
 
 STARTED = time.perf_counter()
 
@@ -96,6 +96,7 @@ def run(
 
     from train import deepspeed_engine
     from train.data import prepare_data
+    from train.deepspeed_state import DeepSpeedState
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
     from train.losses import ModelWithLoss, use_chunks
@@ -139,9 +140,11 @@ def run(
         prepare = partial(deepspeed_engine.prepare, accelerator, arithmetic)
     model, optimizer = prepare(with_loss, build_optimizer(network, optim))
     network = accelerator.unwrap_model(model).model
-    state = TrainingState(
-        network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
-    )
+    identity = prepared.identity(config, arithmetic.global_batch_size)
+    if sharded_by_deepspeed:
+        state: RunState = DeepSpeedState(network, optimizer.optimizer, identity)
+    else:
+        state = TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
     memory.equip(accelerator, model, optimizer)
     evaluator = Evaluator(config, accelerator, launch, model, prepared, memory.meter)
     metric = output.metric_for_best or task.default_metric
@@ -195,7 +198,7 @@ def run(
         outputs,
         launch,
         runtime,
-        network,
+        state,
         num_parameters,
         arithmetic,
         batches.steps_per_epoch,
@@ -226,7 +229,7 @@ def finish(
     outputs: Outputs,
     launch: Launch,
     runtime: Runtime,
-    network: nn.Module,
+    state: RunState,
     num_parameters: int,
     arithmetic: BatchArithmetic,
     steps_per_epoch: int | None,
@@ -239,7 +242,7 @@ def finish(
     step = progress.step
     if config.output.load_best_model_at_end and progress.best_step:
         step = progress.best_step
-        outputs.load_weights(network, step)
+        outputs.load_weights(state, step)
     metric = config.output.metric_for_best or task.headline_metric
     evaluations = [outputs.evaluation_at(step) or evaluator.validation(step)]
     examples, texts = prepared.examples, list(prepared.corpus.validation["text"])
@@ -251,7 +254,7 @@ def finish(
         references = task.references(texts)
     if runtime.accelerator.is_main_process and launch.weights_are_whole:
         with runtime.accelerator.autocast():
-            sample = task.sample(network, prepared.tokenizer, texts[0], config.optimization.seed)
+            sample = task.sample(state.model, prepared.tokenizer, texts[0], config.optimization.seed)
     summary = {
         "status": "done",
         "task": task.name,
@@ -285,7 +288,7 @@ def finish(
         "hardware": report.hardware(),
         "versions": report.versions(),
     }
-    outputs.write_final(network, prepared.tokenizer, model_card(config, summary, evaluations))
+    outputs.write_final(state, prepared.tokenizer, model_card(config, summary, evaluations))
     outputs.write_report(summary, sample)
     outputs.say_result(summary, sample)
 
