@@ -54,7 +54,7 @@ def main(output: str, engine: str) -> None:
         os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = engine[-1]
         options["deepspeed_plugin"] = deepspeed_plugin(Config(optimization=OPTIMIZATION), launch, 2)
     arithmetic = BatchArithmetic(1, 4 // launch.world_size, launch.world_size)
-    accelerator = make_accelerator(launch, "no", arithmetic.accumulation_steps, **options)
+    accelerator = make_accelerator(launch, "no", arithmetic.accumulation_steps, on_cpu=True, **options)
     torch.manual_seed(0)
     network = Poisoned()
     built, with_loss = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9), ModelWithLoss(network)

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
 
 
+MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that are summed over the ranks at once: 100 or 200 MB, which keeps a network busy."""
+
+
 def deepspeed_plugin(config: Config, launch: Launch, accumulation_steps: int) -> DeepSpeedPlugin:
     """What the Accelerator needs to set up DeepSpeed; the process group must be there on a machine without a GPU.
 
@@ -80,6 +84,9 @@ def prepare(
         train_micro_batch_size_per_gpu=arithmetic.micro_batch_size,
         gradient_accumulation_steps=arithmetic.accumulation_steps,
     )
+    # DeepSpeed allocates the buffer whole, and by default for 500 million gradients, however small the model is.
+    bucket = min(MAX_REDUCE_BUCKET_ELEMENTS, sum(p.numel() for p in model.parameters()))
+    plugin.deepspeed_config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
     accelerator.gradient_accumulation_steps = arithmetic.accumulation_steps
     if plugin.zero_stage == 3 and not all(p.requires_grad for p in model.parameters()):
         raise UserError("zero_stage: 3 with frozen weights: checkpoints would miss them. Use zero_stage: 2.")

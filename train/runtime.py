@@ -108,6 +108,8 @@ def make_accelerator(
         options["fsdp_plugin"] = _fsdp_plugin(precision, on_cpu)
     # With sharded weights a gradient kept for a whole window on every rank would undo what sharding saved.
     accumulation = GradientAccumulationPlugin(num_steps=accumulation_steps, sync_each_batch=shards)
+    if launch.engine == "deepspeed":
+        on_cpu = False  # else accelerate would leave DeepSpeed out; meet_over_gloo has chosen the CPU
     return Accelerator(cpu=on_cpu, mixed_precision=precision, gradient_accumulation_plugin=accumulation, **options)
 
 
