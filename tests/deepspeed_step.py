@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Poisoned(TinyModel):
 
 def main(output: str, engine: str) -> None:
     launch = read_launch({**os.environ, "ACCELERATE_USE_DEEPSPEED": str(engine != "plain").lower()})
-    meet_over_gloo(launch)
+    meet_over_gloo(launch, timedelta(seconds=60))
     options: dict[str, Any] = {}
     if engine != "plain":
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from train.config import Architecture, Config, Data, Optimization
+from train.config import Architecture, Config, Optimization
 from train.deepspeed_settings import engine_settings
 from train.errors import UsageError, UserError
 from train.launch import Launch
@@ -21,13 +21,13 @@ TWO = Launch(world_size=2, engine="deepspeed")
 SEQUENCES = replace(TWO, sequence_size=2)
 
 
-def settings(launch: Launch = TWO, architecture: dict[str, Any] | None = None, task: str = "causal_lm", **given: Any):
+def settings(launch: Launch = TWO, dtype: str = "float32", attention: str | None = None, **given: Any):
     """Of a run of 2 examples × 4 accumulated; ``given`` in capitals is the launch file's, the rest the recipe's."""
     environment = {f"ACCELERATE_{name}": str(value) for name, value in given.items() if name.isupper()}
+    environment["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] = "sdpa"
     optimization = {name: value for name, value in given.items() if not name.isupper()}
     config = Config(
-        data=Data(task=task),
-        architecture=Architecture(**architecture or {}),
+        architecture=Architecture(dtype=cast("Any", dtype), attn_implementation=attention),
         optimization=Optimization(**{"micro_batch_size": 2, **optimization}),
     )
     return engine_settings(config, launch, 4, environment)
@@ -109,9 +109,8 @@ def test_disagreement_with_a_deepspeed_file_is_named(tmp_path: Path, content: di
         ({"optimizer": "adafactor"}, r"optimizer: adafactor with ZeRO stage 2"),
         ({"max_grad_value": 0.1, "max_grad_norm": None}, r"max_grad_value: 0\.1: DeepSpeed clips by the 2-norm"),
         ({"grad_norm_type": "inf"}, r"grad_norm_type: inf"),
-        ({"architecture": {"dtype": "bfloat16"}}, r"dtype: bfloat16"),
-        ({"launch": SEQUENCES, "task": "masked_lm"}, r"parallelism_config_sp_size: 2 .*task: masked_lm"),
-        ({"launch": replace(TWO, tensor_size=2)}, r"distributed_type: FSDP"),
+        ({"dtype": "bfloat16"}, r"dtype: bfloat16"),
+        ({"launch": SEQUENCES, "attention": "flash_attention_2"}, r"sp_attn_implementation: sdpa in .*: flash_att"),
     ],
 )
 def test_what_cannot_work_stops_the_run(given: dict[str, Any], message: str) -> None:

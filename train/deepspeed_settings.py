@@ -187,19 +187,9 @@ def _refuse(config: Config, stage: int) -> None:
 def _refuse_sequences(
     config: Config, launch: Launch, environment: Mapping[str, str], zero: Mapping[str, Any], where: str
 ) -> None:
-    """Stops for what sequence parallelism would not do as it is described."""
-    if launch.tensor_size * launch.context_size > 1:
-        raise UsageError(
-            "parallelism_config in the launch file: DeepSpeed goes with parallelism_config_sp_size alone. For tensor "
-            "or context parallelism take distributed_type: FSDP."
-        )
+    """Stops where sequence parallelism would use another attention, or scale gradients otherwise, than is said."""
     if launch.sequence_size == 1:
         return
-    if config.data.task != "causal_lm":
-        raise UsageError(
-            f"parallelism_config_sp_size: {launch.sequence_size} in the launch file, task: {config.data.task} in the "
-            "training configuration: masks do not go through DeepSpeed's exchange. Use causal_lm, or fsdp2.yaml."
-        )
     given, ours = environment.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"), config.architecture.attn_implementation
     if given not in (None, "None") and ours is not None and given != ours:
         raise _disagreement(

@@ -104,9 +104,11 @@ class DeepSpeedState:
         for buffer, state in zip(self._buffers(), states, strict=True):
             if state:
                 self.optimizer.optimizer.state[buffer] = state
-        for group, stored in zip(self.optimizer.optimizer.param_groups, values["param_groups"], strict=True):
-            plain = {k: v for k, v in stored.items() if k != "params"}  # JSON knows no tuples, such as betas
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()})
+        names = {id(parameter): name for name, parameter in self._trained()}
+        settings = {name: group for group in values["param_groups"] for name in group["params"]}
+        for group, parameters in zip(self.optimizer.optimizer.param_groups, self._groups(), strict=True):
+            stored = settings[names[id(parameters[0])]].items()  # JSON knows no tuples, such as betas
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in stored if k != "params"})
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 

@@ -145,11 +145,6 @@ def check_launch(launch: Launch, config: Config) -> None:
     Raises:
         UsageError: with both names and values.
     """
-    if launch.sequence_size > 1 and launch.engine != "deepspeed":
-        raise UsageError(
-            f"parallelism_config_sp_size: {launch.sequence_size} in the launch file needs distributed_type: DEEPSPEED, "
-            "as in accelerate_configs/ulysses_sequence_parallel.yaml; context parallelism is what FSDP has."
-        )
     asked = config.optimization.mixed_precision
     if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
         raise UsageError(
@@ -196,6 +191,17 @@ def _check_parallelism(launch: Launch, config: Config) -> None:
             ),
             (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or fsdp2.yaml"),
             (f"attn_implementation: {attention}", attention not in (None, "sdpa"), "use sdpa, or leave it out"),
+            auto,
+        )
+    if launch.sequence_size > 1:
+        _refuse(
+            f"parallelism_config_sp_size: {launch.sequence_size}",
+            (
+                f"the engine {launch.engine}",
+                launch.engine != "deepspeed",
+                "use DeepSpeed, as accelerate_configs/ulysses_sequence_parallel.yaml does",
+            ),
+            (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or deepspeed_zero2.yaml"),
             auto,
         )
 
