@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +21,11 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.errors import UserError
 from train.records import Progress
-from train.training_state import Part, TrainingState, restore_model
+from train.training_state import Part, RunState
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -39,7 +40,7 @@ def alone(value: Any) -> list[Any]:
     return [value]
 
 
-def save(folder: Path, state: TrainingState, progress: Progress, rank: int = 0, exchange: Exchange = alone) -> Path:
+def save(folder: Path, state: RunState, progress: Progress, rank: int = 0, exchange: Exchange = alone) -> Path:
     """Writes ``folder/step-NNNNNNNN``; it appears only when every byte of every rank is on the disk.
 
     Called by all ranks together.
@@ -132,7 +133,7 @@ def _complete(partial: Path, final: Path, values: Mapping[str, Any], written: Se
     _sync(final.parent)
 
 
-def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False) -> Progress:
+def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> Progress:
     """Loads this rank's part of a verified checkpoint into ``state``, whatever number of ranks wrote it.
 
     Raises:
@@ -167,10 +168,20 @@ class StoredBlocks:
         return tuple(self._index[section][name]["shape"])
 
     def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A block of it, put together from the stored blocks that it overlaps."""
+        """A block of it, put together from the stored blocks that it overlaps.
+
+        A stretch of the tensor flattened may be asked for as well, and stretches may be what is stored.
+        """
         entry = self._index[section].get(name)
-        if entry is None or len(entry["shape"]) != len(shape):
+        if entry is None or len(shape) not in (1, len(entry["shape"])):
             raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it is of another model.")
+        whole, flat = tuple(entry["shape"]), any(len(block[1]) != len(entry["shape"]) for block in entry["blocks"])
+        if flat != (len(shape) != len(whole)):
+            if flat:
+                tensor = self.block(section, name, (0,), (math.prod(whole),)).view(whole)
+            else:
+                tensor = self.block(section, name, (0,) * len(whole), whole).flatten()
+            return tensor[tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))]
         result: Tensor | None = None
         for file, stored_offsets, stored_shape in entry["blocks"]:
             if list(offsets) == stored_offsets and list(shape) == stored_shape:
@@ -254,9 +265,9 @@ def newest_step(folder: Path) -> int | None:
     return max((int(path.name[5:]) for path in _checkpoints(folder)), default=None)
 
 
-def load_weights(model: nn.Module, checkpoint: Path) -> None:
+def load_weights(state: RunState, checkpoint: Path) -> None:
     """Only the weights of a checkpoint, for the best one at the end."""
-    restore_model(model, StoredBlocks(checkpoint))
+    state.restore_model(StoredBlocks(checkpoint))
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:

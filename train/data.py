@@ -63,8 +63,8 @@ class PreparedData:
             examples,
             self.collate,
             batch_size,
-            launch.data_size,
-            launch.data_rank,
+            launch.world_size // launch.evaluation_copies,
+            launch.rank // launch.evaluation_copies,
             config.data.dataloader_num_workers,
             pin_memory=accelerator.device.type == "cuda",
         )

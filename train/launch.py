@@ -56,6 +56,11 @@ class Launch:
         return self.rank // self.tensor_size
 
     @property
+    def evaluation_copies(self) -> int:
+        """Ranks that are handed the same examples to evaluate: with Ulysses each evaluates whole sequences."""
+        return self.tensor_size * self.context_size
+
+    @property
     def data_rank(self) -> int:
         """Which of the ``data_size`` parts of a global batch is this rank's: ranks that share one are neighbours."""
         return self.rank // self.copies
@@ -186,6 +191,17 @@ def _check_parallelism(launch: Launch, config: Config) -> None:
             ),
             (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or fsdp2.yaml"),
             (f"attn_implementation: {attention}", attention not in (None, "sdpa"), "use sdpa, or leave it out"),
+            auto,
+        )
+    if launch.sequence_size > 1:
+        _refuse(
+            f"parallelism_config_sp_size: {launch.sequence_size}",
+            (
+                f"the engine {launch.engine}",
+                launch.engine != "deepspeed",
+                "use DeepSpeed, as accelerate_configs/ulysses_sequence_parallel.yaml does",
+            ),
+            (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or deepspeed_zero2.yaml"),
             auto,
         )
 

@@ -21,7 +21,6 @@ from train.tasks import check_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
 
     from train.data import PreparedData
     from train.evaluation import Evaluator
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from train.records import BatchArithmetic, Batches, Progress
     from train.runtime import Runtime, StopRequest
     from train.tasks.base import Task
+    from train.training_state import RunState
 
 STARTED = time.perf_counter()
 
@@ -94,7 +94,9 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
+    from train import deepspeed_engine
     from train.data import prepare_data
+    from train.deepspeed_state import DeepSpeedState
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
     from train.losses import ModelWithLoss, use_chunks
@@ -123,16 +125,26 @@ def run(
     longest, accumulates = batches.longest(), arithmetic.accumulation_steps > 1
     memory.ask(longest, accumulates)
 
+    sharded_by_deepspeed = launch.engine == "deepspeed"
+    if sharded_by_deepspeed:
+        deepspeed_engine.build_whole(accelerator)
     torch.manual_seed(optim.seed)
     network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
+    num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
+    flops_per_token = model_flops_per_token(network, data.max_length)
     with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
     divide_work(launch, accelerator, with_loss)
     shard_by_layer(accelerator, network)
-    model, optimizer = accelerator.prepare(with_loss, build_optimizer(network, optim))
+    prepare = accelerator.prepare
+    if sharded_by_deepspeed:
+        prepare = partial(deepspeed_engine.prepare, accelerator, arithmetic)
+    model, optimizer = prepare(with_loss, build_optimizer(network, optim))
     network = accelerator.unwrap_model(model).model
-    state = TrainingState(
-        network, optimizer.optimizer, accelerator.scaler, prepared.identity(config, arithmetic.global_batch_size)
-    )
+    identity = prepared.identity(config, arithmetic.global_batch_size)
+    if sharded_by_deepspeed:
+        state: RunState = DeepSpeedState(network, optimizer.optimizer, identity)
+    else:
+        state = TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
     memory.equip(accelerator, model, optimizer)
     evaluator = Evaluator(config, accelerator, launch, model, prepared, memory.meter)
     metric = output.metric_for_best or task.default_metric
@@ -142,10 +154,10 @@ def run(
         peak_learning_rate=peak_learning_rate(optim, arithmetic.global_batch_size),
         metric=metric,
         greater_is_better=grows,
-        flops_per_token=model_flops_per_token(network, data.max_length),
+        flops_per_token=flops_per_token,
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
-    outputs.note(*describe_training(network, arithmetic, batches, goal, data.max_length))
+    outputs.note(*describe_training(network, num_parameters, arithmetic, batches, goal, data.max_length))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
@@ -166,7 +178,7 @@ def run(
         batches=batches,
         meter=memory.meter,
         stop=stop,
-        step=memory.step,
+        step=deepspeed_engine.optimizer_step if sharded_by_deepspeed else memory.step,
         evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
         save=lambda now: outputs.save(state, now),
         report=outputs.record,
@@ -186,7 +198,8 @@ def run(
         outputs,
         launch,
         runtime,
-        network,
+        state,
+        num_parameters,
         arithmetic,
         batches.steps_per_epoch,
         progress,
@@ -216,7 +229,8 @@ def finish(
     outputs: Outputs,
     launch: Launch,
     runtime: Runtime,
-    network: nn.Module,
+    state: RunState,
+    num_parameters: int,
     arithmetic: BatchArithmetic,
     steps_per_epoch: int | None,
     progress: Progress,
@@ -228,7 +242,7 @@ def finish(
     step = progress.step
     if config.output.load_best_model_at_end and progress.best_step:
         step = progress.best_step
-        outputs.load_weights(network, step)
+        outputs.load_weights(state, step)
     metric = config.output.metric_for_best or task.headline_metric
     evaluations = [outputs.evaluation_at(step) or evaluator.validation(step)]
     examples, texts = prepared.examples, list(prepared.corpus.validation["text"])
@@ -240,13 +254,13 @@ def finish(
         references = task.references(texts)
     if runtime.accelerator.is_main_process and launch.weights_are_whole:
         with runtime.accelerator.autocast():
-            sample = task.sample(network, prepared.tokenizer, texts[0], config.optimization.seed)
+            sample = task.sample(state.model, prepared.tokenizer, texts[0], config.optimization.seed)
     summary = {
         "status": "done",
         "task": task.name,
         "dataset": prepared.corpus.name,
         "model": config.architecture.model or (config.architecture.model_config or {})["model_type"],
-        "num_parameters": sum(p.numel() for p in network.parameters()),
+        "num_parameters": num_parameters,
         "steps": progress.step,
         "epochs": progress.step / steps_per_epoch if steps_per_epoch else progress.epoch,
         "tokens": progress.tokens_seen,
@@ -274,7 +288,7 @@ def finish(
         "hardware": report.hardware(),
         "versions": report.versions(),
     }
-    outputs.write_final(network, prepared.tokenizer, model_card(config, summary, evaluations))
+    outputs.write_final(state, prepared.tokenizer, model_card(config, summary, evaluations))
     outputs.write_report(summary, sample)
     outputs.say_result(summary, sample)
 
@@ -302,14 +316,13 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
 
 
 def describe_training(
-    network: Any, arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
+    network: Any, num_parameters: int, arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
 ) -> list[str]:
     """The arithmetic of the run in two lines."""
-    millions = sum(p.numel() for p in network.parameters()) / 1e6
     name = getattr(getattr(network, "config", None), "model_type", type(network).__name__)
     epochs = f"{goal.total_steps / batches.steps_per_epoch:.2f} epochs" if batches.steps_per_epoch else "of a stream"
     return [
-        f"model: {name}, {millions:.2f} M parameters, sequences of up to {length:,} tokens",
+        f"model: {name}, {num_parameters / 1e6:.2f} M parameters, sequences of up to {length:,} tokens",
         f"batch: {arithmetic}; {goal.total_steps:,} steps ({epochs})",
     ]
 

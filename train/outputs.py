@@ -15,12 +15,11 @@ from train import checkpoint, report
 from train.config import Config, dump
 from train.errors import UserError
 from train.records import Evaluation, Progress
-from train.training_state import TrainingState, whole_tensors
+from train.training_state import RunState
 from train.wording import count, duration, gib, scalars
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
 
@@ -84,7 +83,7 @@ class Outputs:
             path.rename(aside / path.name)
         self.say(f"resume: never: the earlier run's files are in {aside}")
 
-    def resume(self, state: TrainingState) -> Progress:
+    def resume(self, state: RunState) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one, and says so.
 
         Raises:
@@ -122,7 +121,7 @@ class Outputs:
         except UserError as error:
             return error
 
-    def save(self, state: TrainingState, progress: Progress) -> None:
+    def save(self, state: RunState, progress: Progress) -> None:
         """A checkpoint, and then the removal of those that are no longer needed."""
         checkpoint.save(self.checkpoints, state, progress, self._accelerator.process_index, self._exchange)
         if self._is_main:
@@ -208,12 +207,12 @@ class Outputs:
         if self._config.output.report_to:
             self._accelerator.end_training()
 
-    def write_final(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
+    def write_final(self, state: RunState, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
         """``final/``: weights, configuration, tokenizer and model card, as ``from_pretrained`` wants them.
 
         Called by all ranks together.
         """
-        weights = whole_tensors(model, keep=self._is_main)
+        weights, model = state.whole_tensors(keep=self._is_main), state.model
         if not self._is_main:
             return
         self.final.mkdir(exist_ok=True)
@@ -253,9 +252,9 @@ class Outputs:
         title = self._config.output.run_name or self.folder.name
         report.write_report(self.folder, title, dump(self._config), summary, metrics, sample)
 
-    def load_weights(self, model: nn.Module, step: int) -> None:
-        """Puts the weights of the checkpoint of ``step`` into ``model``."""
-        checkpoint.load_weights(model, self.checkpoints / f"step-{step:08d}")
+    def load_weights(self, state: RunState, step: int) -> None:
+        """Puts the weights of the checkpoint of ``step`` into ``state``."""
+        checkpoint.load_weights(state, self.checkpoints / f"step-{step:08d}")
 
     def say_result(self, summary: dict[str, Any], sample: str | None) -> None:
         """The last lines a person sees."""

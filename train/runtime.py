@@ -59,17 +59,24 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
     if device.type == "cuda":
         timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: train.lost_rank speaks first
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
-    threads = None
+    threads, options = None, {}
     if device.type == "cpu":
         threads = set_cpu_threads(config.optimization.cpu_threads)
         keep_freed_memory()
         meet_over_gloo(launch, timeout)
+    if launch.engine == "deepspeed":
+        from train.deepspeed_engine import deepspeed_plugin, sequence_parallelism
+
+        options["deepspeed_plugin"] = deepspeed_plugin(config, launch, accumulation_steps)
+        if launch.sequence_size > 1:
+            options["parallelism_config"] = sequence_parallelism(launch)
     accelerator = make_accelerator(
         launch,
         precision,
         accumulation_steps,
         device.type == "cpu",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        **options,
         log_with=list(config.output.report_to) or None,
         project_dir=config.output.output_dir,
     )
@@ -101,6 +108,8 @@ def make_accelerator(
         options["fsdp_plugin"] = _fsdp_plugin(precision, on_cpu)
     # With sharded weights a gradient kept for a whole window on every rank would undo what sharding saved.
     accumulation = GradientAccumulationPlugin(num_steps=accumulation_steps, sync_each_batch=shards)
+    if launch.engine == "deepspeed":
+        on_cpu = False  # else accelerate would leave DeepSpeed out; meet_over_gloo has chosen the CPU
     return Accelerator(cpu=on_cpu, mixed_precision=precision, gradient_accumulation_plugin=accumulation, **options)
 
 
@@ -137,7 +146,7 @@ def meet_over_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -
     accelerate by itself leaves them strangers, or quietly trains with DDP instead. So that what runs on a cluster can
     be tried on a laptop, the process group is made here, and accelerate is told of it as of one that shards.
     """
-    if launch.world_size == 1:
+    if launch.world_size == 1 and launch.engine != "deepspeed":
         return
     from accelerate import PartialState
     from accelerate.utils import DistributedType

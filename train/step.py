@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
 
-_NO_TARGETS = (
+NO_TARGETS = (
     "a whole global batch has no target: every label is masked, so there is nothing to learn from it. Look at the "
     "labels and at max_length."
 )
@@ -84,7 +84,7 @@ def count_targets(accelerator: Accelerator, window: Sequence[MicroBatch], stop_r
         here = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
         return cast("Tensor", accelerator.reduce(here, reduction="sum")) / copies(accelerator)
     if not counts[0]:
-        raise UserError(_NO_TARGETS)
+        raise UserError(NO_TARGETS)
     return counts
 
 
@@ -155,7 +155,7 @@ def apply_gradients(
     # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
     counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
     if not counts[0]:
-        raise UserError(_NO_TARGETS)
+        raise UserError(NO_TARGETS)
     mark("optimizer")
     # With a scaler the call is due either way: it leaves the weights alone and lowers the scale.
     if math.isfinite(norm) or accelerator.scaler is not None:

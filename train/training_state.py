@@ -23,7 +23,7 @@ class Part:
     shape: tuple[int, ...]
     """Of the whole."""
     offsets: tuple[int, ...]
-    """Where in the whole the block begins."""
+    """Where in the whole the block begins; a block of one dimension may also be a stretch of the whole flattened."""
 
 
 class Blocks(Protocol):
@@ -39,6 +39,40 @@ class Blocks(Protocol):
 
     def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A block of it."""
+        ...
+
+
+class RunState(Protocol):
+    """What a checkpoint saves and restores, and ``final/`` is written from, however the ranks hold it."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+        ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What must be equal for a run to go on: data, model, batch, seed."""
+        ...
+
+    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
+        """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
+        ...
+
+    def values(self) -> dict[str, Any]:
+        """What is no tensor, as JSON knows it; the same on every rank."""
+        ...
+
+    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
+        """Takes everything back in place."""
+        ...
+
+    def restore_model(self, blocks: Blocks) -> None:
+        """Takes back the weights alone."""
+        ...
+
+    def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
+        """The model's tensors, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part."""
         ...
 
 
@@ -102,6 +136,14 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": by_number, "param_groups": groups})
         if self.scaler is not None and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
+
+    def restore_model(self, blocks: Blocks) -> None:
+        """Takes back the weights alone."""
+        restore_model(self.model, blocks)
+
+    def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
+        """The model's tensors, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part."""
+        return whole_tensors(self.model, keep)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}

@@ -1,0 +1,202 @@
+"""DeepSpeed's own configuration, made from the launcher's and the training configuration, which must agree.
+
+DeepSpeed wants to be told things that the training configuration also says: accumulation, clipping, batch size,
+precision, optimizer. They are taken from the training configuration, and a launch file or a DeepSpeed JSON that says
+otherwise stops the run. What is DeepSpeed's alone (stage, offload, buckets, overlap) is taken from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train.config import Config
+from train.errors import UsageError
+from train.launch import Launch
+
+LAUNCH_FILE = "the launch file"
+_TAKEN = {  # from a DeepSpeed JSON, as they stand
+    "zero_optimization",
+    "communication_data_type",
+    "data_types",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "comms_logger",
+    "flops_profiler",
+}
+_OURS = {  # in it, compared with the training configuration
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "bf16",
+    "fp16",
+}
+_UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
+"""Kinds of ZeRO that round gradients or hold them elsewhere than checkpoints of this template look for them."""
+
+
+def engine_settings(
+    config: Config, launch: Launch, accumulation_steps: int, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` is to be configured with, but for the batch size, which may not be known yet.
+
+    Args:
+        accumulation_steps: as far as it is known: with ``micro_batch_size: auto`` no other number agrees with it.
+        environment: where ``accelerate launch`` leaves what its file says.
+
+    Raises:
+        UsageError: two places contradict each other, or something was asked for that does not work with DeepSpeed.
+    """
+    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    settings = _read(Path(path)) if path else {}
+    where = path or LAUNCH_FILE
+    if unknown := sorted(settings.keys() - _TAKEN - _OURS):
+        raise UsageError(
+            f"{unknown[0]} in {where}: this template sets that itself or has not tried it. Leave it out; optimizer and "
+            f"schedule belong into the training configuration, and taken from a DeepSpeed file are {', '.join(_TAKEN)}."
+        )
+    _compare(config, launch, accumulation_steps, environment, settings, where)
+    zero = _zero(environment, settings.get("zero_optimization") or {}, where)
+    _refuse(config, zero["stage"])
+    _refuse_sequences(config, launch, environment, zero, where)
+    half = config.optimization.mixed_precision or launch.precision
+    exact = {} if half == "no" else {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    return {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on CPUs as well, and needs no compiler
+        **exact,
+        **{name: value for name, value in settings.items() if name in _TAKEN},
+        "zero_optimization": zero,
+        "gradient_clipping": config.optimization.max_grad_norm or 0.0,
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"deepspeed_config_file: {path} cannot be read: {error}") from None
+
+
+def _compare(
+    config: Config,
+    launch: Launch,
+    accumulation_steps: int,
+    environment: Mapping[str, str],
+    settings: Mapping[str, Any],
+    where: str,
+) -> None:
+    """Compares what both sides say."""
+    optim = config.optimization
+    half = optim.mixed_precision or launch.precision
+    micro, steps = optim.micro_batch_size, accumulation_steps
+    known = micro != "auto"
+    whole = micro * steps * launch.data_size if isinstance(micro, int) else "auto"
+    accumulation = ("gradient_accumulation_steps", "gradient_accumulation_steps", steps if known else "auto")
+    clipping = ("gradient_clipping", "max_grad_norm", optim.max_grad_norm or 0.0)
+    for (name, ours, value), variable in (
+        (accumulation, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        (clipping, "ACCELERATE_GRADIENT_CLIPPING"),
+    ):
+        _agree(name, environment.get(variable), LAUNCH_FILE, ours, value)
+    for name, ours, value in (
+        accumulation,
+        clipping,
+        ("train_micro_batch_size_per_gpu", "micro_batch_size", micro),
+        ("train_batch_size", "global_batch_size", whole),
+    ):
+        _agree(name, settings.get(name), where, ours, value)
+    for name in ("bf16", "fp16"):
+        enabled = (settings.get(name) or {}).get("enabled")
+        if enabled not in (None, "auto") and bool(enabled) != (half == name):
+            raise _disagreement(f"{name}.enabled", str(enabled).lower(), where, "mixed_precision", half)
+
+
+def _agree(name: str, given: Any, where: str, ours: str, value: Any) -> None:
+    if given is None or given == "auto":
+        return
+    try:
+        same = value != "auto" and float(given) == float(value)
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise _disagreement(name, given, where, ours, value)
+
+
+def _disagreement(name: str, given: Any, where: str, ours: str, value: Any) -> UsageError:
+    return UsageError(
+        f"{name}: {given} in {where}, {ours}: {value} in the training configuration. Make them agree, or leave "
+        f"{name} out of {where}."
+    )
+
+
+def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The section ``zero_optimization``: a DeepSpeed file's, completed by the launch file's fields."""
+    zero = {name: value for name, value in from_file.items() if value != "auto"}
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    if stage is not None and zero.setdefault("stage", int(stage)) != int(stage):
+        raise UsageError(f"zero_stage: {stage} in {LAUNCH_FILE}, zero_optimization.stage: {zero['stage']} in {where}.")
+    if zero.setdefault("stage", 2) not in (2, 3):
+        raise UsageError(
+            f"zero_stage: {zero['stage']} in {where}: take 2 or 3, or accelerate_configs/ddp.yaml for no sharding."
+        )
+    for part in ("offload_optimizer", "offload_param"):
+        device = environment.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_DEVICE")
+        section = dict(zero.get(part) or {})
+        if device is not None and section.setdefault("device", device) != device:
+            raise UsageError(f"{part}_device: {device} in {LAUNCH_FILE}, {section['device']} in {where}.")
+        zero[part] = {"device": "none", **section}
+        if zero[part]["device"] not in ("none", "cpu"):
+            raise UsageError(f"{part}_device: {zero[part]['device']} in {where}: checkpoints know none and cpu alone.")
+    if zero["offload_param"]["device"] != "none" and zero["stage"] != 3:
+        raise UsageError(f"offload_param_device: cpu in {where}: only stage 3 shards parameters; set zero_stage: 3.")
+    if environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
+        raise UsageError(
+            "zero3_init_flag: true in the launch file would draw other initial weights than one process does. Set it "
+            "to false: each process builds the model in host memory, and then keeps its part."
+        )
+    if untried := [name for name in zero if name.startswith(_UNTRIED) and zero[name] not in (False, None, 1)]:
+        raise UsageError(f"zero_optimization.{untried[0]} in {where}: not tried with this template. Leave it out.")
+    return zero
+
+
+def _refuse(config: Config, stage: int) -> None:
+    """Stops for what the engine would not do as it is described."""
+    optim = config.optimization
+    if optim.optimizer == "adafactor":
+        raise UsageError(
+            f"optimizer: adafactor with ZeRO stage {stage}: it factors matrices, and DeepSpeed hands it flat pieces of "
+            "them. Take adamw or sgd, or accelerate_configs/fsdp2.yaml."
+        )
+    if optim.max_grad_value is not None or (optim.max_grad_norm is not None and optim.grad_norm_type != "2"):
+        name = "max_grad_value" if optim.max_grad_value is not None else "grad_norm_type"
+        raise UsageError(f"{name}: {getattr(optim, name)}: DeepSpeed clips by the 2-norm alone (max_grad_norm).")
+    if config.architecture.dtype != "float32":
+        raise UsageError(
+            f"dtype: {config.architecture.dtype}: DeepSpeed computes in half precision by mixed_precision, and keeps "
+            "fp32 weights beside. Leave dtype out and give --mixed_precision bf16."
+        )
+
+
+def _refuse_sequences(
+    config: Config, launch: Launch, environment: Mapping[str, str], zero: Mapping[str, Any], where: str
+) -> None:
+    """Stops where sequence parallelism would use another attention, or scale gradients otherwise, than is said."""
+    if launch.sequence_size == 1:
+        return
+    given, ours = environment.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"), config.architecture.attn_implementation
+    if given not in (None, "None") and ours is not None and given != ours:
+        raise _disagreement(
+            "parallelism_config_sp_attn_implementation", given, LAUNCH_FILE, "attn_implementation", ours
+        )
+    if zero["stage"] == 3 and zero.get("reduce_scatter") is False:
+        raise UsageError(
+            f"zero_optimization.reduce_scatter: false in {where}: with sequence parallelism stage 3 then scales "
+            "gradients otherwise than this template undoes. Leave it out."
+        )
