@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from train import checkpoint
-from train.checkpoint import TrainingState
 from train.errors import UserError
 from train.records import Progress
+from train.training_state import TrainingState
 
 IDENTITY = {"dataset": "stdlib", "seed": 1}
 

@@ -7,6 +7,7 @@ their norm, clips, updates and shares the new weights.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -123,7 +124,8 @@ def optimizer_step(
     engine = cast("Any", model)
     totals = count_targets(accelerator, window, stop_requested)
     loss_sum = _accumulate_gradients(accelerator, engine, window, totals[0], mark)
-    counts = [int(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
+    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
+    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
     if not counts[0]:
         raise UserError(NO_TARGETS)
     mark("optimizer")
