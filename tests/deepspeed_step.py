@@ -21,11 +21,11 @@ from torch import Tensor
 
 from train.batching import micro_batches, without_targets
 from train.config import Config, Optimization
-from train.deepspeed_engine import deepspeed_plugin, optimizer_step, prepare
-from train.deepspeed_state import DeepSpeedState
 from train.launch import read_launch
 from train.losses import ModelWithLoss
 from train.optim import set_learning_rate
+from train.parallel.deepspeed_engine import deepspeed_plugin, optimizer_step, prepare
+from train.parallel.deepspeed_state import DeepSpeedState
 from train.records import BatchArithmetic, MicroBatch
 from train.runtime import make_accelerator, meet_over_gloo
 from train.step import optimizer_step as plain_step

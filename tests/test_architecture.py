@@ -66,10 +66,10 @@ ALLOWED = {
     "train.errors": set(),
     "train.records": {"train.errors"},
     "train.config": {"train.errors"},
-    "train.vocabulary_parallel": {"train.records"},
-    "train.losses": {"train.records", "train.errors", "train.vocabulary_parallel"},
-    "train.context_parallel": {"train.records", "train.errors"},
-    "train.step": {"train.records", "train.losses", "train.context_parallel", "train.config", "train.errors"},
+    "train.parallel.vocabulary": {"train.records"},
+    "train.losses": {"train.records", "train.errors", "train.parallel.vocabulary"},
+    "train.parallel.context": {"train.records", "train.errors"},
+    "train.step": {"train.records", "train.losses", "train.parallel.context", "train.config", "train.errors"},
 }
 
 

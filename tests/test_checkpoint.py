@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from train import checkpoint
+from train.checkpoint import StoredBlocks
 from train.errors import UserError
 from train.records import Progress
-from train.training_state import TrainingState
+from train.training_state import Part, TrainingState
 
 IDENTITY = {"dataset": "stdlib", "seed": 1}
 
@@ -191,3 +192,27 @@ def test_manifest_lists_every_file_with_its_digest(two: Path) -> None:
     manifest = json.loads((two / "step-00000001" / "manifest.json").read_text())
     assert sorted(manifest["files"]) == sorted(set(FILES) - {"manifest.json"})
     assert all(len(entry["sha256"]) == 64 for entry in manifest["files"].values())
+
+
+class Cut:
+    """A state of one (4, 3) tensor that is handed out as it is, and flattened."""
+
+    identity, whole = IDENTITY, torch.arange(12.0).view(4, 3)
+
+    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
+        flat = Part(self.whole.flatten().clone(), (4, 3), (0,))
+        return {"model": {"block": Part(self.whole, (4, 3), (0, 0)), "stretch": flat}, "optimizer": {}}
+
+    def values(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("stored", ["block", "stretch"])
+def test_blocks_and_stretches_are_read_from_each_other(stored: str, tmp_path: Path) -> None:
+    """Engines that cut rows, and those that cut the flattened tensor, go on from each other."""
+    state: Any = Cut()
+    blocks = StoredBlocks(checkpoint.save(tmp_path, state, Progress(step=1)))
+    assert torch.equal(blocks.block("model", stored, (0, 0), (4, 3)), state.whole)
+    assert torch.equal(blocks.block("model", stored, (1, 1), (2, 2)), state.whole[1:3, 1:3])
+    assert torch.equal(blocks.block("model", stored, (5,), (4,)), state.whole.flatten()[5:9])
+    assert blocks.whole_shape("model", stored) == (4, 3)

@@ -16,9 +16,9 @@ from test_main import STEPS, checkpoint_digests, trained_losses
 from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values
-from train.context_parallel import check_model, part_of, positions_of
 from train.errors import EXIT_DONE, UsageError, UserError
 from train.launch import check_launch, read_launch
+from train.parallel.context import check_model, part_of, positions_of
 from train.records import IGNORE, MicroBatch
 
 

@@ -35,7 +35,7 @@ LLAMA = (
 def launched(
     file: str, *flags: Any, processes: int = 2, script: Path = ROOT / "train" / "main.py", options: tuple[Any, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """``accelerate launch`` of ``accelerate_configs/file`` with ``processes`` in fp32, as a user would type it."""
+    """``accelerate launch`` of ``accelerate_configs/file`` in fp32, or as ``options`` say, as a user would type it."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [ROOT / "accelerate_configs" / f"{file}.yaml", "--num_processes", processes, "--mixed_precision", "no"]
     return subprocess.run(
@@ -170,6 +170,22 @@ def test_two_ranks_that_share_sequences_make_the_run_of_one(without_dropout: Pat
     said = run("ulysses_sequence_parallel", without_dropout, tmp_path / "two", *flags, options=options)
     assert "deepspeed, sequence parallel 2" in said
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_half_precision_leaves_whole_weights(without_dropout: Path, tmp_path: Path) -> None:
+    """The engine computes with bf16 weights; fp32 ones are updated, saved and loaded."""
+    from transformers import AutoModelForCausalLM
+
+    flags = ("--max_steps", 2)
+    run("cpu", without_dropout, tmp_path / "one", *flags, processes=1)
+    said = run("deepspeed_zero2", without_dropout, tmp_path / "two", *flags, options=("--mixed_precision", "bf16"))
+    assert "precision bf16" in said
+    losses = [trained_losses(tmp_path / name)[2] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)  # bf16 has 8 bits
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "final")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert any((p != p.bfloat16()).any() for p in model.parameters())
 
 
 def test_launch_file_that_disagrees_is_named(recipe: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from train.config import Architecture, Config, Optimization
-from train.deepspeed_settings import engine_settings
+from train.config import Architecture, Config, Data, Optimization
 from train.errors import UsageError, UserError
-from train.launch import Launch
+from train.launch import Launch, check_launch
+from train.parallel.deepspeed_engine import deepspeed_plugin
+from train.parallel.deepspeed_settings import engine_settings
+from train.parallel.ulysses import part_of_sequences
 from train.records import IGNORE, MicroBatch
-from train.ulysses import part_of_sequences
 
 TWO = Launch(world_size=2, engine="deepspeed")
 SEQUENCES = replace(TWO, sequence_size=2)
@@ -121,6 +123,32 @@ def test_what_cannot_work_stops_the_run(given: dict[str, Any], message: str) -> 
 def test_stage_stands_in_one_place_or_is_the_same_in_both(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"zero_stage: 2 in the launch file, zero_optimization\.stage: 3"):
         settings(DEEPSPEED_CONFIG_FILE=file_of(tmp_path), DEEPSPEED_ZERO_STAGE=2)
+
+
+@pytest.mark.parametrize(
+    ("launch", "config", "message"),
+    [
+        (replace(SEQUENCES, engine="fsdp2"), Config(), r"engine fsdp2 does not go with parallelism_config_sp_size: 2"),
+        (SEQUENCES, Config(data=Data(task="masked_lm")), r"task: masked_lm does not go with .*sp_size: 2"),
+        (SEQUENCES, Config(optimization=Optimization(micro_batch_size="auto")), r"micro_batch_size: auto does not go"),
+    ],
+)
+def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, config: Config, message: str) -> None:
+    check_launch(SEQUENCES, Config())
+    with pytest.raises(UsageError, match=message):
+        check_launch(launch, config)
+
+
+def test_ranks_that_share_sequences_evaluate_different_examples() -> None:
+    launch = replace(SEQUENCES, world_size=4, rank=3)
+    assert (launch.data_size, launch.data_rank, launch.evaluation_copies) == (2, 1, 1)
+    assert replace(TWO, tensor_size=2).evaluation_copies == 2
+
+
+def test_want_of_deepspeed_is_said_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[deepspeed\]'"):
+        deepspeed_plugin(Config(), TWO, 1)
 
 
 def batch_of(length: int, **more: Any) -> MicroBatch:

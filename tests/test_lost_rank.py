@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import TCPStore
 
-from train import lost_rank
 from train.errors import EXIT_ERROR
 from train.launch import Launch
-from train.lost_rank import RankWatch, is_broken_connection
+from train.parallel import lost_rank
+from train.parallel.lost_rank import RankWatch, is_broken_connection
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4711")
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from train.config import Config, from_values
 from train.errors import EXIT_DONE, UsageError, UserError
 from train.launch import check_launch, read_launch
-from train.tensor_parallel import plan_of
+from train.parallel.tensor import plan_of
 
 
 def model(model_type: str, auto_class: Any = AutoModelForCausalLM, **fields: Any) -> nn.Module:

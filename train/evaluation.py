@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from train.context_parallel import shared_sequences
 from train.errors import UserError
 from train.launch import Launch
 from train.losses import Scores
+from train.parallel.context import shared_sequences
 from train.records import IGNORE, Evaluation, Meter, MicroBatch, column
 
 if TYPE_CHECKING:

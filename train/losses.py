@@ -28,7 +28,7 @@ from train.records import IGNORE
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from train.vocabulary_parallel import VocabularyPart
+    from train.parallel.vocabulary import VocabularyPart
 
 CHUNK_LOGITS_BYTES = 64 * 2**20
 """fp32 logits of one chunk: little beside weights and activations, enough for large matrix products."""
@@ -78,7 +78,7 @@ class ModelWithLoss(nn.Module):
 
         For a loss in chunks alone; ``mesh`` has one dimension, and all its ranks call the model with the same batch.
         """
-        from train.vocabulary_parallel import VocabularyPart
+        from train.parallel.vocabulary import VocabularyPart
 
         assert self.chunked
         head = _head_of(self.model)

@@ -62,8 +62,8 @@ def tell_error(message: str, rank: int) -> None:
 def train(config: Config, launch: Launch) -> int:
     """Opens what a run needs from its start to its end, and explains what ended it early; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
-    from train.lost_rank import RankWatch
     from train.outputs import Outputs
+    from train.parallel.lost_rank import RankWatch
     from train.runtime import StopRequest, start_runtime
 
     with StopRequest().listening() as stop:
@@ -94,14 +94,14 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
-    from train import deepspeed_engine
     from train.data import prepare_data
-    from train.deepspeed_state import DeepSpeedState
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
     from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
     from train.optim import build_optimizer, peak_learning_rate
+    from train.parallel import deepspeed_engine
+    from train.parallel.deepspeed_state import DeepSpeedState
     from train.runtime import shard_by_layer
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
@@ -210,11 +210,11 @@ def run(
 def divide_work(launch: Launch, accelerator: Accelerator, with_loss: ModelWithLoss) -> None:
     """Divides the model's tensors among ranks as the launch file says, and sees whether its sequences can be."""
     if launch.context_size > 1:
-        from train.context_parallel import check_model
+        from train.parallel.context import check_model
 
         check_model(with_loss.model)
     if launch.tensor_size > 1:
-        from train.tensor_parallel import split_weights
+        from train.parallel.tensor import split_weights
 
         assert accelerator.torch_device_mesh is not None
         split_weights(with_loss, accelerator.torch_device_mesh["tp"])

@@ -57,7 +57,7 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
     device = target_device()
     timeout = timedelta(seconds=config.optimization.distributed_timeout_seconds)
     if device.type == "cuda":
-        timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: train.lost_rank speaks first
+        timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: train.parallel.lost_rank speaks first
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     threads, options = None, {}
     if device.type == "cpu":
@@ -65,7 +65,7 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
         keep_freed_memory()
         meet_over_gloo(launch, timeout)
     if launch.engine == "deepspeed":
-        from train.deepspeed_engine import deepspeed_plugin, sequence_parallelism
+        from train.parallel.deepspeed_engine import deepspeed_plugin, sequence_parallelism
 
         options["deepspeed_plugin"] = deepspeed_plugin(config, launch, accumulation_steps)
         if launch.sequence_size > 1:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Optimization
-from train.context_parallel import shared_sequences
 from train.errors import UserError
+from train.parallel.context import shared_sequences
 from train.records import Mark, MicroBatch, StepOutcome, unmarked
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from train.context_parallel import shared_sequences
 from train.evaluation import reshard
 from train.memory.recovery import PersistentBuffers, Start
+from train.parallel.context import shared_sequences
 from train.records import MicroBatch, StepOutcome
 
 if TYPE_CHECKING:

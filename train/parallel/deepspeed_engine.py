@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Config, Optimization
-from train.deepspeed_settings import engine_settings
 from train.errors import UserError
 from train.launch import Launch
 from train.losses import ModelWithLoss
+from train.parallel.deepspeed_settings import engine_settings
+from train.parallel.ulysses import part_of_sequences
 from train.records import BatchArithmetic, Mark, MicroBatch, StepOutcome, unmarked
 from train.step import NO_TARGETS, count_targets, parallel_sizes
-from train.ulysses import part_of_sequences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
