@@ -141,6 +141,14 @@ def test_accelerate_configuration_loads(path: Path) -> None:
     assert load_config_from_file(str(path)).to_dict()["num_processes"] >= 1
 
 
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+def test_accelerate_configuration_is_explained(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    readme, scaling = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/scaling.md"))
+    assert f"| `{path.name}` |" in readme
+    assert path.stem == "cpu" or f"`{path.stem}`" in scaling
+
+
 def test_there_are_recipes_and_configurations_to_test() -> None:
     assert RECIPES and YAMLS
 

@@ -100,7 +100,10 @@ def test_run_equals_that_of_one_process_and_goes_on_anywhere(recipe: Path, tmp_p
 def test_killed_and_resumed_is_exact(recipe: Path, tmp_path: Path) -> None:
     """With dropout; and what one process wrote, two that shard go on from."""
     flags = ("--save_every_steps", 1, "--save_total_limit", 9)
-    run("fsdp2", recipe, tmp_path / "whole", *flags)
+    run("fsdp2", recipe, tmp_path / "whole", *flags, "--predict_memory", "True")
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["peak_allocated_bytes"] == pytest.approx(summary["predicted_peak_bytes"], rel=5e-3)
+    assert (summary["world_size"], summary["launch"]) == (2, "fsdp2")
     pieces = tmp_path / "pieces"
     words = ("--config", recipe, "--output_dir", pieces, *flags)
     killed = launched("fsdp2", *words, script=killed_at_step_4(tmp_path))
@@ -109,6 +112,14 @@ def test_killed_and_resumed_is_exact(recipe: Path, tmp_path: Path) -> None:
     assert not (pieces / "final").exists()
     assert "resumed from" in run("fsdp2", recipe, pieces, *flags)
     assert checkpoint_digests(tmp_path / "whole", STEPS) == checkpoint_digests(pieces, STEPS)
+
+
+@pytest.mark.slow
+def test_offload_has_nothing_to_do_on_cpus(recipe: Path, tmp_path: Path) -> None:
+    """Its launch file can be tried there all the same, with the same result."""
+    for file in ("fsdp2", "fsdp2_offload"):
+        run(file, recipe, tmp_path / file, "--max_steps", 2)
+    assert largest_difference(final_weights(tmp_path / "fsdp2"), final_weights(tmp_path / "fsdp2_offload")) == 0
 
 
 @pytest.mark.slow

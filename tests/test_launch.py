@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
+from support import ROOT
 
 from train.config import Architecture, Config, Optimization
-from train.errors import UsageError, UserError
+from train.errors import EXIT_ERROR, UsageError, UserError
 from train.launch import Launch, check_launch, read_launch
 
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -64,6 +68,15 @@ def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str],
     with pytest.raises(UserError, match=message):
         read_launch(environment)
     assert read_launch({**environment, "WORLD_SIZE": "2", "RANK": "0"}).world_size == 2
+
+
+def test_a_launcher_that_starts_one_of_two_is_noticed(tmp_path: Path) -> None:
+    command = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--quiet", "train/main.py", "--output_dir"]
+    done = subprocess.run([*command, tmp_path / "run"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == EXIT_ERROR
+    assert "error: the launcher was asked for several processes and started one" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_unknown_engines_are_refused() -> None:
