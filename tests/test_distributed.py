@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support import ROOT
 from test_main import STEPS, checkpoint_digests
+from torch import Tensor
 
 from train.errors import EXIT_DONE
 from train.report import read_metrics
@@ -51,6 +53,19 @@ def without_dropout(recipe: Path) -> Path:
     return recipe
 
 
+def steps_in_fp64(output: Path, micro_batch_size: int, processes: int, engine: dict[str, str]) -> dict[str, Tensor]:
+    """Weights and norms after the steps of ``distributed_step.py``."""
+    script = ROOT / "tests" / "distributed_step.py"
+    done = torchrun(script, output, micro_batch_size, processes=processes, env={**ENVIRONMENT, **engine})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_file(output)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return steps_in_fp64(tmp_path_factory.mktemp("one") / "steps", 4, 1, {})
+
+
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -60,14 +75,12 @@ FSDP2 = {
 
 
 @pytest.mark.parametrize(("micro_batch_size", "engine"), [(1, {}), (2, {}), (1, FSDP2), (2, FSDP2)])
-def test_two_ranks_make_the_update_of_one(tmp_path: Path, micro_batch_size: int, engine: dict[str, str]) -> None:
+def test_two_ranks_make_the_update_of_one(
+    one_process: dict[str, Tensor], tmp_path: Path, micro_batch_size: int, engine: dict[str, str]
+) -> None:
     """Token-normalised, clipped by the global norm; ragged rows, a last window with fewer examples than ranks."""
-    script = ROOT / "tests" / "distributed_step.py"
-    for processes, size in ((1, 4), (2, micro_batch_size)):
-        env = {**ENVIRONMENT, **(engine if processes > 1 else {})}
-        done = torchrun(script, tmp_path / f"{processes}.safetensors", size, processes=processes, env=env)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = load_file(tmp_path / "1.safetensors"), load_file(tmp_path / "2.safetensors")
+    two = steps_in_fp64(tmp_path / "two", micro_batch_size, 2, engine)
+    one = one_process
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-10
 
 
@@ -123,8 +136,6 @@ def test_two_ranks_killed_and_resumed_are_exact(recipe: Path, tmp_path: Path) ->
 
 def test_processes_find_each_other_without_being_told_of_cpus(recipe: Path, tmp_path: Path) -> None:
     """accelerate alone leaves such processes strangers that train the same thing side by side."""
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("with a GPU the processes meet there")
     plain = {k: v for k, v in ENVIRONMENT.items() if k != "ACCELERATE_USE_CPU"}
@@ -132,9 +143,5 @@ def test_processes_find_each_other_without_being_told_of_cpus(recipe: Path, tmp_
     done = torchrun("train/main.py", *flags, env=plain)
     assert done.returncode == EXIT_DONE, done.stderr[-3000:]
     assert "device: 2 × CPU" in done.stdout
-
-
-def test_summary_of_two_ranks_names_them(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, tmp_path / "run", 2, "--max_steps", 1)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["world_size"], summary["gradient_accumulation_steps"]) == (2, 2)
