@@ -221,9 +221,10 @@ class Outputs:
 
             logging.disable_progress_bar()
             model.config.use_cache = True  # pyright: ignore - off in training only
+            dtype = next(iter(weights.values())).dtype
             model.save_pretrained(self.final, state_dict=weights)  # pyright: ignore
             # An engine may compute with halves of these weights; who loads them should not halve them again.
-            model.config.dtype = next(iter(weights.values())).dtype  # pyright: ignore
+            model.config.dtype = dtype  # pyright: ignore
             model.config.save_pretrained(self.final)  # pyright: ignore
         else:
             save_file(weights, self.final / "model.safetensors")
