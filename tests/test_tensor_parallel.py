@@ -142,7 +142,7 @@ def assert_same_course(one: Path, other: Path) -> None:
 
 @pytest.mark.distributed
 def test_run_from_the_launch_file_equals_that_of_one_process(llama_recipe: Path, tmp_path: Path) -> None:
-    """With evaluation; ``final/`` is a plain folder; one process goes on from the parts of two, and they from it."""
+    """With evaluation; ``final/`` is a plain folder."""
     from transformers.models.llama import LlamaForCausalLM
 
     flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9)
@@ -156,6 +156,14 @@ def test_run_from_the_launch_file_equals_that_of_one_process(llama_recipe: Path,
     found: Any = LlamaForCausalLM.from_pretrained(two / "final", output_loading_info=True)
     assert not found[1]["missing_keys"] and not found[1]["unexpected_keys"]
 
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_one_process_goes_on_from_the_parts_of_two_and_they_from_it(llama_recipe: Path, tmp_path: Path) -> None:
+    flags = ("--save_every_steps", 2, "--save_total_limit", 9)
+    one, two = tmp_path / "one", tmp_path / "two"
+    run("cpu", llama_recipe, one, *flags, processes=1)
+    run("tensor_parallel", llama_recipe, two, *flags)
     stored = Path("checkpoints") / "step-00000002"
     for file, processes, source in (("cpu", 1, two), ("tensor_parallel", 2, one)):
         output = tmp_path / f"goes-on-{file}"

@@ -16,7 +16,7 @@ from support import ROOT
 from train.config import Config, from_values, to_values
 from train.errors import UserError
 from train.memory.predict import Job, Predictor, Target, build, random_batch
-from train.memory.tracker import KINDS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker, tag_gradients
+from train.memory.tracker import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker, tag_gradients
 from train.runtime import resolve_precision
 from train.step import optimizer_step
 
@@ -156,7 +156,8 @@ def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: P
     stages = [predictor.predict(replace(one, world_size=8, sharding=s)).bytes_by_kind for s in ("zero2", "zero3")]
     for kinds in stages:
         assert kinds[OPTIMIZER_STATE] == pytest.approx(12 * weights / 8, rel=0.01)  # fp32 weights and two moments
-        assert kinds[WORKSPACE] > 10**9  # the bucket that gradients are reduced in
+        assert kinds[WORKSPACE] >= 4 * min(weights, 50_000_000)  # the bucket that gradients are reduced in
+        assert kinds[GRADIENTS] == pytest.approx(4 * weights / 8, rel=0.01)  # in fp32
     two, three = (kinds[PARAMETERS] for kinds in stages)
     assert two == pytest.approx(2 * weights, rel=0.05)
     assert three < two / 5

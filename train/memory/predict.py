@@ -257,11 +257,13 @@ def predict(job: Job) -> Prediction:
             stack.callback(handle.remove)
         num_parameters = sum(p.numel() for p in parameters)
         if job.sharding in zero.STAGE:
-            each = parameters[0].element_size()
             tracker.hold(zero.state_bytes(asked, num_parameters, job.world_size), OPTIMIZER_STATE)
-            tracker.hold(zero.REDUCE_BUCKET_ELEMENTS * each, WORKSPACE)
+            tracker.hold(zero.bucket_bytes(num_parameters), WORKSPACE)
+            kept = 0
+            if job.sharding == "zero3" and job.accumulates:  # what shards here keeps them in the weights' type
+                kept = -(-num_parameters // job.world_size) * parameters[0].element_size()
+            tracker.hold(zero.gradient_bytes(num_parameters, job.world_size) - kept, GRADIENTS)
             if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
-                tracker.hold(num_parameters * each // job.world_size, GRADIENTS)
                 for parameter in parameters:
                     if parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(_drop_gradient)

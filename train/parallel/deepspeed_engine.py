@@ -19,7 +19,7 @@ from train.config import Config, Optimization
 from train.errors import UserError
 from train.launch import Launch
 from train.losses import ModelWithLoss
-from train.parallel.deepspeed_settings import engine_settings
+from train.parallel.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS, engine_settings
 from train.parallel.ulysses import part_of_sequences
 from train.records import BatchArithmetic, Mark, MicroBatch, StepOutcome, unmarked
 from train.step import NO_TARGETS, count_targets, parallel_sizes
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
-
-
-MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients that are summed over the ranks at once: 100 or 200 MB, which keeps a network busy."""
 
 
 def deepspeed_plugin(config: Config, launch: Launch, accumulation_steps: int) -> DeepSpeedPlugin:

@@ -40,6 +40,9 @@ _OURS = {  # in it, compared with the training configuration
 _UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
 """Kinds of ZeRO that round gradients or hold them elsewhere than checkpoints of this template look for them."""
 
+MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that are summed over the ranks at once: 100 or 200 MB, which keeps a network busy."""
+
 
 def engine_settings(
     config: Config, launch: Launch, accumulation_steps: int, environment: Mapping[str, str]
