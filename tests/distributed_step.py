@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -36,7 +37,9 @@ def main(output: str, micro_batch_size: int) -> None:
         norms.append(outcome.grad_norm)
         assert outcome.num_targets == sum(lengths[i] for i in ids)
         assert outcome.clipped
-    weights = whole_tensors(accelerator.unwrap_model(model).model, keep=accelerator.is_main_process)
+    weights = whole_tensors(
+        cast("ModelWithLoss", accelerator.unwrap_model(model)).model, keep=accelerator.is_main_process
+    )
     if accelerator.is_main_process:
         save_file({**weights, "norms": torch.tensor(norms, dtype=torch.float64)}, output)
 

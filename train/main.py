@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 if not __package__:  # run as a script: the folder of this file must not shadow other packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.config import Config, parse
+from train.config import Config, Optimization, parse
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UserError
 from train.launch import Launch, check_launch, read_launch
 from train.parent import follow_launcher
@@ -21,6 +21,8 @@ from train.tasks import check_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from torch import nn
 
     from train.data import PreparedData
     from train.evaluation import Evaluator
@@ -97,15 +99,11 @@ def run(
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
-    from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
-    from train.optim import build_optimizer, peak_learning_rate
+    from train.optim import peak_learning_rate
     from train.parallel import deepspeed_engine
-    from train.parallel.deepspeed_state import DeepSpeedState
-    from train.runtime import shard_by_layer
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
-    from train.training_state import TrainingState
 
     accelerator, data = runtime.accelerator, config.data
     task = build_task(data)
@@ -125,26 +123,14 @@ def run(
     longest, accumulates = batches.longest(), arithmetic.accumulation_steps > 1
     memory.ask(longest, accumulates)
 
-    sharded_by_deepspeed = launch.engine == "deepspeed"
-    if sharded_by_deepspeed:
+    if launch.engine == "deepspeed":
         deepspeed_engine.build_whole(accelerator)
     torch.manual_seed(optim.seed)
     network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
     num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
-    with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
-    divide_work(launch, accelerator, with_loss)
-    shard_by_layer(accelerator, network)
-    prepare = accelerator.prepare
-    if sharded_by_deepspeed:
-        prepare = partial(deepspeed_engine.prepare, accelerator, arithmetic)
-    model, optimizer = prepare(with_loss, build_optimizer(network, optim))
-    network = accelerator.unwrap_model(model).model
     identity = prepared.identity(config, arithmetic.global_batch_size)
-    if sharded_by_deepspeed:
-        state: RunState = DeepSpeedState(network, optimizer.optimizer, identity)
-    else:
-        state = TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
+    model, optimizer, state = share_out(launch, accelerator, network, optim, arithmetic, identity)
     memory.equip(accelerator, model, optimizer)
     evaluator = Evaluator(config, accelerator, launch, model, prepared, memory.meter)
     metric = output.metric_for_best or task.default_metric
@@ -157,7 +143,7 @@ def run(
         flops_per_token=flops_per_token,
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
-    outputs.note(*describe_training(network, num_parameters, arithmetic, batches, goal, data.max_length))
+    outputs.note(*describe_training(state.model, num_parameters, arithmetic, batches, goal, data.max_length))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
@@ -178,7 +164,7 @@ def run(
         batches=batches,
         meter=memory.meter,
         stop=stop,
-        step=deepspeed_engine.optimizer_step if sharded_by_deepspeed else memory.step,
+        step=deepspeed_engine.optimizer_step if launch.engine == "deepspeed" else memory.step,
         evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
         save=lambda now: outputs.save(state, now),
         report=outputs.record,
@@ -205,6 +191,35 @@ def run(
         progress,
     )
     return EXIT_DONE
+
+
+def share_out(
+    launch: Launch,
+    accelerator: Accelerator,
+    network: nn.Module,
+    optim: Optimization,
+    arithmetic: BatchArithmetic,
+    identity: dict[str, Any],
+) -> tuple[nn.Module, AcceleratedOptimizer, RunState]:
+    """The model with its loss, its optimizer and what a checkpoint holds of them, shared among ranks as launched."""
+    from train.losses import ModelWithLoss, use_chunks
+    from train.optim import build_optimizer
+    from train.parallel import deepspeed_engine
+    from train.parallel.deepspeed_state import DeepSpeedState
+    from train.runtime import shard_by_layer
+    from train.training_state import TrainingState
+
+    with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
+    divide_work(launch, accelerator, with_loss)
+    shard_by_layer(accelerator, network)
+    optimizer: Any = build_optimizer(network, optim)
+    if launch.engine == "deepspeed":
+        model, optimizer = deepspeed_engine.prepare(accelerator, arithmetic, with_loss, optimizer)
+        network = cast("ModelWithLoss", accelerator.unwrap_model(model)).model
+        return model, optimizer, DeepSpeedState(network, optimizer.optimizer, identity)
+    model, optimizer = accelerator.prepare(with_loss, optimizer)
+    network = cast("ModelWithLoss", accelerator.unwrap_model(model)).model
+    return model, optimizer, TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
 
 
 def divide_work(launch: Launch, accelerator: Accelerator, with_loss: ModelWithLoss) -> None:

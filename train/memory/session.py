@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -179,7 +179,7 @@ class MemorySession:
 
     def equip(self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer) -> None:
         """Makes the meter and the step that the loop will be handed."""
-        inner: ModelWithLoss = accelerator.unwrap_model(model)
+        inner = cast("ModelWithLoss", accelerator.unwrap_model(model))
         settings = self._config.memory
         if settings.measure_memory and accelerator.device.type in ("cpu", "cuda"):
             classes = (self._base.num_labels or self._base.vocab_size) if self._base else None

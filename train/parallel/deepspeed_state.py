@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ class DeepSpeedState:
 
         whole = {name: tensor.detach().cpu() for name, tensor in self._untrained() if keep}
         for name, parameter in self._trained():
-            tensor = safe_get_full_fp32_param(parameter)
+            tensor = cast("Tensor", safe_get_full_fp32_param(parameter))
             if keep:
                 whole[name] = tensor.detach().cpu()
         return whole
