@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import ROOT
+from support import ACCELERATE_LAUNCH, ROOT
 from test_distributed import FSDP2, killed_at_step_4
 from test_main import STEPS, checkpoint_digests, trained_losses
 
@@ -27,7 +27,7 @@ EXACT = 1e-5
 def launched(file: str, *flags: Any, processes: int = 2, script: Path = MAIN) -> subprocess.CompletedProcess[str]:
     """``accelerate launch`` of ``accelerate_configs/file`` with ``processes`` in fp32, as a user would type it."""
     options = ["--num_processes", processes, "--mixed_precision", "no", "--main_process_port", 0]
-    command = ["accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / f"{file}.yaml", *options]
+    command = [*ACCELERATE_LAUNCH, "--config_file", ROOT / "accelerate_configs" / f"{file}.yaml", *options]
     return subprocess.run(
         [str(word) for word in (*command, script, *flags)],
         cwd=ROOT,

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import ACCELERATE_LAUNCH, ROOT
 
 from train.config import Architecture, Config, Optimization
 from train.errors import EXIT_ERROR, UsageError, UserError
@@ -71,7 +71,7 @@ def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str],
 
 
 def test_a_launcher_that_starts_one_of_two_is_noticed(tmp_path: Path) -> None:
-    command = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--quiet", "train/main.py", "--output_dir"]
+    command = [*ACCELERATE_LAUNCH, "--cpu", "--num_processes", "2", "--quiet", "train/main.py", "--output_dir"]
     done = subprocess.run([*command, tmp_path / "run"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == EXIT_ERROR
     assert "error: the launcher was asked for several processes and started one" in done.stderr
