@@ -117,7 +117,7 @@ def stopping_after(step: int) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_killed_process_resumes_exactly(recipe: Path, tmp_path: Path, run_main: Run, workers: int) -> None:
     """SIGKILL in mid-step, twice in a row, in processes of their own."""
     flags = ["--config", recipe, "--save_every_steps", 1, "--dataloader_num_workers", workers]

@@ -141,6 +141,7 @@ def assert_same_course(one: Path, other: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_run_from_the_launch_file_equals_that_of_one_process(llama_recipe: Path, tmp_path: Path) -> None:
     """With evaluation; ``final/`` is a plain folder."""
     from transformers.models.llama import LlamaForCausalLM

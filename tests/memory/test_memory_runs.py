@@ -168,6 +168,7 @@ def test_run_that_cannot_go_on_saves_its_last_step_and_explains(
     assert "resumed from" in resumed.stdout and summary_of(out)["steps"] == 6
 
 
+@pytest.mark.slow
 def test_stop_ends_at_the_first_fault(recipe: Path, run_main: Run, tmp_path: Path, faulty: dict[str, str]) -> None:
     flags = ("--model", "faulty:build", "--tokenizer", "bytes", "--on_oom", "stop")
     env = {**faulty, "MOST_EXAMPLES": "1"}
