@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
 
-NO_TARGETS = (
+_NO_TARGETS = (
     "a whole global batch has no target: every label is masked, so there is nothing to learn from it. Look at the "
     "labels and at max_length."
 )
@@ -84,7 +84,7 @@ def count_targets(accelerator: Accelerator, window: Sequence[MicroBatch], stop_r
         here = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
         return cast("Tensor", accelerator.reduce(here, reduction="sum")) / copies(accelerator)
     if not counts[0]:
-        raise UserError(NO_TARGETS)
+        raise UserError(_NO_TARGETS)
     return counts
 
 
@@ -152,16 +152,30 @@ def apply_gradients(
     mark: Mark,
 ) -> StepOutcome:
     """Steps the optimizer by clipped gradients if their ``norm`` from before is finite, and frees them."""
-    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
-    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
-    if not counts[0]:
-        raise UserError(NO_TARGETS)
+    counts = read_counts(totals)
     mark("optimizer")
     # With a scaler the call is due either way: it leaves the weights alone and lowers the scale.
     if math.isfinite(norm) or accelerator.scaler is not None:
         optimizer.step()
     optimizer.zero_grad()
-    skipped = not math.isfinite(norm) or optimizer.step_was_skipped
+    return outcome_of(config, loss_sum, counts, norm, skipped=not math.isfinite(norm) or optimizer.step_was_skipped)
+
+
+def read_counts(totals: Counts) -> list[int]:
+    """What :func:`count_targets` gave, as numbers.
+
+    Raises:
+        UserError: the global batch has no target at all.
+    """
+    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
+    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
+    if not counts[0]:
+        raise UserError(_NO_TARGETS)
+    return counts
+
+
+def outcome_of(config: Optimization, loss_sum: Tensor, counts: list[int], norm: float, skipped: bool) -> StepOutcome:
+    """The outcome of a step with these :func:`read_counts` and the gradient's ``norm`` from before clipping."""
     return StepOutcome(
         loss_sum=loss_sum,
         num_targets=counts[0],

@@ -7,7 +7,6 @@ their norm, clips, updates and shares the new weights.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +21,7 @@ from train.losses import ModelWithLoss
 from train.parallel.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS, engine_settings
 from train.parallel.ulysses import part_of_sequences
 from train.records import BatchArithmetic, Mark, MicroBatch, StepOutcome, unmarked
-from train.step import NO_TARGETS, count_targets, parallel_sizes
+from train.step import count_targets, outcome_of, parallel_sizes, read_counts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -120,10 +119,7 @@ def optimizer_step(
     engine = cast("Any", model)
     totals = count_targets(accelerator, window, stop_requested)
     loss_sum = _accumulate_gradients(accelerator, engine, window, totals[0], mark)
-    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
-    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
-    if not counts[0]:
-        raise UserError(NO_TARGETS)
+    counts = read_counts(totals)
     mark("optimizer")
     try:
         engine.step()
@@ -135,16 +131,7 @@ def optimizer_step(
             "learning rate or a longer warm-up."
         ) from None
     norm, skipped = float(engine.get_global_grad_norm()), bool(optimizer.step_was_skipped)
-    return StepOutcome(
-        loss_sum=loss_sum,
-        num_targets=counts[0],
-        num_tokens=counts[1],
-        num_positions=counts[2],
-        grad_norm=norm,
-        clipped=not skipped and config.max_grad_norm is not None and norm > config.max_grad_norm,
-        skipped=skipped,
-        stop_requested=counts[3] > 0,
-    )
+    return outcome_of(config, loss_sum, counts, norm, skipped)
 
 
 def _accumulate_gradients(
