@@ -72,6 +72,12 @@ class Workload:
     mixed_precision: str = "no"
     cpu_threads: int | None = None
     seed: int = 42
+    vocab_size: int = 259
+    """259: bytes and three marks."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Further settings of the template."""
+    trainer_checkpoints: bool = False
+    """Trainer is given its own gradient_checkpointing=True."""
 
     @property
     def total_steps(self) -> int:
@@ -178,7 +184,7 @@ def run_template(job: Job) -> None:
     from train.batching import MapBatches, batch_arithmetic
     from train.launch import Launch
     from train.loop import Goal, Parts, fit
-    from train.losses import ModelWithLoss
+    from train.losses import ModelWithLoss, use_chunks
     from train.optim import build_optimizer, peak_learning_rate
     from train.outputs import Outputs
     from train.records import Evaluation, Progress
@@ -201,9 +207,8 @@ def run_template(job: Job) -> None:
         load.seed,
         pin_memory=accelerator.device.type == "cuda",
     )
-    model, optimizer = accelerator.prepare(
-        ModelWithLoss(job.network), build_optimizer(job.network, config.optimization)
-    )
+    with_loss = ModelWithLoss(job.network, use_chunks(config.optimization.loss, job.network))
+    model, optimizer = accelerator.prepare(with_loss, build_optimizer(job.network, config.optimization))
 
     def tick(step: int) -> None:
         clock.tick(step)
@@ -301,6 +306,7 @@ def run_trainer(job: Job) -> None:
 
     arguments = TrainingArguments(
         output_dir=job.config.output.output_dir,
+        gradient_checkpointing=load.trainer_checkpoints,
         per_device_train_batch_size=load.micro_batch_size,
         gradient_accumulation_steps=load.accumulation,
         max_steps=load.total_steps,
@@ -348,6 +354,7 @@ def configuration(load: Workload, output_dir: str) -> Config:
                 "num_attention_heads": load.hidden_size // 64,
                 "num_key_value_heads": load.hidden_size // 64,
                 "tie_word_embeddings": True,
+                "vocab_size": load.vocab_size,
             },
             "attn_implementation": "sdpa",
             "gradient_checkpointing": load.gradient_checkpointing,
@@ -363,6 +370,7 @@ def configuration(load: Workload, output_dir: str) -> Config:
             "seed": load.seed,
             "output_dir": output_dir,
             "log_every_steps": LOG_EVERY_STEPS,
+            **dict(load.settings),
         }
     )
 
@@ -373,15 +381,15 @@ def artificial_tokens(load: Workload) -> torch.Tensor:
 
     generator = torch.Generator().manual_seed(load.seed)
     count = load.total_steps * load.accumulation * load.micro_batch_size
-    return torch.randint(0, 8, (count, load.length + 1), generator=generator).cumsum(1) % 256 + 3
+    return torch.randint(0, 8, (count, load.length + 1), generator=generator).cumsum(1) % (load.vocab_size - 3) + 3
 
 
 def loss_of(network: nn.Module, tokens: torch.Tensor) -> float:
-    """Loss per token on the beginning of a few examples."""
+    """Loss per token on the beginning of an example."""
     import torch
     import torch.nn.functional as F
 
-    some = tokens[:4, :257].to(next(network.parameters()).device)
+    some = tokens[:1, :257].to(next(network.parameters()).device)
     was_training = network.training
     with torch.no_grad():
         logits = network.eval()(input_ids=some[:, :-1]).logits
@@ -478,7 +486,7 @@ def chosen_workloads(options: Options, device_type: str, precision: str) -> list
         SystemExit: a flag's value cannot work.
     """
     given = {name: value for name, value in asdict(options).items() if value is not None}
-    fields = set(Workload.__dataclass_fields__) - {"name", "mixed_precision"}
+    fields = set(Options.__dataclass_fields__) & set(Workload.__dataclass_fields__) - {"mixed_precision"}
     changes = {name: value for name, value in given.items() if name in fields}
     too_small = [name for name, value in changes.items() if isinstance(value, int) and value < 1 and name != "seed"]
     if too_small or (options.hidden_size or 64) % 64:
