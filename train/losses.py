@@ -164,7 +164,7 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _trial(_without_weights(model).eval())
+            return _trial(without_weights(model).eval())
     except Exception as error:  # models fail in their own ways
         return f"trying it failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
@@ -191,7 +191,7 @@ def _head_of(model: nn.Module) -> Any:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def _without_weights(model: nn.Module) -> Any:
+def without_weights(model: nn.Module) -> Any:
     """The same modules with fake tensors of the same shapes, tied where they were tied; within a FakeTensorMode."""
     twins: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

@@ -47,6 +47,46 @@ class Examples:
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Where the documents in the rows of a packed batch (B, S) begin and end; padding at a row's end counts as one.
+
+    The lengths are numbers, so that nobody has to wait for the device to know them.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each document, row by row; a row's add up to S."""
+    boundaries: torch.Tensor
+    """(documents + 1,) int32: where each begins in all rows laid end to end, and B · S."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[Sequence[int]]) -> Documents:
+        """Documents of these lengths, row by row."""
+        import torch  # here: what only needs the other records need not wait for it
+
+        flat = [0, *(length for row in lengths for length in row)]
+        return cls(tuple(map(tuple, lengths)), torch.tensor(flat).cumsum(0).to(torch.int32))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(max(row) for row in self.lengths)
+
+    def position_ids(self) -> torch.Tensor:
+        """(B, S) each token's place in its document, from 0."""
+        import torch
+
+        return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in self.lengths])
+
+    def to(self, device: torch.device) -> Documents:
+        """The same, with the boundaries on ``device``."""
+        return replace(self, boundaries=self.boundaries.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Documents:
+        """The same, with the boundaries in page-locked memory."""
+        return replace(self, boundaries=self.boundaries.pin_memory())
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The examples of one forward/backward on one device.
 
@@ -56,23 +96,28 @@ class MicroBatch:
         num_targets: how many labels are targets.
         example_ids: position of each example in its split, ``()`` for a batch that only keeps ranks in step.
         num_tokens: input positions that hold a token of an example; the others are padding.
+        documents: of a packed batch, where each row's documents are; None: a row is one example.
     """
 
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
     labels: torch.Tensor
     num_targets: int
     example_ids: tuple[int, ...]
     num_tokens: int
+    documents: Documents | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on ``device``; asynchronous from pinned memory."""
+        """The same batch on ``device``, ready for the model; asynchronous from pinned memory."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        if self.documents is not None:  # one more argument of the model, see train.attention
+            inputs["documents"] = self.documents.to(device)
         return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
         """The same batch in page-locked memory; called by torch's DataLoader."""
         inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=self.labels.pin_memory())
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return replace(self, inputs=inputs, labels=self.labels.pin_memory(), documents=documents)
 
 
 @dataclass(frozen=True)
