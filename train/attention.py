@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from train.config import Architecture
 from train.errors import UserError
 from train.losses import without_weights
 from train.records import Documents
@@ -32,6 +34,13 @@ def register() -> str:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
+
+
+def with_documents(architecture: Architecture) -> Architecture:
+    """``architecture`` with the implementation here where it would have been ``sdpa``."""
+    if architecture.attn_implementation not in (None, "sdpa"):
+        return architecture
+    return replace(architecture, attn_implementation=register())
 
 
 def tell_documents(model: nn.Module) -> None:

@@ -80,6 +80,9 @@ class Data:
     model's own."""
     max_length: int = 1024
     """Tokens of one example."""
+    packing: bool = False
+    """Fill rows of max_length tokens with several examples each instead of padding (causal_lm, masked_lm). None sees
+    another, and positions begin anew in each; a row counts as one example."""
     truncation: Literal["keep_head", "keep_tail", "keep_both"] = "keep_head"
     """What classification keeps of a document longer than max_length."""
     mlm_probability: float = 0.15
@@ -475,6 +478,10 @@ def check(config: Config) -> None:
         )
     if data.streaming and optim.max_steps is None:
         raise UsageError("streaming: the length of a stream is not known: give max_steps.")
+    if data.packing and data.task == "sequence_classification":
+        raise UsageError("packing: sequence_classification has one label a row: use causal_lm or masked_lm.")
+    if data.packing and model.attn_implementation == "eager":
+        raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
     if data.tokenizer is not None and data.tokenizer.startswith("train:"):
         size = data.tokenizer.removeprefix("train:")
         if not size.isdigit() or int(size) < 300:

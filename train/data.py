@@ -14,6 +14,7 @@ from train.batching import Collate, MapBatches, StreamBatches, evaluation_batche
 from train.config import Config, to_values
 from train.corpora import load_corpus
 from train.modeling import pad_token_id
+from train.packing import collate_packed, pack
 from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch
 from train.tasks.base import Task
 from train.tokenization import load_tokenizer, tokenize, tokenizer_digest
@@ -74,10 +75,11 @@ class PreparedData:
         values = to_values(config)
         same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
         train = self.examples.train
+        stream = "stream, packed" if config.data.packing else "stream"
         return {
             **{name: values[name] for name in same},
             "tokenizer": tokenizer_digest(self.tokenizer),
-            "training data": getattr(train, "_fingerprint", None) if isinstance(train, datasets.Dataset) else "stream",
+            "training data": getattr(train, "_fingerprint", None) if isinstance(train, datasets.Dataset) else stream,
             "global_batch_size": global_batch_size,
         }
 
@@ -105,12 +107,17 @@ def prepare_data(config: Config, task: Task, folder: Path, saves: bool) -> Prepa
         tokenizer.save_pretrained(saved)
     task.check_tokenizer(tokenizer)
     examples = tokenize(corpus, task, tokenizer, data)
+    collate: Collate = partial(task.collate, pad_id=pad_token_id(tokenizer))
+    described = _describe(corpus, examples, spec, tokenizer)
+    if data.packing:
+        examples = pack(examples, data.max_length)
+        collate = partial(collate_packed, pad_id=pad_token_id(tokenizer), collate=task.collate)
     return PreparedData(
         corpus=corpus,
         tokenizer=tokenizer,
         examples=examples,
-        collate=partial(task.collate, pad_id=pad_token_id(tokenizer)),
-        lines=(*_describe(corpus, examples, spec, tokenizer), *examples.notes),
+        collate=collate,
+        lines=(*described, *examples.notes),
     )
 
 

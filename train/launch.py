@@ -152,6 +152,7 @@ def check_launch(launch: Launch, config: Config) -> None:
             "Make them agree, or leave mixed_precision out of one."
         )
     _check_parallelism(launch, config)
+    _check_packing(launch, config)
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "
@@ -203,6 +204,22 @@ def _check_parallelism(launch: Launch, config: Config) -> None:
             ),
             (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or deepspeed_zero2.yaml"),
             auto,
+        )
+
+
+def _check_packing(launch: Launch, config: Config) -> None:
+    """Stops where rows of several documents would be divided among ranks."""
+    if not config.data.packing:
+        return
+    divided = (
+        ("cp", launch.context_size, "fsdp2"),
+        ("sp", launch.sequence_size, "deepspeed_zero2"),
+        ("tp", launch.tensor_size, "ddp"),
+    )
+    for name, size, other in divided:
+        _refuse(
+            f"parallelism_config_{name}_size: {size}",
+            ("packing", size > 1, f"leave packing out, or take accelerate_configs/{other}.yaml"),
         )
 
 

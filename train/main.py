@@ -96,6 +96,7 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
+    from train.attention import check_documents
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
@@ -126,7 +127,11 @@ def run(
     if launch.engine == "deepspeed":
         deepspeed_engine.build_whole(accelerator)
     torch.manual_seed(optim.seed)
-    network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
+    network = build_model(
+        config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names, packing=data.packing
+    )
+    if data.packing:
+        check_documents(network)
     num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
     identity = prepared.identity(config, arithmetic.global_batch_size)

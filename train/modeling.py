@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from train import attention
 from train.config import Architecture
 from train.errors import UserError
 
@@ -26,6 +27,7 @@ def build_model(
     max_length: int,
     label_names: Sequence[str] = (),
     weights: bool = True,
+    packing: bool = False,
 ) -> nn.Module:
     """The model to train, with activation checkpointing set up, on the default device.
 
@@ -34,6 +36,7 @@ def build_model(
         max_length: positions that the data will use.
         label_names: classes of a classifier; empty where the vocabulary is the classes.
         weights: load a pretrained model's weights; without them its configuration is enough.
+        packing: rows hold several documents, and the model is told where each begins, see :mod:`train.attention`.
 
     Raises:
         UserError: the model cannot be found or built, or does not fit tokenizer or length.
@@ -41,7 +44,11 @@ def build_model(
     if config.model is not None and ":" in config.model and not Path(config.model).exists():
         model = _from_function(config.model)
     else:
+        if packing:
+            config = attention.with_documents(config)
         model = _from_transformers(config, auto_class, tokenizer, max_length, label_names, weights)
+    if packing:
+        attention.tell_documents(model)
     enable_checkpointing(model, config.gradient_checkpointing, config.gradient_checkpointing_every_n_layers)
     return model
 
@@ -197,5 +204,5 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1) -
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    attention = "scaled_dot_product" in operator.name() or "flash_attn" in operator.name()
+    attention = "scaled_dot_product" in operator.name() or "flash_att" in operator.name() or "varlen_attn" in operator.name()
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE

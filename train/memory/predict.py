@@ -72,6 +72,8 @@ class Job:
     """Inputs of the model, each (B, S)."""
     num_targets: int | None = None
     """Labels that are targets; None: all."""
+    documents: tuple[tuple[int, ...], ...] = ()
+    """With packing, the lengths of the documents in each row; empty: one document a row, which takes longest."""
     eval_batch_size: int | None = None
     special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)
     """Start, end and padding."""
@@ -378,6 +380,7 @@ def build(
     from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
 
+    from train.attention import check_documents
     from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
     from train.optim import build_optimizer
@@ -389,11 +392,16 @@ def build(
         if not initialised:
             stack.enter_context(accelerator.device)
             stack.enter_context(no_init_weights())
-        network = build_model(architecture, job.auto_class, tokenizer, job.length, labels, weights=False)
+        packing = config.data.packing
+        network = build_model(
+            architecture, job.auto_class, tokenizer, job.length, labels, weights=False, packing=packing
+        )
         if hasattr(network, "tie_weights"):
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step
         chunked = use_chunks(config.optimization.loss, network)
+        if packing:
+            check_documents(network)
     with_loss = ModelWithLoss(network, chunked)
     if divide is not None:
         divide(with_loss)
@@ -419,22 +427,29 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     """A micro-batch of the job's shape on the CPU; of zeros where tensors are fake."""
     import torch
 
-    from train.records import MicroBatch
+    from train.records import Documents, MicroBatch
 
     shape, high = (size, job.length), job.vocab_size
     inputs = {name: torch.randint(3, high, shape) for name in job.input_names}
     if job.padded:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         inputs["attention_mask"][:, -1] = 0
+    documents = None
+    if job.values["packing"]:
+        lengths = job.documents if len(job.documents) == size else ((job.length,),) * size
+        documents = Documents.of(lengths)
+        inputs["position_ids"] = documents.position_ids()
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
-    return MicroBatch(inputs, labels, job.num_targets or labels.numel(), tuple(range(size)), size * job.length)
+    num_targets = job.num_targets or labels.numel()
+    return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length, documents)
 
 
 def job_from(values: dict[str, Any]) -> Job:
     """A job from what JSON made of it."""
     target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})
     lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-    return Job(**{**values, **lists, "target": target})
+    documents = tuple(map(tuple, values["documents"]))
+    return Job(**{**values, **lists, "target": target, "documents": documents})
 
 
 def this_target() -> Target:

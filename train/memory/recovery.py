@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train.config import Optimization
 from train.errors import StepError
 from train.memory.explain import is_out_of_memory
-from train.records import IGNORE, Mark, MicroBatch, StepOutcome, unmarked
+from train.records import IGNORE, Documents, Mark, MicroBatch, StepOutcome, unmarked
 from train.step import Counts, accumulate_gradients, apply_gradients, clip_gradients, count_targets
 
 if TYPE_CHECKING:
@@ -375,6 +375,7 @@ def halves(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
             num_targets=int((labels != IGNORE).sum()),
             example_ids=example_ids,
             num_tokens=num_tokens,
+            documents=batch.documents and Documents.of(batch.documents.lengths[rows]),
         )
 
     return (

@@ -171,7 +171,8 @@ class MemorySession:
             accumulates=accumulates,
             padded="attention_mask" in longest.inputs,
             num_targets=longest.num_targets or None,
-            input_names=tuple(name for name in longest.inputs if name != "attention_mask"),
+            input_names=tuple(name for name in longest.inputs if name not in ("attention_mask", "position_ids")),
+            documents=longest.documents.lengths if longest.documents is not None else (),
             eval_batch_size=self._config.output.eval_batch_size or size,
         )
         if self._predictor is not None and self._config.memory.predict_memory:
