@@ -29,7 +29,7 @@ H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
 
 def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) -> Job:
-    fields = {f: settings.pop(f) for f in ("padded", "num_labels", "auto_class", "length") if f in settings}
+    fields = {f: settings.pop(f) for f in ("padded", "num_labels", "auto_class", "length", "documents") if f in settings}
     values = {**to_values(Config()), "model_config": model, "tokenizer": "bytes", "micro_batch_size": 2, **settings}
     return Job(
         values=values,
@@ -77,6 +77,9 @@ CASES = {
     "chunked, five chunks": job({**LLAMA, "vocab_size": 9000}, loss="chunked", length=4096),
     "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
     "masked and padded": job(BERT, auto_class="AutoModelForMaskedLM", padded=True),
+    "packed, cut in their own ways": job(packing=True, documents=((40, 60, 28), (128,))),
+    "packed, checkpointed, cut alike": job(packing=True, documents=((28, 100),) * 2, gradient_checkpointing="selective"),
+    "packed, from both sides": job(BERT, auto_class="AutoModelForMaskedLM", packing=True, documents=((28, 100),) * 2),
     "classified": job(BERT, auto_class="AutoModelForSequenceClassification", num_labels=3),
 }
 
