@@ -117,6 +117,19 @@ def test_what_a_card_would_do_depends_on_the_card(predictor: Predictor) -> None:
         kernels(turing, mixed_precision="bf16")
 
 
+def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_document(predictor: Predictor) -> None:
+    packed = job(target=H100, mixed_precision="bf16", packing=True, length=2048)
+    found, plain = (predictor.predict(case) for case in (packed, job(target=H100, mixed_precision="bf16", length=2048)))
+    assert found.attention_kernels == ("flash over lengths",)
+    assert found.flops == pytest.approx(plain.flops, rel=1e-3)  # one document a row is taken: the longest there can be
+    assert found.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.01)  # positions and boundaries are small
+    exact = predictor.predict(replace(packed, values={**packed.values, "mixed_precision": "no"}))
+    assert exact.attention_kernels == ("efficient",)
+    turing = Target("cuda", (7, 5))
+    values = {**packed.values, "mixed_precision": "fp16"}
+    assert predictor.predict(replace(packed, target=turing, values=values)).attention_kernels == ("efficient",)
+
+
 def test_techniques_save_what_they_should(predictor: Predictor) -> None:
     def peak(**settings: Any) -> int:
         sized = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 9000}

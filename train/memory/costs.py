@@ -31,7 +31,7 @@ class Costs:
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any, repeats: int = 1) -> None:
         """Adds one operator, ``repeats`` times."""
-        if func.is_view or func.namespace != "aten":
+        if func.is_view or func.namespace not in ("aten", "torch_attn"):
             return
         inputs, outputs = list(_tensors(args)), list(_tensors(result))
         if not outputs or outputs[0].device.type == "meta":
@@ -43,6 +43,8 @@ class Costs:
             flops = float(formula(*args, **kwargs, out_val=result))
             if _is_causal(func, args, kwargs):
                 flops /= 2  # half of the square is not computed
+        if func.namespace == "torch_attn":
+            flops = _flops_over_lengths(func, args, kwargs)
         rate = self.flops_per_second.get(outputs[0].dtype) or max(self.flops_per_second.values())
         seconds = max(
             LAUNCH_SECONDS, flops / (rate * REACHED_FLOPS), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
@@ -52,8 +54,24 @@ class Costs:
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(_named(func, args, kwargs).get("is_causal", False))
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     names = [argument.name for argument in func._schema.arguments]
-    return bool(dict(zip(names, args, strict=False), **kwargs).get("is_causal", False))
+    return dict(zip(names, args, strict=False), **kwargs)
+
+
+def _flops_over_lengths(func: Any, args: Any, kwargs: Any) -> float:
+    """Of flash attention over sequences of different lengths, as if all were as long as the longest."""
+    given = _named(func, args, kwargs)
+    tokens, heads, head_size = given["query"].shape
+    left, right = given.get("window_size") or (-1, -1)
+    seen = given["max_k"] * (0.5 if given.get("is_causal") or right == 0 else 1.0)
+    if left >= 0:
+        seen = min(seen, left + right + 1)
+    products = 5 if "backward" in func._schema.name else 2
+    return 2.0 * products * tokens * seen * heads * head_size
 
 
 def _tensors(value: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from train import attention
 from train.runtime import cpu_is_fast_at_bf16
 
 aten = torch.ops.aten
@@ -53,14 +54,22 @@ class Attention:
     def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         self._capability, self._prefers_cudnn = capability, prefers_cudnn
         self._original = F.scaled_dot_product_attention
+        self._at_once = attention._attend_at_once
         self.kernels_used: set[str] = set()
 
     def __enter__(self) -> Attention:
         F.scaled_dot_product_attention = self._attend  # pyright: ignore[reportAttributeAccessIssue]
+        attention._attend_at_once = self._attend_at_once
         return self
 
     def __exit__(self, *exception: Any) -> None:
         F.scaled_dot_product_attention = self._original
+        attention._attend_at_once = self._at_once
+
+    def _attend_at_once(self, *args: Any) -> Tensor:
+        """What is asked of all documents at once is asked of the real operator: it needs no card to say its sizes."""
+        self.kernels_used.add("flash over lengths")
+        return self._at_once(*args)
 
     def _attend(
         self,
@@ -129,6 +138,8 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         return [result.numel() * 4 + 128] if sums_apart else []
     if name == "aten::_scaled_dot_product_flash_attention_backward":
         return _flash_backward(args[1], args[2])
+    if name == "torch_attn::_varlen_attn_backward":
+        return _flash_backward_over_lengths(args[1], args[2], args[6].numel() - 1)
     if name == "aten::_scaled_dot_product_cudnn_attention_backward":
         return _flash_backward(args[1], args[1])
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
@@ -153,6 +164,16 @@ def _flash_backward(query: Tensor, key: Tensor) -> list[int]:
     ]
     if key.shape[1] != heads:
         buffers += [batch * key.shape[2] * heads * head_size * query.element_size()] * 2
+    return buffers
+
+
+def _flash_backward_over_lengths(query: Tensor, key: Tensor, num_documents: int) -> list[int]:
+    """The same of sequences laid end to end (T, H, D), each with 128 tokens to spare."""
+    tokens, heads, head_size = query.shape
+    rows = tokens + 128 * num_documents
+    buffers = [heads * rows * 4, rows * heads * _up(head_size, 32 if head_size <= 128 else 64) * 4]
+    if key.shape[1] != heads:
+        buffers += [key.shape[0] * heads * head_size * query.element_size()] * 2
     return buffers
 
 
