@@ -236,6 +236,55 @@ def test_evaluation_starts_with_the_longest_batch() -> None:
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == max(examples()["length"])
 
 
+# By tokens
+
+BUDGETS = [(12, 1), (12, 2), (12, 3), (20, 1), (20, 3), (1000, 1), (1000, 4)]
+"""(tokens of a micro-batch, processes)."""
+
+
+def by_tokens(max_tokens: int, world_size: int, rank: int = 0, epoch: int = 0) -> list[list[MicroBatch]]:
+    arithmetic = BatchArithmetic(1, 12 // world_size, world_size, max_tokens)
+    return list(MapBatches(examples(), COLLATE, arithmetic, rank, 5).windows(epoch, 0))
+
+
+@pytest.mark.parametrize(("max_tokens", "world_size"), BUDGETS)
+def test_micro_batches_hold_as_many_tokens_as_fit(max_tokens: int, world_size: int) -> None:
+    ranks = [by_tokens(max_tokens, world_size, rank) for rank in range(world_size)]
+    steps = []
+    for windows in zip(*ranks, strict=True):
+        assert len({len(window) for window in windows}) == 1
+        assert all(batch.labels.numel() <= max_tokens for window in windows for batch in window)
+        steps.append(sorted(i for window in windows for i in ids(window)))
+    assert steps == over_ranks(map_batches, (12, 1, 1))  # the examples of a step stay
+
+
+def test_fewer_micro_batches_at_the_same_peak_than_by_number() -> None:
+    number = list(map_batches((2, 6, 1)).windows(0, 0))
+    peak = max(batch.labels.numel() for window in number for batch in window)
+    tokens = by_tokens(peak, 1)
+    assert max(batch.labels.numel() for window in tokens for batch in window) <= peak
+    assert sum(map(len, tokens)) <= 0.8 * sum(map(len, number))
+
+
+def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
+    for max_tokens, world_size in BUDGETS:
+        arithmetic = BatchArithmetic(1, 12 // world_size, world_size, max_tokens)
+        longest = MapBatches(examples(), COLLATE, arithmetic, 0, 5).longest().labels.numel()
+        made = [b for r in range(world_size) for e in range(6) for w in by_tokens(max_tokens, world_size, r, e) for b in w]
+        assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens
+
+
+def test_evaluation_and_streams_by_tokens() -> None:
+    found = list(evaluation_batches(examples(), COLLATE, 1, 2, 0, max_tokens=20))
+    other = list(evaluation_batches(examples(), COLLATE, 1, 2, 1, max_tokens=20))
+    assert sorted(ids([*found, *other])) == list(range(COUNT)) and len(found) == len(other)
+    assert max(batch.labels.numel() for batch in found) <= 20
+    stream = StreamBatches(examples().to_iterable_dataset(), COLLATE, BatchArithmetic(1, 12, 1, 20), 0, 5, 10)
+    windows = list(stream.windows(0, 0))
+    assert [sorted(ids(w)) for w in windows] == over_ranks(stream_batches, (12, 1, 1))
+    assert max(batch.labels.numel() for window in windows for batch in window) <= 20
+
+
 # Streams
 
 

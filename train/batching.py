@@ -28,16 +28,23 @@ Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 
 
 def batch_arithmetic(
-    micro_batch_size: int, accumulation_steps: int | None, global_batch_size: int | None, world_size: int
+    micro_batch_size: int,
+    accumulation_steps: int | None,
+    global_batch_size: int | None,
+    world_size: int,
+    max_tokens: int | None = None,
 ) -> BatchArithmetic:
     """What the user gave, completed.
+
+    Args:
+        max_tokens: padded tokens of a micro-batch, where these form it and not a number of examples.
 
     Raises:
         UsageError: the three numbers contradict each other.
     """
     per_round = micro_batch_size * world_size
     if global_batch_size is None:
-        return BatchArithmetic(micro_batch_size, accumulation_steps or 1, world_size)
+        return BatchArithmetic(micro_batch_size, accumulation_steps or 1, world_size, max_tokens)
     if global_batch_size % per_round:
         below = global_batch_size // per_round * per_round
         near = f"{below} or {below + per_round}" if below else f"{per_round}"
@@ -51,7 +58,7 @@ def batch_arithmetic(
             f"gradient_accumulation_steps: {accumulation_steps} contradicts global_batch_size {global_batch_size} = "
             f"micro_batch_size {micro_batch_size} × {steps} × {world_size} process(es). Give one of the two."
         )
-    return BatchArithmetic(micro_batch_size, steps, world_size)
+    return BatchArithmetic(micro_batch_size, steps, world_size, max_tokens)
 
 
 def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
@@ -72,6 +79,40 @@ def micro_batches(
     by_length = [ids[i] for i in np.argsort([-int(length) for length in lengths], kind="stable")]
     parts = np.array_split(np.asarray(by_length), rounds * world_size) if rounds else []
     return [[part.tolist() for part in parts[r * world_size : (r + 1) * world_size]] for r in range(rounds)]
+
+
+def micro_batches_by_tokens(
+    ids: Sequence[int], lengths: Sequence[int], max_tokens: int, world_size: int
+) -> list[list[list[int]]]:
+    """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
+
+    The longest come first, and each list takes as many as fit. Every rank gets the same number of rounds: where the
+    lists do not divide, those of most examples are halved.
+    """
+    order = np.argsort([-int(length) for length in lengths], kind="stable")
+    parts: list[list[int]] = []
+    width = 0
+    for i in order:
+        if not parts or (len(parts[-1]) + 1) * width > max_tokens:
+            parts.append([])
+            width = int(lengths[i])
+        parts[-1].append(ids[i])
+    while len(parts) % world_size:
+        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
+        part = parts[largest]
+        if len(part) < 2:
+            parts.append([])
+        else:
+            middle = len(part) // 2
+            parts[largest : largest + 1] = [part[:middle], part[middle:]]
+    return [parts[first : first + world_size] for first in range(0, len(parts), world_size)]
+
+
+def _rounds(ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
+    """The examples of one step as ``[round][rank]`` lists of ids."""
+    if arithmetic.max_tokens is not None:
+        return micro_batches_by_tokens(ids, lengths, arithmetic.max_tokens, arithmetic.world_size)
+    return micro_batches(ids, lengths, arithmetic.micro_batch_size, arithmetic.world_size)
 
 
 class MapBatches:
@@ -99,7 +140,7 @@ class MapBatches:
 
     def longest(self) -> MicroBatch:
         """The longest examples of all, whatever step they belong to."""
-        ids = longest_ids(self.lengths, self.arithmetic.micro_batch_size)
+        ids = longest_ids(self.lengths, self.arithmetic)
         return next(self._loader.load([ids], (self.seed, 0)))
 
     def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
@@ -109,21 +150,27 @@ class MapBatches:
         plan = []
         for first in range(first_step * size, len(order), size):
             ids = order[first : first + size]
-            parts = micro_batches(
-                ids.tolist(), self.lengths[ids].tolist(), self.arithmetic.micro_batch_size, self.arithmetic.world_size
-            )
+            parts = _rounds(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
             plan.append([part[self.rank] for part in parts])
         batches = self._loader.load([ids for window in plan for ids in window], (self.seed, epoch))
         for window in plan:
             yield list(itertools.islice(batches, len(window)))
 
 
-def longest_ids(lengths: Sequence[int] | np.ndarray, size: int) -> list[int]:
-    """The ``size`` longest examples; if all of these are of one length and others are not, the last is one of those.
+def longest_ids(lengths: Sequence[int] | np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
+    """The micro-batch of the longest examples, or where tokens form it, that of most tokens with their padding.
 
-    For then the batch has padding, and with it whatever mask the model makes for it.
+    If all of these are of one length and others are not, the last is one of those: for then the batch has padding,
+    and with it whatever mask the model makes for it.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
+    size = arithmetic.micro_batch_size
+    if arithmetic.max_tokens is not None:
+        widths = np.asarray(lengths)[order]
+        most = arithmetic.global_batch_size - arithmetic.world_size + 1  # the other ranks have one each
+        sizes = np.minimum(np.minimum(arithmetic.max_tokens // widths, most), np.arange(len(order), 0, -1))
+        first = int(np.argmax(sizes * widths))
+        order, size = order[first:], int(sizes[first])
     ids = order[:size].tolist()
     shorter = order[np.asarray(lengths)[order] < lengths[ids[0]]]
     if size > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
@@ -139,10 +186,11 @@ def evaluation_batches(
     rank: int,
     num_workers: int = 0,
     pin_memory: bool = False,
+    max_tokens: int | None = None,
 ) -> Iterator[MicroBatch]:
     """Every example exactly once over all ranks, the same number of batches on each, the longest first."""
     lengths = column(examples, "length")
-    rounds = micro_batches(range(len(lengths)), lengths.tolist(), batch_size, world_size)
+    rounds = _rounds(range(len(lengths)), lengths.tolist(), BatchArithmetic(batch_size, 1, world_size, max_tokens))
     loader = _Loader(examples, collate, num_workers, pin_memory)
     return loader.load([parts[rank] for parts in rounds], (0, 0))
 
@@ -231,7 +279,7 @@ class StreamBatches:
     def longest(self) -> MicroBatch:
         """The longest of the first examples, as many as three steps take: the rest of a stream is not known yet."""
         rows = list(itertools.islice(self._shuffled(0), 3 * self.arithmetic.global_batch_size))
-        ids = longest_ids([row["length"] for row in rows], self.arithmetic.micro_batch_size)
+        ids = longest_ids([row["length"] for row in rows], self.arithmetic)
         return self._batch(rows, ids, 0)
 
     def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
@@ -239,12 +287,7 @@ class StreamBatches:
         size = self.arithmetic.global_batch_size
         stream = itertools.islice(self._shuffled(epoch), first_step * size, None)
         while rows := list(itertools.islice(stream, size)):
-            parts = micro_batches(
-                range(len(rows)),
-                [row["length"] for row in rows],
-                self.arithmetic.micro_batch_size,
-                self.arithmetic.world_size,
-            )
+            parts = _rounds(range(len(rows)), [row["length"] for row in rows], self.arithmetic)
             yield [self._batch(rows, part[self.rank], epoch) for part in parts]
 
     def _batch(self, rows: list[dict[str, Any]], ids: list[int], epoch: int) -> MicroBatch:

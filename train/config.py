@@ -122,6 +122,9 @@ class Optimization:
     """Micro-batches per optimizer step and device; give this or global_batch_size."""
     global_batch_size: int | None = None
     """Examples per optimizer step over all devices; give this or gradient_accumulation_steps."""
+    max_tokens_per_micro_batch: int | None = None
+    """Form micro-batches of as many examples as have so many tokens, padding included, instead of micro_batch_size;
+    needs global_batch_size."""
     max_steps: int | None = None
     """Optimizer steps; default: num_epochs."""
     num_epochs: int | None = None
@@ -157,6 +160,10 @@ class Optimization:
     loss: Literal["auto", "full", "chunked"] = "auto"
     """full: hold all logits; chunked: hold only some, and compute them twice where they are many; auto: chunked for a
     vocabulary of 4,096 or more where the model allows it."""
+    sequence_length_warmup_steps: int = 0
+    """For so many first steps cut each step's tokens into shorter pieces, shortest first; 0: do not."""
+    sequence_length_warmup_start: int = 64
+    """Tokens of the first pieces; they double until max_length, each length for equally many of these steps."""
     seed: int = 42
     cpu_threads: int | None = None
     """Threads of one process on a CPU; default: the cores divided among the processes of this machine."""
@@ -295,6 +302,8 @@ _REPLACES = {
     "model": ("model_config", "tokenizer"),
     "model_config": ("model",),
     "gradient_accumulation_steps": ("global_batch_size",),
+    "micro_batch_size": ("max_tokens_per_micro_batch",),
+    "max_tokens_per_micro_batch": ("micro_batch_size", "gradient_accumulation_steps"),
     "global_batch_size": ("gradient_accumulation_steps",),
     "max_steps": ("num_epochs",),
     "num_epochs": ("max_steps",),
@@ -421,12 +430,15 @@ def check(config: Config) -> None:
         "micro_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "global_batch_size": 1,
+        "max_tokens_per_micro_batch": 1,
         "max_steps": 1,
         "num_epochs": 1,
         "warmup_steps": 0,
         "learning_rate_reference_batch_size": 1,
         "gradient_checkpointing_every_n_layers": 1,
         "max_consecutive_nonfinite_steps": 1,
+        "sequence_length_warmup_steps": 0,
+        "sequence_length_warmup_start": 2,
         "seed": 0,
         "cpu_threads": 1,
         "distributed_timeout_seconds": 1,
@@ -482,6 +494,33 @@ def check(config: Config) -> None:
         raise UsageError("packing: sequence_classification has one label a row: use causal_lm or masked_lm.")
     if data.packing and model.attn_implementation == "eager":
         raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
+    if (max_tokens := optim.max_tokens_per_micro_batch) is not None:
+        if optim.micro_batch_size != 1:
+            raise UsageError(
+                f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both say what "
+                "a micro-batch is: give one of them."
+            )
+        if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
+            raise UsageError(
+                f"max_tokens_per_micro_batch: {max_tokens} makes as many micro-batches as it takes: give "
+                "global_batch_size, the examples of a step, and no gradient_accumulation_steps."
+            )
+        if max_tokens < data.max_length:
+            raise UsageError(
+                f"max_tokens_per_micro_batch: {max_tokens} does not hold one example of max_length {data.max_length}: "
+                f"give {data.max_length} or more, or a smaller max_length."
+            )
+    if optim.sequence_length_warmup_steps > 0:
+        if data.task == "sequence_classification":
+            raise UsageError(
+                f"sequence_length_warmup_steps: {optim.sequence_length_warmup_steps} would cut examples apart, and "
+                "sequence_classification has one label for each: set it to 0."
+            )
+        if optim.sequence_length_warmup_start >= data.max_length:
+            raise UsageError(
+                f"sequence_length_warmup_start: {optim.sequence_length_warmup_start} is not below max_length "
+                f"{data.max_length}: give less, or sequence_length_warmup_steps: 0."
+            )
     if data.tokenizer is not None and data.tokenizer.startswith("train:"):
         size = data.tokenizer.removeprefix("train:")
         if not size.isdigit() or int(size) < 300:

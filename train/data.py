@@ -59,6 +59,7 @@ class PreparedData:
     ) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split."""
         batch_size = config.output.eval_batch_size or config.optimization.micro_batch_size
+        by_tokens = config.output.eval_batch_size is None
         assert batch_size != "auto"  # a number was chosen before anything is evaluated
         return evaluation_batches(
             examples,
@@ -68,6 +69,7 @@ class PreparedData:
             launch.rank // launch.evaluation_copies,
             config.data.dataloader_num_workers,
             pin_memory=accelerator.device.type == "cuda",
+            max_tokens=config.optimization.max_tokens_per_micro_batch if by_tokens else None,
         )
 
     def identity(self, config: Config, global_batch_size: int) -> dict[str, Any]:

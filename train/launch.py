@@ -152,7 +152,7 @@ def check_launch(launch: Launch, config: Config) -> None:
             "Make them agree, or leave mixed_precision out of one."
         )
     _check_parallelism(launch, config)
-    _check_packing(launch, config)
+    _check_rows(launch, config)
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "
@@ -203,23 +203,30 @@ def _check_parallelism(launch: Launch, config: Config) -> None:
                 "use DeepSpeed, as accelerate_configs/ulysses_sequence_parallel.yaml does",
             ),
             (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or deepspeed_zero2.yaml"),
+            (
+                f"max_tokens_per_micro_batch: {optim.max_tokens_per_micro_batch}",
+                optim.max_tokens_per_micro_batch is not None,
+                "give micro_batch_size: what is exchanged has a fixed number of rows",
+            ),
             auto,
         )
 
 
-def _check_packing(launch: Launch, config: Config) -> None:
-    """Stops where rows of several documents would be divided among ranks."""
-    if not config.data.packing:
-        return
+def _check_rows(launch: Launch, config: Config) -> None:
+    """Stops where rows of several documents, or of another length than max_length, would be divided among ranks."""
+    optim = config.optimization
     divided = (
         ("cp", launch.context_size, "fsdp2"),
         ("sp", launch.sequence_size, "deepspeed_zero2"),
         ("tp", launch.tensor_size, "ddp"),
     )
     for name, size, other in divided:
+        warmup = f"sequence_length_warmup_steps: {optim.sequence_length_warmup_steps}"
+        cuts = optim.sequence_length_warmup_steps > 0 and name != "tp"
         _refuse(
             f"parallelism_config_{name}_size: {size}",
-            ("packing", size > 1, f"leave packing out, or take accelerate_configs/{other}.yaml"),
+            ("packing", size > 1 and config.data.packing, f"leave packing out, or take accelerate_configs/{other}.yaml"),
+            (warmup, size > 1 and cuts, f"set it to 0, or take accelerate_configs/{other}.yaml"),
         )
 
 

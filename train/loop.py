@@ -15,6 +15,7 @@ from train.errors import StepError, UserError
 from train.launch import Launch
 from train.optim import learning_rate_at, set_learning_rate
 from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
+from train.sequence_length import cut, sequence_length_at
 from train.step import seed_step
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
     while not is_done(config, goal, progress):
         epoch = progress.epoch
         for window in parts.batches.windows(epoch, progress.step_in_epoch):
+            length = sequence_length_at(progress.step, config)
+            window = [cut(batch, length, config.data.task == "causal_lm") for batch in window]
             seed_step(optim.seed, progress.step, parts.launch.random_rank)
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
             set_learning_rate(parts.optimizer, learning_rate)
@@ -93,7 +96,7 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
 
             ends = outcome.stop_requested or progress.step == goal.total_steps
             if ends or progress.step % config.output.log_every_steps == 0:
-                progress = interval.close(progress, learning_rate)
+                progress = interval.close(progress, learning_rate, length)
             if not outcome.stop_requested:
                 progress = evaluate_if_due(parts, config, goal, progress)
                 ends = ends or is_done(config, goal, progress)
@@ -126,6 +129,7 @@ def advance(progress: Progress, outcome: StepOutcome) -> Progress:
         step=progress.step + 1,
         step_in_epoch=progress.step_in_epoch + 1,
         tokens_seen=progress.tokens_seen + outcome.num_tokens,
+        positions_seen=progress.positions_seen + outcome.num_positions,
         nonfinite_steps=progress.nonfinite_steps + outcome.skipped,
         consecutive_nonfinite_steps=progress.consecutive_nonfinite_steps + 1 if outcome.skipped else 0,
     )
@@ -216,7 +220,7 @@ class Interval:
         self._grad_norm = outcome.grad_norm
         self._seconds += time.perf_counter() - self._started
 
-    def close(self, progress: Progress, learning_rate: float) -> Progress:
+    def close(self, progress: Progress, learning_rate: float, sequence_length: int) -> Progress:
         """Reports the interval and begins the next."""
         accelerator, goal = self._parts.accelerator, self._goal
         loss_sum = cast("torch.Tensor", accelerator.reduce(self._loss_sum, reduction="sum")).item()
@@ -228,6 +232,7 @@ class Interval:
             "epoch": progress.epoch,
             "loss": loss_sum / self._targets if self._targets else None,
             "learning_rate": learning_rate,
+            "sequence_length": sequence_length,
             "grad_norm": self._grad_norm,
             "clipped_share": self._clipped / self._steps,
             "nonfinite_steps": progress.nonfinite_steps,

@@ -284,6 +284,7 @@ def finish(
         "steps": progress.step,
         "epochs": progress.step / steps_per_epoch if steps_per_epoch else progress.epoch,
         "tokens": progress.tokens_seen,
+        "padding_share": 1 - progress.tokens_seen / max(1, progress.positions_seen),
         "metric_name": metric,
         "metric_value": evaluations[0].metrics[metric],
         "result": {e.split: e.metrics for e in evaluations},
@@ -292,8 +293,9 @@ def finish(
         "best_metric": progress.best_metric,
         "max_length": config.data.max_length,
         "global_batch_size": arithmetic.global_batch_size,
-        "micro_batch_size": arithmetic.micro_batch_size,
-        "gradient_accumulation_steps": arithmetic.accumulation_steps,
+        "micro_batch_size": None if arithmetic.max_tokens else arithmetic.micro_batch_size,
+        "gradient_accumulation_steps": None if arithmetic.max_tokens else arithmetic.accumulation_steps,
+        "max_tokens_per_micro_batch": arithmetic.max_tokens,
         "world_size": launch.world_size,
         "launch": str(launch),
         "mixed_precision": runtime.precision,
@@ -332,7 +334,8 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
 
     optim = config.optimization
     size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
-    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, data_size)
+    max_tokens = optim.max_tokens_per_micro_batch
+    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, data_size, max_tokens)
 
 
 def describe_training(

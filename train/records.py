@@ -127,6 +127,9 @@ class BatchArithmetic:
     micro_batch_size: int
     accumulation_steps: int
     world_size: int
+    max_tokens: int | None = None
+    """Micro-batches are formed by padded tokens instead, at most so many each: then the numbers above only say how
+    many examples a step has."""
 
     @property
     def global_batch_size(self) -> int:
@@ -135,6 +138,11 @@ class BatchArithmetic:
     def __str__(self) -> str:
         examples = f"{self.micro_batch_size} example{'s' if self.micro_batch_size > 1 else ''}"
         processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        if self.max_tokens is not None:
+            return (
+                f"micro-batches of up to {self.max_tokens:,} tokens, padding included, on {processes}; "
+                f"{self.global_batch_size} examples per step"
+            )
         return (
             f"{examples} per micro-batch × {self.accumulation_steps} accumulated × {processes} = "
             f"{self.global_batch_size} per step"
@@ -170,6 +178,8 @@ class Progress:
     epoch: int = 0
     step_in_epoch: int = 0
     tokens_seen: int = 0
+    positions_seen: int = 0
+    """Tokens and padding."""
     nonfinite_steps: int = 0
     consecutive_nonfinite_steps: int = 0
     best_metric: float | None = None

@@ -73,7 +73,7 @@ def page(
         title: heading of the page.
         config_yaml: the resolved configuration.
         summary: any of metric_name, metric_value, best_step, status, task, model, num_parameters, steps, epochs,
-            tokens, max_length, global_batch_size, mixed_precision, training_seconds, tokens_per_second, mfu,
+            tokens, padding_share, max_length, global_batch_size, mixed_precision, training_seconds, tokens_per_second, mfu,
             peak_allocated_bytes, predicted_peak_bytes, bytes_by_kind and peak_bytes_by_phase (name: bytes),
             memory_leak (text), max_grad_norm, references (name: bits per byte), label_names, notes (texts), hardware
             (as :func:`train.report.hardware`), versions, world_size.
@@ -146,7 +146,8 @@ def _cards(summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
     name, value = _headline(summary, evaluations) or ("", None)
     best = shown(summary, "best_step", lambda step: f"best at step {step:,}")
     batch = shown(summary, "global_batch_size", lambda examples: f"of {count(examples)} examples")
-    length = shown(summary, "max_length", lambda tokens: f"at most {tokens:,} per example")
+    per_example = shown(summary, "max_length", lambda tokens: f"at most {tokens:,} per example")
+    padding = shown(summary, "padding_share", lambda share: f"{percent(share)} padding")
     epochs = shown(summary, "epochs", lambda passes: f"{passes:.3g} epoch{'' if passes == 1 else 's'}")
     cards = [
         _card(words(name), None if value is None else number(value), best),
@@ -154,7 +155,7 @@ def _cards(summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
         _card("Peak memory", shown(summary, "peak_allocated_bytes", gib), _memory_context(summary)),
         _card("Training time", shown(summary, "training_seconds", duration), epochs),
         _card("Steps", shown(summary, "steps", number), batch),
-        _card("Tokens", shown(summary, "tokens", count), length),
+        _card("Tokens", shown(summary, "tokens", count), ", ".join(filter(None, [per_example, padding]))),
         _card("Hardware", _device(summary), shown(summary, "mixed_precision", _precision), kind="wide"),
     ]
     return f'<dl class="cards">\n{"".join(cards)}</dl>'

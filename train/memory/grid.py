@@ -113,6 +113,7 @@ def _job(question: Question, length: int, micro_batch_size: int) -> Job:
     optim = replace(
         optim,
         micro_batch_size=micro_batch_size,
+        max_tokens_per_micro_batch=None,
         global_batch_size=None,
         gradient_accumulation_steps=2 if accumulates else 1,
     )

@@ -142,10 +142,12 @@ def job_of(
 
     data, optim = config.data, config.optimization
     check_task(data.task)
-    size = _micro_batch_size(config)
-    arithmetic = batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, world_size)
+    size = _micro_batch_size(config, world_size)
+    given = optim.micro_batch_size if optim.max_tokens_per_micro_batch else size
+    assert given != "auto"
+    arithmetic = batch_arithmetic(given, optim.gradient_accumulation_steps, optim.global_batch_size, world_size)
     if padded is None:
-        padded = data.task != "causal_lm" and size > 1
+        padded = data.task != "causal_lm" and size > 1 and not data.packing
     return Job(
         values=to_values(config),
         target=target,
@@ -153,7 +155,7 @@ def job_of(
         vocab_size=vocab_size,
         micro_batch_size=size,
         length=data.max_length,
-        accumulates=arithmetic.accumulation_steps > 1,
+        accumulates=arithmetic.global_batch_size > size * world_size,
         num_labels=num_labels,
         padded=padded,
         eval_batch_size=config.output.eval_batch_size or size,
@@ -162,11 +164,15 @@ def job_of(
     )
 
 
-def _micro_batch_size(config: Config) -> int:
-    size = config.optimization.micro_batch_size
-    if size == "auto":
+def _micro_batch_size(config: Config, world_size: int) -> int:
+    """Examples of a micro-batch; where tokens form it, as many of the longest as it may hold."""
+    optim = config.optimization
+    if optim.max_tokens_per_micro_batch is not None:
+        most = (optim.global_batch_size or world_size) - world_size + 1
+        return max(1, min(optim.max_tokens_per_micro_batch // config.data.max_length, most))
+    if optim.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto stands for no size yet: give one here.")
-    return size
+    return optim.micro_batch_size
 
 
 def vocabulary_size(config: Config) -> int:
@@ -278,7 +284,7 @@ class Question:
         from train.batching import batch_arithmetic
 
         optim = self.config.optimization
-        size = _micro_batch_size(self.config)
+        size = 1 if optim.max_tokens_per_micro_batch else _micro_batch_size(self.config, self.world_size)
         return batch_arithmetic(
             size, optim.gradient_accumulation_steps, optim.global_batch_size, self.world_size
         ).global_batch_size
@@ -291,7 +297,7 @@ class Question:
         if loss == "auto":
             loss = self.automatic_loss
         return Setting(
-            _micro_batch_size(self.config),
+            _micro_batch_size(self.config, self.world_size),
             self.config.architecture.gradient_checkpointing,
             optim.mixed_precision,
             loss,
@@ -351,7 +357,11 @@ class Question:
         }
         if setting.gradient_checkpointing == "none":
             wanted["gradient_checkpointing_every_n_layers"] = 1
-        if setting.micro_batch_size != values["micro_batch_size"]:
+        if values["max_tokens_per_micro_batch"] is not None:
+            del wanted["micro_batch_size"]
+            if setting.micro_batch_size != self.asked.micro_batch_size:
+                wanted["max_tokens_per_micro_batch"] = setting.micro_batch_size * values["max_length"]
+        elif setting.micro_batch_size != values["micro_batch_size"]:
             wanted |= {"global_batch_size": self.global_batch_size, "gradient_accumulation_steps": None}
         return {name: value for name, value in wanted.items() if value != values[name]}
 

@@ -1,0 +1,77 @@
+"""Sequence-length warm-up: the first steps see their tokens in shorter pieces (arXiv 2108.06084).
+
+A window of S tokens becomes S / L rows of L, so a step keeps its examples, its targets and about its memory, and
+attention costs less. The length is a function of the step alone: a resumed run goes on with the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from train.config import Config
+from train.records import IGNORE, Documents, MicroBatch
+
+
+def sequence_length_at(step: int, config: Config) -> int:
+    """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all."""
+    steps, length = config.optimization.sequence_length_warmup_steps, config.optimization.sequence_length_warmup_start
+    if step >= steps:
+        return config.data.max_length
+    stages = [length]
+    while 2 * stages[-1] < config.data.max_length:
+        stages.append(2 * stages[-1])
+    return stages[step * len(stages) // steps]
+
+
+def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
+    """``batch`` (B, S) in rows of ``length`` tokens; rows of nothing but padding are left out.
+
+    The last tokens of a piece keep their targets, which for a causal model are the next tokens. Tokens see only those
+    of their piece.
+
+    Args:
+        causal: whether padding at the end needs no mask, since nothing sees what stands behind it.
+    """
+    rows, width = batch.labels.shape
+    if width <= length:
+        return batch
+    missing = -width % length
+    inputs: dict[str, Any] = dict(batch.inputs)
+    if missing and not causal and batch.documents is None:
+        inputs.setdefault("attention_mask", torch.ones_like(batch.labels))
+
+    def pieces(tensor: Tensor, value: int = 0) -> Tensor:
+        return F.pad(tensor, (0, missing), value=value).view(-1, length)
+
+    labels = pieces(batch.labels, IGNORE)
+    inputs = {name: pieces(tensor) for name, tensor in inputs.items()}
+    kept = (inputs["attention_mask"] if "attention_mask" in inputs else labels != IGNORE).any(1)
+    kept[0] = True  # of a batch that only keeps ranks in step
+    inputs = {name: tensor[kept] for name, tensor in inputs.items()}
+    if "attention_mask" in inputs and inputs["attention_mask"].all():
+        del inputs["attention_mask"]
+    documents = batch.documents
+    if documents is not None:
+        cuts = [piece for row in documents.lengths for piece in _pieces([*row, missing], length)]
+        documents = Documents.of([piece for piece, keep in zip(cuts, kept.tolist(), strict=True) if keep])
+        inputs["position_ids"] = documents.position_ids()
+    return replace(batch, inputs=inputs, labels=labels[kept], documents=documents)
+
+
+def _pieces(lengths: list[int], length: int) -> list[list[int]]:
+    """The documents of a row in rows of ``length`` tokens, those divided that reach over an end."""
+    rows: list[list[int]] = [[]]
+    for left in lengths:
+        while left:
+            taken = min(left, length - sum(rows[-1]))
+            if not taken:
+                rows.append([])
+                continue
+            rows[-1].append(taken)
+            left -= taken
+    return rows
