@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import Architecture
 from train.errors import UserError
 from train.losses import without_weights
 from train.records import Documents
 
 NAME = "documents"
 """Of the implementation, among those of transformers."""
+MIN_QUERIES = 256
+"""Computed together where a window slides: with fewer, launching would take longer than computing."""
 
 
 def register() -> str:
@@ -36,18 +36,13 @@ def register() -> str:
     return NAME
 
 
-def with_documents(architecture: Architecture) -> Architecture:
-    """``architecture`` with the implementation here where it would have been ``sdpa``."""
-    if architecture.attn_implementation not in (None, "sdpa"):
-        return architecture
-    return replace(architecture, attn_implementation=register())
-
-
 def tell_documents(model: nn.Module) -> None:
     """From now on ``model`` takes ``documents`` beside its other arguments, and its attention stays within them.
 
     Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
     """
+    if isinstance(model, _transformers_model()) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(register())
     model.register_forward_pre_hook(_arguments, with_kwargs=True)
 
 
@@ -153,9 +148,10 @@ def _sdpa(
 
 
 def _windows(length: int, window: int, causal: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries a window long, the keys that any of them sees, and which sees which (queries, keys)."""
-    for first in range(0, length, window):
-        end = min(length, first + window)
+    """Queries of a window or more, the keys that any of them sees, and which sees which (queries, keys)."""
+    step = max(window, MIN_QUERIES)
+    for first in range(0, length, step):
+        end = min(length, first + step)
         left, right = max(0, first - window + 1), end if causal else min(length, end + window - 1)
         ahead = torch.arange(left, right, device=device) - torch.arange(first, end, device=device).unsqueeze(1)
         visible = (ahead > -window) & (ahead < (1 if causal else window))
@@ -222,6 +218,23 @@ def _attend_at_once(
 # Whether a model can be told
 
 
+def _transformers_model() -> type[Any]:
+    from transformers import PreTrainedModel
+
+    return PreTrainedModel
+
+
+def can_slide_without_mask(model: Any, max_length: int) -> bool:
+    """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S, and
+    :func:`tell_documents` spares it that."""
+    if not isinstance(model, _transformers_model()) or model.config._attn_implementation != "sdpa":
+        return False
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+    return bool(window) and window < max_length and slides and obstacle_to_documents(model) is None
+
+
 def check_documents(model: nn.Module) -> None:
     """Whether :func:`tell_documents` reaches every layer of ``model``.
 
@@ -243,9 +256,10 @@ def obstacle_to_documents(model: Any) -> str | None:
     Tried on eight tokens with a copy without weights, see :func:`train.losses.obstacle_to_chunks`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
-    from transformers import AttentionInterface, PreTrainedModel
+    from torch.utils._python_dispatch import _disable_current_modes
+    from transformers import AttentionInterface
 
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, _transformers_model()):
         return "it is no transformers model"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return "it numbers positions in its own way"
@@ -256,11 +270,14 @@ def obstacle_to_documents(model: Any) -> str | None:
             told.add(module)
         return attend(module, *args, **kwargs)
 
-    AttentionInterface.register(register(), watched)
+    register()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        # What a prediction counts, and the device that it builds on, are of no concern here.
+        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             trial = without_weights(model).eval()
+            tell_documents(trial)
             trial.set_attn_implementation(NAME)
+            AttentionInterface.register(NAME, watched)
             ids, documents = torch.zeros((1, 8), dtype=torch.long), Documents.of([[3, 5]])
             trial(input_ids=ids, position_ids=documents.position_ids(), documents=documents)
     except Exception as error:  # models fail in their own ways

@@ -103,6 +103,12 @@ class Architecture:
     fields as in transformers' configuration class."""
     attn_implementation: str | None = None
     """sdpa, flash_attention_2, eager ...; default: what transformers chooses."""
+    rope_scaling: Literal["none", "linear", "yarn"] = "none"
+    """Scale rotary positions, for sequences longer than the model was trained on."""
+    rope_scaling_factor: float | None = None
+    """How many times longer; default: max_length divided by the model's positions."""
+    sliding_window: int | None = None
+    """Attention sees only so many tokens back (modernbert: to each side), in models that have such layers."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights; mixed_precision sets the type of the arithmetic."""
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -439,6 +445,7 @@ def check(config: Config) -> None:
         "max_consecutive_nonfinite_steps": 1,
         "sequence_length_warmup_steps": 0,
         "sequence_length_warmup_start": 2,
+        "sliding_window": 1,
         "seed": 0,
         "cpu_threads": 1,
         "distributed_timeout_seconds": 1,
@@ -490,6 +497,13 @@ def check(config: Config) -> None:
         )
     if data.streaming and optim.max_steps is None:
         raise UsageError("streaming: the length of a stream is not known: give max_steps.")
+    if model.rope_scaling_factor is not None:
+        if model.rope_scaling == "none":
+            raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
+        if model.rope_scaling_factor <= 1:
+            raise UsageError(f"rope_scaling_factor: {model.rope_scaling_factor} must be more than 1.")
+    if model.model is not None and ":" in model.model and (model.rope_scaling != "none" or model.sliding_window):
+        raise UsageError("rope_scaling and sliding_window change a model's configuration; module:function brings none.")
     if data.packing and data.task == "sequence_classification":
         raise UsageError("packing: sequence_classification has one label a row: use causal_lm or masked_lm.")
     if data.packing and model.attn_implementation == "eager":

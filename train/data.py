@@ -76,10 +76,12 @@ class PreparedData:
         """What a checkpoint and a run that resumes from it must have in common."""
         values = to_values(config)
         same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
+        changed = {name: values[name] for name in ("rope_scaling", "sliding_window") if values[name] not in (None, "none")}
         train = self.examples.train
         stream = "stream, packed" if config.data.packing else "stream"
         return {
             **{name: values[name] for name in same},
+            **changed,
             "tokenizer": tokenizer_digest(self.tokenizer),
             "training data": getattr(train, "_fingerprint", None) if isinstance(train, datasets.Dataset) else stream,
             "global_batch_size": global_batch_size,

@@ -96,7 +96,6 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
-    from train.attention import check_documents
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
@@ -130,8 +129,6 @@ def run(
     network = build_model(
         config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names, packing=data.packing
     )
-    if data.packing:
-        check_documents(network)
     num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
     identity = prepared.identity(config, arithmetic.global_batch_size)

@@ -15,6 +15,7 @@ from torch import nn
 from train import attention
 from train.config import Architecture
 from train.errors import UserError
+from train.long_context import extend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -44,10 +45,10 @@ def build_model(
     if config.model is not None and ":" in config.model and not Path(config.model).exists():
         model = _from_function(config.model)
     else:
-        if packing:
-            config = attention.with_documents(config)
         model = _from_transformers(config, auto_class, tokenizer, max_length, label_names, weights)
     if packing:
+        attention.check_documents(model)
+    if packing or attention.can_slide_without_mask(model, max_length):
         attention.tell_documents(model)
     enable_checkpointing(model, config.gradient_checkpointing, config.gradient_checkpointing_every_n_layers)
     return model
@@ -82,6 +83,7 @@ def _from_transformers(
     factory = getattr(transformers, auto_class)
     from_scratch = config.model is None
     model_config = _new_config(config, tokenizer, max_length) if from_scratch else _stored_config(config)
+    extend(model_config, config, max_length)
     if label_names:
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
@@ -163,7 +165,7 @@ def _check_fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max
     if limit is not None and max_length > limit > 0:
         raise UserError(
             f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
-            "or a model_config with more max_position_embeddings."
+            "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."
         )
 
 

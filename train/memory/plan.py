@@ -206,6 +206,14 @@ def vocabulary_size(config: Config) -> int:
 
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
+    architecture, limit = config.architecture, _own_positions(config)
+    if limit is None or architecture.rope_scaling == "none":
+        return limit
+    return None if architecture.rope_scaling_factor is None else math.ceil(limit * architecture.rope_scaling_factor)
+
+
+def _own_positions(config: Config) -> int | None:
+    """Positions of the model before ``rope_scaling``."""
     name = "max_position_embeddings"
     if (stored := _stored_config(config)) is not None:
         return getattr(stored, name, None)
@@ -679,8 +687,13 @@ def _longest_of(question: Question, setting: Setting, predictions: Predictions, 
 
 def replace_length(question: Question, length: int) -> Question:
     """``question`` with another ``max_length``."""
-    data = replace(question.config.data, max_length=length)
-    return replace(question, config=replace(question.config, data=data))
+    config = replace(question.config, data=replace(question.config.data, max_length=length))
+    architecture = config.architecture
+    if architecture.rope_scaling != "none" and architecture.rope_scaling_factor is None:
+        # The factor follows the length, and takes no memory; but none is below one.
+        factor = max(2.0, length / (_own_positions(config) or length))
+        config = replace(config, architecture=replace(architecture, rope_scaling_factor=factor))
+    return replace(question, config=config)
 
 
 # ---- what to type ----------------------------------------------------------------------------------------------------

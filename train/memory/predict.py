@@ -382,7 +382,6 @@ def build(
     from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
 
-    from train.attention import check_documents
     from train.losses import ModelWithLoss, use_chunks
     from train.modeling import build_model
     from train.optim import build_optimizer
@@ -402,8 +401,6 @@ def build(
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step
         chunked = use_chunks(config.optimization.loss, network)
-        if packing:
-            check_documents(network)
     with_loss = ModelWithLoss(network, chunked)
     if divide is not None:
         divide(with_loss)

@@ -1,0 +1,69 @@
+"""Models on sequences longer than they were made for: rotary positions scaled, attention that sees a window."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from train.config import Architecture
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def extend(config: PretrainedConfig, architecture: Architecture, max_length: int) -> None:
+    """Changes ``config``, before the model is built, as ``rope_scaling`` and ``sliding_window`` ask.
+
+    Raises:
+        UserError: the model has nothing of the kind, or needs no scaling.
+    """
+    if architecture.rope_scaling != "none":
+        _scale_positions(config, architecture.rope_scaling, architecture.rope_scaling_factor, max_length)
+    if architecture.sliding_window is not None:
+        _slide(config, architecture.sliding_window)
+
+
+def _scale_positions(config: PretrainedConfig, kind: str, factor: float | None, max_length: int) -> None:
+    """Linear position interpolation (arXiv 2306.15595) or YaRN (arXiv 2309.00071), and more positions by the factor."""
+    rope: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    if not rope or not positions:
+        raise UserError(f"rope_scaling: {kind} scales rotary positions, and {config.model_type} has none: leave it out.")
+    # By kind of layer, where these differ: those that see a window never see a distance that they do not know.
+    nested = {name: part for name, part in rope.items() if isinstance(part, dict)}
+    scaled = nested.get("full_attention", rope if not nested else None)
+    if scaled is None:
+        raise UserError(f"rope_scaling: {kind}: {config.model_type} has no layer that sees all positions: leave it out.")
+    if scaled.get("rope_type", "default") != "default":
+        raise UserError(
+            f"rope_scaling: {kind}: {config.model_type} already scales its positions ({scaled['rope_type']}): leave it out."
+        )
+    if factor is None:
+        factor = max_length / positions
+        if factor <= 1:
+            raise UserError(
+                f"rope_scaling: {kind}: max_length {max_length} is within the model's {positions} positions: leave it "
+                "out, raise max_length, or give rope_scaling_factor (a model_config may say max_position_embeddings)."
+            )
+    added = {"rope_type": kind, "factor": float(factor)}
+    if kind == "yarn":
+        added["original_max_position_embeddings"] = positions
+    changed = {**scaled, **added}
+    config.max_position_embeddings = math.ceil(positions * factor)
+    config.rope_parameters = {**rope, "full_attention": changed} if nested else changed
+
+
+def _slide(config: PretrainedConfig, window: int) -> None:
+    """Gives the layers that slide a window of so many tokens; where none does, all of them."""
+    if not hasattr(config, "sliding_window"):
+        raise UserError(
+            f"sliding_window: {window}: {config.model_type} attends to all positions and knows no window: leave it out, "
+            "or take a model that does (mistral, qwen3, gemma3, modernbert ...)."
+        )
+    if hasattr(config, "use_sliding_window"):
+        config.use_sliding_window = True
+    config.sliding_window = window
+    layers = getattr(config, "layer_types", None)
+    if layers and "sliding_attention" not in layers:
+        config.layer_types = ["sliding_attention"] * len(layers)
