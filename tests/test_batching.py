@@ -270,7 +270,8 @@ def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
     for max_tokens, world_size in BUDGETS:
         arithmetic = BatchArithmetic(1, 12 // world_size, world_size, max_tokens)
         longest = MapBatches(examples(), COLLATE, arithmetic, 0, 5).longest().labels.numel()
-        made = [b for r in range(world_size) for e in range(6) for w in by_tokens(max_tokens, world_size, r, e) for b in w]
+        runs = [by_tokens(max_tokens, world_size, rank, epoch) for rank in range(world_size) for epoch in range(6)]
+        made = [batch for windows in runs for window in windows for batch in window]
         assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens
 
 

@@ -22,7 +22,7 @@ from train.tokenization import load_tokenizer
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 1, "max_position_embeddings": 64}
 MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-MODERNBERT = {"model_type": "modernbert", **SIZES, **MARKS, "max_position_embeddings": 64, "local_attention": 8}  # fmt: skip
+MODERNBERT = {**SIZES, **MARKS, "model_type": "modernbert", "max_position_embeddings": 64, "local_attention": 8}
 
 
 def built(model_config: dict[str, Any], max_length: int, task: str = "AutoModelForCausalLM", **fields: Any) -> Any:
@@ -39,7 +39,8 @@ def test_linear_divides_every_frequency_by_the_factor() -> None:
     assert torch.equal(frequencies(scaled), frequencies(plain) / 4)
     assert scaled.config.rope_parameters["factor"] == 4.0
     assert scaled.config.max_position_embeddings == 256
-    assert torch.equal(frequencies(built(LLAMA, 100, rope_scaling="linear", rope_scaling_factor=2)), frequencies(plain) / 2)
+    halved = built(LLAMA, 100, rope_scaling="linear", rope_scaling_factor=2)
+    assert torch.equal(frequencies(halved), frequencies(plain) / 2)
 
 
 def test_yarn_divides_slow_frequencies_keeps_fast_ones_and_sharpens_attention() -> None:
@@ -90,19 +91,19 @@ def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:
 @pytest.mark.parametrize(
     ("fields", "max_length", "options", "message"),
     [
-        ({"model_type": "gpt2", "n_embd": 8, "n_head": 1}, 64, {"rope_scaling": "yarn"}, "rope_scaling: yarn .* gpt2 has none"),
+        ({"model_type": "gpt2", "n_embd": 8, "n_head": 1}, 64, {"rope_scaling": "yarn"}, "yarn .* gpt2 has none"),
         (LLAMA, 64, {"rope_scaling": "linear"}, "max_length 64 is within the model's 64 positions"),
         (
             {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             256,
             {"rope_scaling": "yarn"},
-            r"llama already scales its positions \(linear\)",
+            r"llama already scales its own \(linear\)",
         ),
-        (LLAMA, 64, {"sliding_window": 8}, "sliding_window: 8: llama attends to all positions"),
-        (LLAMA, 200, {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}, "max_length: 200 is more than the model's 128"),
+        (LLAMA, 64, {"sliding_window": 8}, "sliding_window: 8: llama sees all positions"),
+        (LLAMA, 200, {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}, "max_length: 200 is more than .* 128"),
         (LLAMA, 200, {}, "--rope_scaling yarn"),
     ],
-)  # fmt: skip
+)
 def test_what_a_model_does_not_have_is_said(
     fields: dict[str, Any], max_length: int, options: dict[str, Any], message: str
 ) -> None:
@@ -117,7 +118,8 @@ def test_final_holds_what_was_changed(llama_recipe: Path, tmp_path: Path, capsys
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     assert model.config.sliding_window == 8
     assert model.config.layer_types == ["sliding_attention"] * 2
-    rope = {key: model.config.rope_parameters[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
+    keys = ("rope_type", "factor", "original_max_position_embeddings")
+    rope = {key: model.config.rope_parameters[key] for key in keys}
     assert rope == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     assert model.config.max_position_embeddings == 64
     capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,6 @@ def test_run_with_a_warmup_resumes_exactly_and_logs_the_length(llama_recipe: Pat
 
 @pytest.mark.parametrize("name", ["context_size", "sequence_size"])
 def test_sequences_divided_among_ranks_are_not_cut(name: str) -> None:
-    launch = Launch(world_size=2, engine="deepspeed" if name == "sequence_size" else "fsdp2", **{name: 2})
-    with pytest.raises(UsageError, match="sequence_length_warmup_steps: 5 does not go with .* set it to 0"):
+    launch = replace(Launch(world_size=2, engine="deepspeed" if name == "sequence_size" else "fsdp2"), **{name: 2})
+    with pytest.raises(UsageError, match=r"sequence_length_warmup_steps: 5 does not go with .* set it to 0"):
         check_launch(launch, from_values({"sequence_length_warmup_steps": 5}))

@@ -36,7 +36,7 @@ def register() -> str:
     return NAME
 
 
-def tell_documents(model: nn.Module) -> None:
+def tell_documents(model: Any) -> None:
     """From now on ``model`` takes ``documents`` beside its other arguments, and its attention stays within them.
 
     Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
@@ -62,7 +62,10 @@ def _arguments(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
         cuts, longest = documents.boundaries, documents.longest
         return args, {
             **kwargs,
-            **{"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": longest, "max_length_k": longest},
+            "cu_seq_lens_q": cuts,
+            "cu_seq_lens_k": cuts,
+            "max_length_q": longest,
+            "max_length_k": longest,
         }
     return args, kwargs  # flex_attention: transformers finds the documents by their positions
 

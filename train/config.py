@@ -511,8 +511,8 @@ def check(config: Config) -> None:
     if (max_tokens := optim.max_tokens_per_micro_batch) is not None:
         if optim.micro_batch_size != 1:
             raise UsageError(
-                f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both say what "
-                "a micro-batch is: give one of them."
+                f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both make "
+                "micro-batches: give one of them."
             )
         if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
             raise UsageError(

@@ -76,7 +76,8 @@ class PreparedData:
         """What a checkpoint and a run that resumes from it must have in common."""
         values = to_values(config)
         same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
-        changed = {name: values[name] for name in ("rope_scaling", "sliding_window") if values[name] not in (None, "none")}
+        scaled = ("rope_scaling", "sliding_window")
+        changed = {name: values[name] for name in scaled if values[name] not in (None, "none")}
         train = self.examples.train
         stream = "stream, packed" if config.data.packing else "stream"
         return {

@@ -222,11 +222,12 @@ def _check_rows(launch: Launch, config: Config) -> None:
     )
     for name, size, other in divided:
         warmup = f"sequence_length_warmup_steps: {optim.sequence_length_warmup_steps}"
+        instead = f"or take accelerate_configs/{other}.yaml"
         cuts = optim.sequence_length_warmup_steps > 0 and name != "tp"
         _refuse(
             f"parallelism_config_{name}_size: {size}",
-            ("packing", size > 1 and config.data.packing, f"leave packing out, or take accelerate_configs/{other}.yaml"),
-            (warmup, size > 1 and cuts, f"set it to 0, or take accelerate_configs/{other}.yaml"),
+            ("packing", size > 1 and config.data.packing, f"leave packing out, {instead}"),
+            (warmup, size > 1 and cuts, f"set it to 0, {instead}"),
         )
 
 

@@ -27,26 +27,26 @@ def extend(config: PretrainedConfig, architecture: Architecture, max_length: int
 def _scale_positions(config: PretrainedConfig, kind: str, factor: float | None, max_length: int) -> None:
     """Linear position interpolation (arXiv 2306.15595) or YaRN (arXiv 2309.00071), and more positions by the factor."""
     rope: dict[str, Any] | None = getattr(config, "rope_parameters", None)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions: int | None = getattr(config, "max_position_embeddings", None)
     if not rope or not positions:
-        raise UserError(f"rope_scaling: {kind} scales rotary positions, and {config.model_type} has none: leave it out.")
+        raise UserError(f"rope_scaling: {kind} scales rotary positions; {config.model_type} has none: leave it out.")
     # By kind of layer, where these differ: those that see a window never see a distance that they do not know.
     nested = {name: part for name, part in rope.items() if isinstance(part, dict)}
     scaled = nested.get("full_attention", rope if not nested else None)
     if scaled is None:
-        raise UserError(f"rope_scaling: {kind}: {config.model_type} has no layer that sees all positions: leave it out.")
+        raise UserError(f"rope_scaling: {kind}: {config.model_type} has no layer that sees everything: leave it out.")
     if scaled.get("rope_type", "default") != "default":
         raise UserError(
-            f"rope_scaling: {kind}: {config.model_type} already scales its positions ({scaled['rope_type']}): leave it out."
+            f"rope_scaling: {kind}: {config.model_type} already scales its own ({scaled['rope_type']}): leave it out."
         )
     if factor is None:
         factor = max_length / positions
-        if factor <= 1:
+        if max_length <= positions:
             raise UserError(
                 f"rope_scaling: {kind}: max_length {max_length} is within the model's {positions} positions: leave it "
                 "out, raise max_length, or give rope_scaling_factor (a model_config may say max_position_embeddings)."
             )
-    added = {"rope_type": kind, "factor": float(factor)}
+    added: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         added["original_max_position_embeddings"] = positions
     changed = {**scaled, **added}
@@ -58,7 +58,7 @@ def _slide(config: PretrainedConfig, window: int) -> None:
     """Gives the layers that slide a window of so many tokens; where none does, all of them."""
     if not hasattr(config, "sliding_window"):
         raise UserError(
-            f"sliding_window: {window}: {config.model_type} attends to all positions and knows no window: leave it out, "
+            f"sliding_window: {window}: {config.model_type} sees all positions and knows no window: leave it out, "
             "or take a model that does (mistral, qwen3, gemma3, modernbert ...)."
         )
     if hasattr(config, "use_sliding_window"):

@@ -206,5 +206,5 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1) -
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    attention = "scaled_dot_product" in operator.name() or "flash_att" in operator.name() or "varlen_attn" in operator.name()
+    attention = any(part in operator.name() for part in ("scaled_dot_product", "flash_att", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE

@@ -44,7 +44,8 @@ def pack(examples: Examples, max_length: int) -> Examples:
 def _describe(name: str, split: datasets.Dataset, packed: datasets.Dataset, max_length: int) -> str:
     tokens = int(column(packed, "length").sum())
     empty = 1 - tokens / (len(packed) * max_length)
-    return f"packing: {len(split):,} {name} examples in {len(packed):,} rows of {max_length:,} tokens, {empty:.1%} empty"
+    rows = f"{len(packed):,} rows of {max_length:,} tokens"
+    return f"packing: {len(split):,} {name} examples in {rows}, {empty:.1%} empty"
 
 
 # Which examples share a row
@@ -173,10 +174,10 @@ def collate_packed(
         return F.pad(whole, (0, width - whole.shape[1]), value=value)
 
     documents = Documents.of([[*row, width - sum(row)] if sum(row) < width else row for row in lengths])
-    inputs = {
-        name: torch.cat([laid_out([p.inputs[name] for p in row], pad_id if name == "input_ids" else 0) for row in parts])
-        for name in parts[0][0].inputs
-    }
+    inputs = {}
+    for name in parts[0][0].inputs:
+        value = pad_id if name == "input_ids" else 0
+        inputs[name] = torch.cat([laid_out([part.inputs[name] for part in row], value) for row in parts])
     return MicroBatch(
         inputs={**inputs, "position_ids": documents.position_ids()},
         labels=torch.cat([laid_out([part.labels for part in row], IGNORE) for row in parts]),

@@ -73,10 +73,10 @@ def page(
         title: heading of the page.
         config_yaml: the resolved configuration.
         summary: any of metric_name, metric_value, best_step, status, task, model, num_parameters, steps, epochs,
-            tokens, padding_share, max_length, global_batch_size, mixed_precision, training_seconds, tokens_per_second, mfu,
-            peak_allocated_bytes, predicted_peak_bytes, bytes_by_kind and peak_bytes_by_phase (name: bytes),
-            memory_leak (text), max_grad_norm, references (name: bits per byte), label_names, notes (texts), hardware
-            (as :func:`train.report.hardware`), versions, world_size.
+            tokens, padding_share, max_length, global_batch_size, mixed_precision, training_seconds,
+            tokens_per_second, mfu, peak_allocated_bytes, predicted_peak_bytes, bytes_by_kind and peak_bytes_by_phase
+            (name: bytes), memory_leak (text), max_grad_norm, references (name: bits per byte), label_names, notes
+            (texts), hardware (as :func:`train.report.hardware`), versions, world_size.
         metrics: rows of ``metrics.jsonl``.
         sample: text that the trained model wrote.
     """

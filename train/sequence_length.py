@@ -37,7 +37,7 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     Args:
         causal: whether padding at the end needs no mask, since nothing sees what stands behind it.
     """
-    rows, width = batch.labels.shape
+    _, width = batch.labels.shape
     if width <= length:
         return batch
     missing = -width % length
@@ -50,7 +50,7 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
 
     labels = pieces(batch.labels, IGNORE)
     inputs = {name: pieces(tensor) for name, tensor in inputs.items()}
-    kept = (inputs["attention_mask"] if "attention_mask" in inputs else labels != IGNORE).any(1)
+    kept = inputs.get("attention_mask", labels != IGNORE).any(1)
     kept[0] = True  # of a batch that only keeps ranks in step
     inputs = {name: tensor[kept] for name, tensor in inputs.items()}
     if "attention_mask" in inputs and inputs["attention_mask"].all():

@@ -29,7 +29,9 @@ H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
 
 def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) -> Job:
-    fields = {f: settings.pop(f) for f in ("padded", "num_labels", "auto_class", "length", "documents") if f in settings}
+    fields = {
+        f: settings.pop(f) for f in ("padded", "num_labels", "auto_class", "length", "documents") if f in settings
+    }
     values = {**to_values(Config()), "model_config": model, "tokenizer": "bytes", "micro_batch_size": 2, **settings}
     return Job(
         values=values,
@@ -69,6 +71,7 @@ def tracked_peak(case: Job) -> int:
     return tracker.peak.num_bytes
 
 
+TWO_ALIKE = ((28, 100),) * 2
 CASES = {
     "plain": job(),
     "checkpointed, accumulated": job(gradient_checkpointing="full", gradient_accumulation_steps=2),
@@ -78,8 +81,12 @@ CASES = {
     "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
     "masked and padded": job(BERT, auto_class="AutoModelForMaskedLM", padded=True),
     "packed, cut in their own ways": job(packing=True, documents=((40, 60, 28), (128,))),
-    "packed, checkpointed, cut alike": job(packing=True, documents=((28, 100),) * 2, gradient_checkpointing="selective"),
-    "packed, from both sides": job(BERT, auto_class="AutoModelForMaskedLM", packing=True, documents=((28, 100),) * 2),
+    "packed, checkpointed, cut alike": job(
+        packing=True, documents=((28, 100),) * 2, gradient_checkpointing="selective"
+    ),
+    "packed, from both sides": job(BERT, auto_class="AutoModelForMaskedLM", packing=True, documents=TWO_ALIKE),
+    "a sliding window": job({**LLAMA, "model_type": "mistral"}, sliding_window=32, length=1024),
+    "positions scaled": job({**LLAMA, "max_position_embeddings": 32}, rope_scaling="yarn"),
     "classified": job(BERT, auto_class="AutoModelForSequenceClassification", num_labels=3),
 }
 
@@ -151,6 +158,16 @@ def test_attention_without_a_flash_kernel_costs_a_square(predictor: Predictor) -
 
     squares = 2 * 4 * 2 * 2048**2  # one bf16 score of two examples and four heads
     assert peak(2048, attn_implementation="eager") - peak(2048) > 2 * squares
+
+
+def test_a_sliding_window_costs_no_square(predictor: Predictor) -> None:
+    def peak(length: int, **settings: Any) -> int:
+        mistral = {**LLAMA, "model_type": "mistral"}
+        return predictor.predict(job(mistral, H100, length=length, sliding_window=64, **settings)).peak_bytes
+
+    for precision in ("bf16", "no"):
+        one, two, four = (peak(n, mixed_precision=precision) for n in (2048, 4096, 8192))
+        assert four - two == pytest.approx(2 * (two - one), rel=0.02)
 
 
 def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor) -> None:
