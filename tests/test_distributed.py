@@ -101,6 +101,24 @@ def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Pa
         assert left.get("examples") == right.get("examples") in (None, 5)
 
 
+@pytest.mark.parametrize("engine", [{}, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"])
+def test_packed_rows_by_tokens_and_cut_are_the_same_on_two_ranks(
+    llama_recipe: Path, tmp_path: Path, engine: dict[str, str]
+) -> None:
+    flags: list[Any] = ["--packing", "True", "--max_tokens_per_micro_batch", 128, "--global_batch_size", 6]
+    flags += ["--sequence_length_warmup_steps", 2, "--sequence_length_warmup_start", 32, "--max_steps", 4]
+    run(llama_recipe, tmp_path / "one", 1, *flags)
+    script = ("train/main.py", "--config", llama_recipe, "--output_dir", tmp_path / "two", *flags)
+    done = torchrun(*script, env={**ENVIRONMENT, **engine})
+    assert done.returncode == EXIT_DONE, done.stderr[-3000:]
+    assert "micro-batches of up to 128 tokens, padding included, on 2 processes; 6 examples per step" in done.stdout
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [row["kind"] for row in one] == [row["kind"] for row in two] == ["train"] * 4 + ["evaluation"]
+    for left, right in zip(one, two, strict=True):
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
+        assert left.get("tokens_seen") == right.get("tokens_seen")
+
+
 def killed_at_step_4(folder: Path) -> Path:
     """``train/main.py``, but rank 1 is killed as step 4 begins."""
     script = folder / "killed.py"

@@ -111,6 +111,29 @@ def brute_force(asked: Question, predictor: Synthetic, sharding: str = "none") -
     return min(found), tried
 
 
+def test_a_budget_of_tokens_is_planned_as_the_longest_examples_that_it_holds() -> None:
+    asked = question(80, max_length=1024, max_tokens_per_micro_batch=5000)
+    assert asked.asked.micro_batch_size == 4
+    job = asked.job(asked.asked)
+    assert (job.micro_batch_size, job.length, job.accumulates) == (4, 1024, True)
+    assert asked.changes(asked.asked).keys() <= {"mixed_precision"}
+    changes = asked.changes(replace(asked.asked, micro_batch_size=8))
+    assert changes["max_tokens_per_micro_batch"] == 8192 and "micro_batch_size" not in changes
+    assert asked.job(replace(asked.asked, micro_batch_size=8)).micro_batch_size == 8
+
+
+def test_packed_rows_need_no_padding_and_scaled_positions_are_more() -> None:
+    rows = question(80, packing=True, task="masked_lm", micro_batch_size=4)
+    assert not rows.job(rows.asked).padded
+    fields = {**LLAMA, "max_position_embeddings": 4096}
+    assert position_limit(question(model_config=fields).config) == 4096
+    doubled = question(model_config=fields, rope_scaling="yarn", rope_scaling_factor=2.5)
+    assert position_limit(doubled.config) == 10240
+    free = question(model_config=fields, rope_scaling="yarn")
+    assert position_limit(free.config) is None
+    assert longest_length(free, Predictions([Synthetic()]))[0] > 10240
+
+
 @pytest.mark.parametrize("total_gib", [4, 5, 8, 12, 24, 80, 200])
 @pytest.mark.parametrize("length", [512, 8192, 65536])
 @pytest.mark.parametrize("launch_seconds", [0.0, 0.05, 0.5])
