@@ -435,7 +435,8 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         inputs["attention_mask"][:, -1] = 0
     documents = None
     if job.values["packing"]:
-        lengths = job.documents if len(job.documents) == size else ((job.length,),) * size
+        fit = [sum(row) for row in job.documents] == [job.length] * size  # not where another shape is asked for
+        lengths = job.documents if fit else ((job.length,),) * size
         documents = Documents.of(lengths)
         inputs["position_ids"] = documents.position_ids()
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
