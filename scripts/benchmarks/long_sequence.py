@@ -1,8 +1,8 @@
 """One long sequence and a large vocabulary: the template's rungs against transformers' Trainer with its own
 gradient checkpointing, in peak memory and time.
 
-    python scripts/benchmarks/long_sequence.py                # 8,192 tokens, 32,768 entries; about 15 minutes on two cores
-    python scripts/benchmarks/long_sequence.py --rounds 3 --rungs chunked
+    python scripts/benchmarks/long_sequence.py             # 8,192 tokens, 32,768 entries; 15 minutes on two cores
+    python scripts/benchmarks/long_sequence.py --rounds 3 --length 4096
 
 Same weights, tokens, steps, optimizer and precision for all, in processes of their own, one after the other in random
 order within a round; ratios are taken within a round, and that all end at the same loss is checked. Peak memory is
@@ -159,7 +159,8 @@ def main() -> int:
             "",
             *table(found),
             "",
-            f"- A Llama of {load}; vocabulary {load.vocab_size:,}; {load.rounds} rounds of {load.steps} steps after one.",
+            f"- A Llama of {load}; vocabulary {load.vocab_size:,}; {load.rounds} rounds of {load.steps} "
+            "steps after one.",
             f"- Losses after the same steps {'agree' if equal else 'DO NOT AGREE: the times cannot be compared'}.",
             f"- {place}; {', '.join(f'{name} {version}' for name, version in installed.items())}; {report['date']}.",
             "",
