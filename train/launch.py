@@ -152,6 +152,11 @@ def check_launch(launch: Launch, config: Config) -> None:
             "Make them agree, or leave mixed_precision out of one."
         )
     _check_parallelism(launch, config)
+    if config.architecture.tiled_mlp and (launch.engine == "deepspeed" or launch.tensor_size > 1):
+        raise UsageError(
+            f"tiled_mlp: true does not go with {launch}: its gradients are made whole in one place, where DeepSpeed "
+            "and tensor parallelism have weights in parts. Use FSDP2 or DDP, or leave tiled_mlp out."
+        )
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "

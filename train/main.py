@@ -127,6 +127,7 @@ def run(
         deepspeed_engine.build_whole(accelerator)
     torch.manual_seed(optim.seed)
     network = build_model(config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names)
+    outputs.note(*describe_network(network, config, accelerator.device.type))
     num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
     identity = prepared.identity(config, arithmetic.global_batch_size)
@@ -328,6 +329,13 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
     optim = config.optimization
     size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
     return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, data_size)
+
+
+def describe_network(network: nn.Module, config: Config, device_type: str) -> list[str]:
+    """How ``network`` saves memory, where that needs a word."""
+    from train import recompute, tiling
+
+    return [*recompute.describe(config.architecture, device_type), *tiling.describe(network, config.architecture)]
 
 
 def describe_training(

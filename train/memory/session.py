@@ -20,7 +20,7 @@ from train.memory.plan import largest_fitting, target_of
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
 from train.memory.rehearsal import rehearse
-from train.modeling import enable_checkpointing
+from train.recompute import enable_checkpointing
 from train.records import Meter, MicroBatch, StepOutcome
 from train.runtime import DeviceMeter
 from train.step import optimizer_step
