@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -113,10 +112,9 @@ def run(
     outputs.note(*prepared.lines)
 
     memory.describe(accelerator, launch, task.auto_class, tokenizer, len(examples.label_names))
-    if config.optimization.micro_batch_size == "auto":
+    if "auto" in (config.optimization.micro_batch_size, config.architecture.gradient_checkpointing):
         pair = prepared.training_batches(config, arithmetic_of(config, 1, 2), accelerator, launch).longest()
-        size = memory.micro_batch_size(accelerator, "attention_mask" in pair.inputs)
-        config = replace(config, optimization=replace(config.optimization, micro_batch_size=size))
+        config = memory.settle(accelerator, "attention_mask" in pair.inputs)
         outputs.use(config)
     optim, output, arithmetic = config.optimization, config.output, arithmetic_of(config, launch.data_size)
     batches = prepared.training_batches(config, arithmetic, accelerator, launch)

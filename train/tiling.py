@@ -168,7 +168,7 @@ class _Tiles(torch.autograd.Function):
         to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
         weights = ctx.mlp.trained()
         sums: list[Tensor | None] = [None] * len(weights)
-        for number, rows in enumerate(_rows(len(tokens), ctx.size)):
+        for number, rows in enumerate(tiles(len(tokens), ctx.size)):
             with torch.enable_grad(), ExitStack() as stack:
                 stack.enter_context(ctx.autocast())
                 if ctx.draws:
@@ -192,7 +192,7 @@ def _in_tiles(mlp: TiledMLP, hidden: Tensor, size: int, draws: list[Any] | None)
     """(..., H) the MLP of ``hidden``; ``draws`` is given the random state before each tile, if any draws."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     out: Tensor | None = None
-    for rows in _rows(len(tokens), size):
+    for rows in tiles(len(tokens), size):
         before = _random_state(hidden.device) if draws is not None else None
         part = mlp.compute_whole(tokens[rows].unsqueeze(0)).squeeze(0)
         if out is None:
@@ -206,11 +206,11 @@ def _in_tiles(mlp: TiledMLP, hidden: Tensor, size: int, draws: list[Any] | None)
     return out.view(*hidden.shape[:-1], out.shape[-1])
 
 
-def _rows(tokens: int, size: int) -> list[slice]:
-    """Tiles of at most ``size``, as equal as can be."""
-    count = -(-tokens // size)
-    even = -(-tokens // count)
-    return [slice(start, min(start + even, tokens)) for start in range(0, tokens, even)]
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Rows of each tile: at most ``size``, as equal as can be."""
+    even = -(-tokens // -(-tokens // size))
+    for start in range(0, tokens, even):
+        yield slice(start, min(start + even, tokens))
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
