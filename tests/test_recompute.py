@@ -12,6 +12,8 @@ import torch
 from test_modeling import CAUSAL, GPT2, LLAMA, batch, built
 from torch import Tensor, nn
 
+from train.config import check, from_values
+from train.errors import UsageError
 from train.losses import ModelWithLoss
 from train.memory.recovery import free_memory
 from train.recompute import OffloadedInputs, StreamTransfers, enable_checkpointing
@@ -272,3 +274,21 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
     assert isinstance(StreamTransfers(device).host_buffer(8), Tensor)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gradient_checkpointing_offload": True}, "gradient_checkpointing_offload needs gradient_checkpointing"),
+        (
+            {"gradient_checkpointing": "auto", "gradient_checkpointing_every_n_layers": 2},
+            "auto chooses gradient_checkpointing_every_n_layers",
+        ),
+        ({"mlp_tile_tokens": 64}, "mlp_tile_tokens needs tiled_mlp: true"),
+        ({"tiled_mlp": True, "mlp_tile_tokens": 0}, "mlp_tile_tokens: 0 is too small"),
+        ({"memory_budget_gib": 0.0}, "memory_budget_gib: 0.0 must be positive"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check(from_values({"model_config": {"model_type": "llama"}, "tokenizer": "bytes", **values}))
