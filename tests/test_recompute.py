@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 import torch
 from test_modeling import CAUSAL, GPT2, LLAMA, batch, built
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from train.config import check, from_values
 from train.errors import UsageError
@@ -31,7 +32,7 @@ class LazyCopies:
     """
 
     def __init__(self) -> None:
-        self.begun: list[list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = []
+        self.begun: list[list[tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]]] = []
         self.made = 0
         self.buffers: list[Tensor] = []
         self.log: list[str] = []
@@ -66,8 +67,6 @@ class LazyCopies:
 
 def _held(tensor: Tensor) -> Callable[[], Tensor | None]:
     """The tensor for as long as somebody else keeps its storage."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
     storage = StorageWeakRef(tensor.untyped_storage())
     shape = (tensor.dtype, tensor.storage_offset(), tensor.numel())
 
@@ -76,7 +75,7 @@ def _held(tensor: Tensor) -> Callable[[], Tensor | None]:
         if found is None:
             return None
         dtype, offset, size = shape
-        return torch.empty(0, dtype=dtype).set_(found, offset, (size,))
+        return torch.empty(0, dtype=dtype).set_(found, offset, (size,))  # pyright: ignore[reportCallIssue]
 
     return tensor_again
 
@@ -134,15 +133,13 @@ def test_offload_changes_neither_loss_nor_gradients(config: dict[str, Any], mode
 def test_inputs_of_earlier_layers_are_let_go_in_forward_and_brought_back_one_ahead() -> None:
     model, transfers = built(DEEP).double(), LazyCopies()
     offloaded(model, transfers)
-    seen: list[weakref.ref[Any]] = []
+    seen: list[StorageWeakRef] = []
     alive: list[tuple[str, list[int]]] = []
 
     def look(when: str) -> None:
         alive.append((when, [number for number, ref in enumerate(seen) if not ref.expired()]))
 
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    layers = model.base_model.layers
+    layers: Any = model.base_model.layers
     for layer in layers:
         layer.register_forward_pre_hook(lambda m, args: seen.append(StorageWeakRef(args[0].untyped_storage())))
         layer.mlp.register_forward_pre_hook(lambda m, args: look("mlp"))
@@ -173,7 +170,7 @@ def test_a_layer_is_recomputed_with_what_it_was_given_whatever_became_of_it() ->
     inputs, labels = batch(100)
     loss = ModelWithLoss(model)(inputs, labels)
     loss.backward(retain_graph=True)
-    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    once = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-12, atol=1e-14)
@@ -197,7 +194,7 @@ def test_an_input_of_several_layers_is_copied_once_and_masks_never() -> None:
     weights = nn.Parameter(torch.randn(3, 50))
 
     def checkpoint(function: Any, *inputs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+        return checkpoint_of_torch(function, *inputs, use_reentrant=False)
 
     offload = OffloadedInputs(checkpoint, lambda device: transfers, min_bytes=1, piece_bytes=PIECE_BYTES)
     out, encoded = shared * 1, shared * 3
@@ -257,7 +254,8 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
 
     def on_card(**settings: Any) -> tuple[int, dict[str, Tensor]]:
         wide = {**DEEP, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
-        model = built(wide, max_length=2048, **settings).to(device).train()
+        network: Any = built(wide, max_length=2048, **settings)
+        model, held = network.to(device).train(), 0
         inputs = {"input_ids": torch.randint(3, 250, (2, 2048), generator=torch.Generator().manual_seed(0)).to(device)}
         for _ in range(3):
             model.zero_grad()

@@ -81,8 +81,9 @@ def test_in_fp32_and_bf16_gradients_are_as_near_the_truth_as_without_tiles() -> 
     """fp32 to 1e-5 of each tensor's norm. bf16 weights: sums over tiles are fp32, so errors do not grow with them."""
     truth = step(built(LLAMA).double())[1]
 
-    def errors(dtype: torch.dtype, autocast: bool = False, **settings: Any) -> dict[str, float]:
-        model = built(LLAMA, **settings).to(dtype)
+    def errors(dtype: Any, autocast: Any = False, **settings: Any) -> dict[str, float]:
+        model: Any = built(LLAMA, **settings)
+        model = model.to(dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             ids = torch.arange(3, 203).view(2, 100)
             loss = ModelWithLoss(model.train())({"input_ids": ids}, ids)
@@ -140,7 +141,7 @@ def test_frozen_weights_and_added_ones_get_what_is_theirs() -> None:
             return self.base(x) + self.up(self.down(x))
 
     def adapted(**settings: Any) -> nn.Module:
-        model = built(LLAMA, **settings)
+        model: Any = built(LLAMA, **settings)
         model.requires_grad_(False)
         for layer in model.base_model.layers:
             layer.mlp.gate_proj = Adapted(layer.mlp.gate_proj)
@@ -223,7 +224,7 @@ def test_by_default_a_tile_is_about_as_long_as_hidden_states_are_wide_but_not_ti
     def tokens_of_tiles(hidden_size: int, tokens: int) -> list[int]:
         sizes.clear()
         shape = {**LLAMA, "hidden_size": hidden_size, "num_attention_heads": 2, "num_hidden_layers": 1}
-        (mlp,) = mlps(built(shape, tiled_mlp=True))
+        mlp: Any = mlps(built(shape, tiled_mlp=True))[0]
         mlp.act_fn.register_forward_hook(lambda m, args, out: sizes.append(args[0].shape[-2]))
         with torch.no_grad():
             mlp(torch.zeros(1, tokens, hidden_size))

@@ -540,7 +540,7 @@ class Search:
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
         self._losses = LOSSES[:1] if question.num_labels else LOSSES
         self._base = Setting(1, "none", question.precision, "full", tiled_mlp=question.config.architecture.tiled_mlp)
-        self.ways = CHECKPOINTING
+        self.ways: tuple[Recompute, ...] = CHECKPOINTING
         """How layers may recompute, each after those that are faster."""
         self.problems: dict[Setting, str] = {}
         """Settings that the model or device does not allow."""
