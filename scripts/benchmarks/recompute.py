@@ -84,6 +84,7 @@ def _options() -> argparse.Namespace:
         ("threads", 0, 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=on_cuda if on_card else on_cpu)
+    parser.add_argument("--note", default="", help="a sentence about the circumstances, for the page")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.md")
     return parser.parse_args()
 
@@ -218,6 +219,7 @@ def page(found: dict[str, Any]) -> str:
         *_table(found["mlp"]),
         "",
         f"- {where}; python {machine['python']}, torch {installed['torch']}, transformers {installed['transformers']}.",
+        *([f"- {shape['note']}"] if shape["note"] else []),
         "",
     ]
     return "\n".join(lines)
