@@ -27,10 +27,10 @@ from train import losses
 from train.config import Optimization
 from train.launch import read_launch
 from train.losses import ModelWithLoss
-from train.modeling import enable_checkpointing
 from train.optim import build_optimizer
 from train.parallel.context import check_model, positions_of
 from train.parallel.tensor import split_weights
+from train.recompute import enable_checkpointing
 from train.records import IGNORE, MicroBatch
 from train.runtime import make_accelerator, meet_over_gloo, shard_by_layer
 from train.step import optimizer_step

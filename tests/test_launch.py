@@ -98,6 +98,15 @@ def test_precision_of_launcher_and_recipe(asked: str, launched: str, agree: bool
             check_launch(Launch(precision=launched), config)
 
 
+def test_tiles_need_weights_that_are_whole_where_they_are_used() -> None:
+    config = Config(architecture=Architecture(tiled_mlp=True))
+    for launch in (Launch(), Launch(world_size=2), Launch(world_size=2, engine="fsdp2")):
+        check_launch(launch, config)
+    for launch in (Launch(world_size=2, engine="deepspeed"), Launch(world_size=2, tensor_size=2)):
+        with pytest.raises(UsageError, match=r"tiled_mlp: true does not go with .*Use FSDP2 or DDP"):
+            check_launch(launch, config)
+
+
 def test_checkpointing_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(architecture=Architecture(gradient_checkpointing="full"))
     check_launch(Launch(engine="fsdp2"), config)

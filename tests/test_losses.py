@@ -32,7 +32,7 @@ from train.losses import (
     obstacle_to_chunks,
     use_chunks,
 )
-from train.modeling import enable_checkpointing
+from train.recompute import enable_checkpointing
 from train.records import IGNORE
 
 

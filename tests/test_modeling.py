@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from train.config import Architecture
 from train.errors import UserError
 from train.losses import ModelWithLoss
-from train.modeling import build_model, enable_checkpointing, pad_token_id
+from train.modeling import build_model, pad_token_id
+from train.recompute import enable_checkpointing
 from train.records import IGNORE
 from train.tokenization import load_tokenizer
 

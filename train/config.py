@@ -111,10 +111,17 @@ class Architecture:
     """Attention sees only so many tokens back (modernbert: to each side), in models that have such layers."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights; mixed_precision sets the type of the arithmetic."""
-    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in backward: none, every layer, or selective (all but the attention outputs)."""
+    gradient_checkpointing: Literal["none", "full", "selective", "auto"] = "none"
+    """Recompute activations in backward: none, every layer, or selective (all but the attention outputs); auto: the
+    least of it that is predicted to fit in what is free of the device."""
     gradient_checkpointing_every_n_layers: int = 1
     """Checkpoint only every n-th layer."""
+    gradient_checkpointing_offload: bool = False
+    """Keep the inputs of checkpointed layers in pinned host memory; copies overlap with the computation."""
+    tiled_mlp: bool = False
+    """Compute the MLPs some tokens at a time: their wide activations are never all there."""
+    mlp_tile_tokens: int | None = None
+    """Tokens of such a tile; default: about as many as the hidden size, at least 512."""
     trust_remote_code: bool = False
 
 
@@ -216,6 +223,8 @@ class Output:
 class Memory:
     """What is done about memory: predict, rehearse, measure, recover."""
 
+    memory_budget_gib: float | None = None
+    """What gradient_checkpointing: auto and micro_batch_size: auto may fill of each device; default: what is free."""
     predict_memory: bool = True
     """Predict the peak, in a process beside the run, and show it beside the measured one."""
     rehearse: bool = True
@@ -442,6 +451,7 @@ def check(config: Config) -> None:
         "warmup_steps": 0,
         "learning_rate_reference_batch_size": 1,
         "gradient_checkpointing_every_n_layers": 1,
+        "mlp_tile_tokens": 1,
         "max_consecutive_nonfinite_steps": 1,
         "sequence_length_warmup_steps": 0,
         "sequence_length_warmup_start": 2,
@@ -468,7 +478,7 @@ def check(config: Config) -> None:
     for name, smallest in at_least.items():
         if flat[name] is not None and flat[name] != "auto" and flat[name] < smallest:
             raise UsageError(f"{name}: {flat[name]} is too small: at least {smallest}.")
-    for name in ("learning_rate", "max_grad_norm", "max_grad_value"):
+    for name in ("learning_rate", "max_grad_norm", "max_grad_value", "memory_budget_gib"):
         if flat[name] is not None and not 0 < flat[name] < math.inf:
             off = "" if name == "learning_rate" else "; null (None on the command line) turns it off"
             raise UsageError(f"{name}: {flat[name]} must be positive and finite{off}.")
@@ -552,6 +562,12 @@ def check(config: Config) -> None:
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
     if model.gradient_checkpointing == "none" and model.gradient_checkpointing_every_n_layers > 1:
         raise UsageError("gradient_checkpointing_every_n_layers needs gradient_checkpointing: full or selective.")
+    if model.gradient_checkpointing == "none" and model.gradient_checkpointing_offload:
+        raise UsageError("gradient_checkpointing_offload needs gradient_checkpointing: full, selective or auto.")
+    if model.gradient_checkpointing == "auto" and model.gradient_checkpointing_every_n_layers > 1:
+        raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers: leave it out.")
+    if model.mlp_tile_tokens is not None and not model.tiled_mlp:
+        raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
     if data.tokenizer is None and (model.model is None or ":" in model.model):
         raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
     if output.push_to_hub and output.hub_model_id is None:

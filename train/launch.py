@@ -153,6 +153,11 @@ def check_launch(launch: Launch, config: Config) -> None:
         )
     _check_parallelism(launch, config)
     _check_rows(launch, config)
+    if config.architecture.tiled_mlp and (launch.engine == "deepspeed" or launch.tensor_size > 1):
+        raise UsageError(
+            f"tiled_mlp: true does not go with {launch}: its gradients are made whole in one place, where DeepSpeed "
+            "and tensor parallelism have weights in parts. Use FSDP2 or DDP, or leave tiled_mlp out."
+        )
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "

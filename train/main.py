@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -113,10 +112,9 @@ def run(
     outputs.note(*prepared.lines)
 
     memory.describe(accelerator, launch, task.auto_class, tokenizer, len(examples.label_names))
-    if config.optimization.micro_batch_size == "auto":
+    if "auto" in (config.optimization.micro_batch_size, config.architecture.gradient_checkpointing):
         pair = prepared.training_batches(config, arithmetic_of(config, 1, 2), accelerator, launch).longest()
-        size = memory.micro_batch_size(accelerator, "attention_mask" in pair.inputs)
-        config = replace(config, optimization=replace(config.optimization, micro_batch_size=size))
+        config = memory.settle(accelerator, "attention_mask" in pair.inputs)
         outputs.use(config)
     optim, output, arithmetic = config.optimization, config.output, arithmetic_of(config, launch.data_size)
     batches = prepared.training_batches(config, arithmetic, accelerator, launch)
@@ -129,6 +127,7 @@ def run(
     network = build_model(
         config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names, packing=data.packing
     )
+    outputs.note(*describe_network(network, config, accelerator.device.type))
     num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
     identity = prepared.identity(config, arithmetic.global_batch_size)
@@ -333,6 +332,13 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
     size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
     max_tokens = optim.max_tokens_per_micro_batch
     return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, data_size, max_tokens)
+
+
+def describe_network(network: nn.Module, config: Config, device_type: str) -> list[str]:
+    """How ``network`` saves memory, where that needs a word."""
+    from train import recompute, tiling
+
+    return [*recompute.describe(config.architecture, device_type), *tiling.describe(network, config.architecture)]
 
 
 def describe_training(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,8 @@ from train import attention
 from train.config import Architecture
 from train.errors import UserError
 from train.long_context import extend
+from train.recompute import enable_checkpointing
+from train.tiling import tile_mlps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -50,7 +51,14 @@ def build_model(
         attention.check_documents(model)
     if packing or attention.can_slide_without_mask(model, max_length):
         attention.tell_documents(model)
-    enable_checkpointing(model, config.gradient_checkpointing, config.gradient_checkpointing_every_n_layers)
+    if config.tiled_mlp:
+        tile_mlps(model, config.mlp_tile_tokens)
+    enable_checkpointing(
+        model,
+        config.gradient_checkpointing,
+        config.gradient_checkpointing_every_n_layers,
+        config.gradient_checkpointing_offload,
+    )
     return model
 
 
@@ -167,44 +175,3 @@ def _check_fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max
             f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
             "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."
         )
-
-
-def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1) -> None:
-    """Recompute activations in backward instead of keeping them (arXiv 1604.06174).
-
-    Args:
-        mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the dearest to recompute
-            (arXiv 2205.05198).
-        every_n_layers: checkpoint only layers 0, n, 2n ...
-
-    Raises:
-        UserError: the model does not support it.
-    """
-    if mode == "none":
-        return
-    kwargs: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
-    try:
-        if hasattr(model, "activation_checkpointing_enable"):  # transformers ≥ 5.23
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)  # pyright: ignore
-        elif hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # pyright: ignore
-        else:
-            raise ValueError("it is no transformers model")
-    except ValueError as error:
-        raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for number, layer in enumerate(layers):
-        layer.gradient_checkpointing = number % every_n_layers == 0
-
-
-def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    attention = any(part in operator.name() for part in ("scaled_dot_product", "flash_att", "varlen_attn"))
-    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE

@@ -250,12 +250,16 @@ class WithoutMemoryBranch:
     def __init__(self, config: Config) -> None:
         if config.optimization.micro_batch_size == "auto":
             raise UserError("micro_batch_size: auto needs train/memory/, which is not there: give a number.")
+        if config.architecture.gradient_checkpointing == "auto":
+            raise UserError(
+                "gradient_checkpointing: auto needs train/memory/, which is not there: give none, selective or full."
+            )
         self.step = optimizer_step
         self.meter: Meter
 
     def describe(self, *args: Any) -> None: ...
 
-    def micro_batch_size(self, *args: Any) -> int:
+    def settle(self, *args: Any) -> Config:
         raise NotImplementedError
 
     def ask(self, *args: Any) -> None: ...

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from support import ROOT
+from torch import Tensor
 
 from train.config import Config, from_values, to_values
 from train.errors import UserError
 from train.memory.predict import Job, Predictor, Target, build, random_batch
-from train.memory.tracker import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker, tag_gradients
+from train.memory.tracker import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    WORKSPACE,
+    StorageTracker,
+    tag_gradients,
+)
+from train.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
 from train.runtime import resolve_precision
 from train.step import optimizer_step
 
@@ -49,10 +61,25 @@ def predictor() -> Iterator[Predictor]:
         yield found
 
 
-def tracked_peak(case: Job) -> int:
-    """The same step for real, its storages counted; the second one, when the optimizer has its state."""
-    import torch
+class Elsewhere:
+    """Host memory of a card, for a step on a CPU: real copies into memory that is not counted."""
 
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        self.buffers.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, event: None) -> None: ...
+
+
+def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
+    """The same step for real, its storages counted; the second one, when the optimizer has its state."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     config = from_values(case.values)
@@ -60,9 +87,14 @@ def tracked_peak(case: Job) -> int:
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     window = [random_batch(case, case.micro_batch_size) for _ in range(1 + case.accumulates)]
     model, optimizer, network = build(case, config.architecture, config, accelerator, initialised=True)
+    elsewhere = Elsewhere()
+    if rest_on_host:
+        mode, every = case.values["gradient_checkpointing"], case.values["gradient_checkpointing_every_n_layers"]
+        enable_checkpointing(network, mode, every, offload=True, transfers_for=lambda device: elsewhere)
     optimizer_step(accelerator, model, optimizer, window, config.optimization)
     with StorageTracker("cpu") as tracker:
         tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
+        tracker.ignore(elsewhere.buffers)
         tracker.tag(PARAMETERS, [*network.parameters(), *network.buffers()])
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
         tag_gradients(tracker, network.parameters())
@@ -76,6 +108,10 @@ CASES = {
     "plain": job(),
     "checkpointed, accumulated": job(gradient_checkpointing="full", gradient_accumulation_steps=2),
     "selective": job(gradient_checkpointing="selective"),
+    "every second": job(gradient_checkpointing="selective", gradient_checkpointing_every_n_layers=2),
+    "tiled": job(tiled_mlp=True, mlp_tile_tokens=30, length=512, gradient_accumulation_steps=2),
+    "tiled, checkpointed": job(tiled_mlp=True, gradient_checkpointing="full", length=2048),
+    "tiled, bf16": job(tiled_mlp=True, mlp_tile_tokens=100, mixed_precision="bf16", length=512),
     "bf16 autocast, tied": job({**LLAMA, "tie_word_embeddings": True}, mixed_precision="bf16"),
     "chunked, five chunks": job({**LLAMA, "vocab_size": 9000}, loss="chunked", length=4096),
     "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
@@ -97,6 +133,32 @@ def test_prediction_equals_the_real_step(name: str, predictor: Predictor) -> Non
     predictor.ask(case)
     measured = tracked_peak(case)
     assert predictor.answer().peak_bytes == pytest.approx(measured, rel=5e-4)
+
+
+@pytest.mark.parametrize("more", [{}, {"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}], ids=str)
+def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, Any], predictor: Predictor) -> None:
+    """By as much as from a real step, whose inputs rest in memory that is not counted."""
+    shape = {**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 64}
+    settings: dict[str, Any] = {"length": 512, "gradient_checkpointing": "full", "gradient_accumulation_steps": 2}
+    settings |= {"optimizer": "sgd", **more}
+    assert MIN_OFFLOADED_BYTES <= 2 * 512 * 256 * 4  # of one input
+    full = predictor.predict(job(shape, H100, **settings))
+    rested = predictor.predict(job(shape, H100, gradient_checkpointing_offload=True, **settings))
+    assert rested.offloaded_bytes == (2 if more else 4) * PIECE_BYTES
+    assert rested.bytes_by_kind[ACTIVATIONS] < full.bytes_by_kind[ACTIVATIONS]
+    real = tracked_peak(job(shape, **settings)) - tracked_peak(job(shape, **settings), rest_on_host=True)
+    assert full.peak_bytes - rested.peak_bytes == real > 0
+
+
+def test_inputs_too_small_to_move_stay_and_on_a_cpu_all_do(predictor: Predictor) -> None:
+    for target, length in ((H100, 128), (CPU, 4096)):
+        full, rested = (
+            predictor.predict(
+                job(target=target, length=length, gradient_checkpointing="full", gradient_checkpointing_offload=offload)
+            )
+            for offload in (False, True)
+        )
+        assert (rested.peak_bytes, rested.offloaded_bytes) == (full.peak_bytes, 0)
 
 
 def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictor) -> None:

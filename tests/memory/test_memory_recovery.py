@@ -18,6 +18,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from support import ROOT
+from test_modeling import LLAMA as TINY_LLAMA
+from test_modeling import built
+from test_recompute import LazyCopies, offloaded
 from test_step import VOCABULARY, batch, largest_difference, rows
 from torch import Tensor, nn
 
@@ -573,3 +576,21 @@ class _ByPosition(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.model(input_ids)
+
+
+@pytest.mark.parametrize("fail_at", [2, 5])
+def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int) -> None:
+    """A copy runs out of memory in the first forward or backward: the update is the same, no memory stays taken."""
+
+    def update(step: Callable[..., StepOutcome], transfers: LazyCopies | None) -> tuple[dict[str, Tensor], Any]:
+        network = built({**TINY_LLAMA, "num_hidden_layers": 3}, tiled_mlp=True, mlp_tile_tokens=3).double()
+        offload = offloaded(network, transfers) if transfers is not None else None
+        return trained(network, step)[0], offload  # pyright: ignore[reportArgumentType]
+
+    expected, _ = update(optimizer_step, None)
+    transfers, said = LazyCopies(), []
+    transfers.fail_at = fail_at
+    recovered, offload = update(RecoveringStep(said.append), transfers)
+    assert largest_difference(expected, recovered) < 1e-10
+    assert len(said) == 1 and ("forward" if fail_at == 2 else "backward") in said[0]
+    assert len(offload._free) == len(transfers.buffers) > 0

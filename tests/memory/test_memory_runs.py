@@ -137,6 +137,19 @@ def test_auto_takes_what_is_predicted_to_fit(recipe: Path, run_main: Run, tmp_pa
     assert summary_of(tmp_path / "run")["micro_batch_size"] == 8
 
 
+def test_auto_recomputes_only_as_much_as_a_budget_asks_for(llama_recipe: Path, run_main: Run, tmp_path: Path) -> None:
+    flags = ("--gradient_checkpointing", "auto", "--max_steps", 1, "--num_epochs", "None", "--rehearse", "False")
+    flags += ("--gradient_checkpointing_offload", "True", "--micro_batch_size", 8)
+    done = run_main("--config", llama_recipe, *flags, "--memory_budget_gib", 0.0022, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("gradient_checkpointing: ")]
+    assert "predicted to take 2.1 MiB of 2.2 MiB that may be taken; without it" in line
+    assert "gradient_checkpointing_offload: does nothing on a CPU" in done.stdout
+    resolved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert resolved["gradient_checkpointing"] in ("selective", "full")
+    assert resolved["gradient_checkpointing_offload"] is True
+
+
 def test_run_out_of_memory_splits_the_micro_batch_and_learns_the_same(
     recipe: Path, run_main: Run, tmp_path: Path, faulty: dict[str, str]
 ) -> None:
@@ -200,3 +213,5 @@ def test_template_runs_with_the_memory_branch_deleted(recipe: Path, tmp_path: Pa
     assert summary_of(tmp_path / "run")["peak_allocated_bytes"] > 0
     asked = run("--micro_batch_size", "auto")
     assert asked.returncode == 1 and "train/memory/" in asked.stderr and "Traceback" not in asked.stderr
+    asked = run("--gradient_checkpointing", "auto")
+    assert asked.returncode == 1 and "give none, selective or full" in asked.stderr

@@ -44,6 +44,7 @@ Every flag of the training command line may be given too: --config, --model, --m
 AUTO_FLAGS = """\
   --max_length auto        plan for the longest sequences that fit, in multiples of 1,024
   --micro_batch_size auto  choose it, with --global_batch_size given
+  --gradient_checkpointing auto  choose it
 """
 
 
@@ -61,6 +62,7 @@ class Request:
     """The training flags among it."""
     open_length: bool
     open_micro_batch: bool
+    open_checkpointing: bool
     grid: bool
     lengths: tuple[int, ...] | None
     micro_batch_sizes: tuple[int, ...] | None
@@ -117,13 +119,17 @@ def run_plan(arguments: list[str]) -> int:
                 )
             question = planning.replace_length(question, length)
             said["max_length"] = length
-        plan = planning.make_plan(question, predictions, request.open_length or request.open_micro_batch)
+        is_open = request.open_length or request.open_micro_batch or request.open_checkpointing
+        plan = planning.make_plan(question, predictions, is_open)
         _clear_progress()
     if request.open_micro_batch and plan.best is not None:
         said |= {
             "micro_batch_size": plan.best.setting.micro_batch_size,
             "global_batch_size": question.global_batch_size,
         }
+    if request.open_checkpointing and plan.best is not None:
+        said["gradient_checkpointing"] = plan.best.setting.gradient_checkpointing
+        said["gradient_checkpointing_offload"] = plan.best.setting.offloads_inputs
     typed = None
     if plan.best is not None:
         typed = planning.command(question, plan.best.setting, request.words, said)
@@ -183,12 +189,16 @@ def read_request(command: str, arguments: list[str]) -> Request:
         raise UsageError(f"--picture {own.picture}: give a name that ends in .png, .pdf or .svg.")
     config = parse(words)
     open_micro_batch = config.optimization.micro_batch_size == "auto"
-    if command == "predict" and (open_length or open_micro_batch):
+    open_checkpointing = config.architecture.gradient_checkpointing == "auto"
+    if command == "predict" and (open_length or open_micro_batch or open_checkpointing):
         raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
     if open_micro_batch and config.optimization.global_batch_size is None and not own.grid:
         raise UsageError("micro_batch_size: auto keeps the global batch: give it with --global_batch_size.")
     if open_micro_batch:  # the search begins with the smallest
         config = replace(config, optimization=replace(config.optimization, micro_batch_size=1))
+    if open_checkpointing:  # likewise: all of it is tried
+        plain = replace(config.architecture, gradient_checkpointing="none", gradient_checkpointing_offload=False)
+        config = replace(config, architecture=plain)
     device = find_device(own.device) if own.device else this_device()
     question = _question(config, device, own)
     return Request(
@@ -196,6 +206,7 @@ def read_request(command: str, arguments: list[str]) -> Request:
         tuple(words),
         open_length,
         open_micro_batch,
+        open_checkpointing,
         own.grid,
         own.lengths,
         own.micro_batch_sizes,
@@ -357,7 +368,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
         rows.append(("needed", outcome.needed_bytes, "reserved and what comes beside it"))
     rows.append(("room", question.room_bytes, margin))
     if outcome.host_bytes:
-        rows.append(("host memory", outcome.host_bytes, "weights, gradients and optimizer state, pinned, per process"))
+        rows.append(("host memory", outcome.host_bytes, "for what is offloaded, pinned, per process"))
     lines = [f"{_settings(outcome.setting)}:"]
     for label, size, note in rows:
         lines.append(
@@ -376,7 +387,10 @@ def _settings(setting: planning.Setting) -> str:
     precision = "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision
     words = [
         f"micro-batch {setting.micro_batch_size}",
-        f"checkpointing {setting.gradient_checkpointing}",
+        f"checkpointing {setting.gradient_checkpointing}"
+        + (f" every {setting.every_n_layers} layers" if setting.every_n_layers > 1 else "")
+        + (" with offload" if setting.offloads_inputs else ""),
+        *(["tiled MLP"] if setting.tiled_mlp else []),
         f"precision {precision}",
         f"loss {setting.loss}",
     ]

@@ -36,6 +36,8 @@ class Costs:
         inputs, outputs = list(_tensors(args)), list(_tensors(result))
         if not outputs or outputs[0].device.type == "meta":
             return
+        if func is torch.ops.aten.copy_.default and len({t.device.type for t in inputs}) > 1:
+            return  # between host and device: what waits for it is reckoned elsewhere
         traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         flops = 0.0
         formula = flop_registry.get(func.overloadpacket)

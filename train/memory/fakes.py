@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from train import losses
+from train import losses, tiling
 from train.memory.costs import Costs
 from train.memory.kernels import temporary_bytes
 from train.memory.tracker import StorageTracker
@@ -41,6 +41,8 @@ class FakeTracker(StorageTracker):
         """How often what is done now would really be done."""
         self.paused = False
         """While true, nothing is counted."""
+        self.pinned_bytes = 0
+        """Pinned host memory that forward allocated."""
         self._temporaries = 0
 
     def __enter__(self) -> FakeTracker:
@@ -63,6 +65,8 @@ class FakeTracker(StorageTracker):
             result = func(*args, **kwargs)
         if func.overloadpacket in (aten.any, aten.all):
             result._is_rare = func.overloadpacket is aten.any or self.padded
+        if kwargs.get("pin_memory") and self.phase == "forward":
+            self.pinned_bytes += result.nbytes
         self.see_all(result)
         buffers = temporary_bytes(func, args, result)
         self.observe(func, self._take(buffers) if buffers else 0)
@@ -123,6 +127,25 @@ def few_chunks(tracker: FakeTracker) -> Iterator[None]:
             tracker.repeats = 1
 
     with patch.object(losses, "logits_by_chunk", some_logits):
+        yield
+
+
+@contextmanager
+def few_tiles(tracker: FakeTracker) -> Iterator[None]:
+    """Inside it, a tiled MLP computes the first two tiles and the last, as :func:`few_chunks` does it for a loss."""
+
+    def some_tiles(tokens: int, size: int) -> Iterator[slice]:
+        tiles = list(all_tiles(tokens, size))
+        chosen = tiles if len(tiles) <= 3 else [*tiles[:2], tiles[-1]]
+        try:
+            for number, rows in enumerate(chosen):
+                tracker.repeats = 1 + (len(tiles) - len(chosen)) * (number == 1)
+                yield rows
+        finally:
+            tracker.repeats = 1
+
+    all_tiles = tiling.tiles
+    with patch.object(tiling, "tiles", some_tiles):
         yield
 
 

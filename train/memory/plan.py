@@ -38,8 +38,25 @@ STAND_IN = "a100-80"
 """Its rates and kernels rank settings for a card of which only the memory is known."""
 LONGEST = 4 * 2**20
 """Tokens beyond which nobody is asked whether they fit."""
-CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """How layers keep or recompute their activations."""
+
+    gradient_checkpointing: str
+    every_n_layers: int = 1
+    offload: bool = False
+    """Inputs of checkpointed layers rest in host memory."""
+    tiled_mlp: bool = False
+
+
+CHECKPOINTING = (Recompute("none"), Recompute("selective", 2), Recompute("selective"), Recompute("full"))
 """From fast and large to slow and small."""
+OFFLOADED_INPUTS = (Recompute("full", offload=True), Recompute("full", offload=True, tiled_mlp=True))
+"""The same further on: tried only where nothing of :data:`CHECKPOINTING` fits. A CPU has no other memory."""
+TILED = (Recompute("full", tiled_mlp=True),)
+"""The same for a CPU."""
 LOSSES = ("full", "chunked")
 
 
@@ -257,6 +274,20 @@ class Setting:
     mixed_precision: str | None
     loss: str
     sharding: str = "none"
+    every_n_layers: int = 1
+    offloads_inputs: bool = False
+    """Those of checkpointed layers."""
+    tiled_mlp: bool = False
+
+    def recomputing(self, way: Recompute) -> Setting:
+        """This setting with another way to recompute; tiles that were asked for stay."""
+        return replace(
+            self,
+            gradient_checkpointing=way.gradient_checkpointing,
+            every_n_layers=way.every_n_layers,
+            offloads_inputs=way.offload,
+            tiled_mlp=self.tiled_mlp or way.tiled_mlp,
+        )
 
 
 @dataclass(frozen=True)
@@ -275,8 +306,10 @@ class Question:
 
     @property
     def room_bytes(self) -> int:
-        """What a rank may take of its device, the margin left free."""
-        return int(self.device.total_bytes * (1 - MARGIN))
+        """What a rank may take of its device, the margin left free; no more than the configuration's own budget."""
+        budget = self.config.memory.memory_budget_gib
+        total = self.device.total_bytes if budget is None else min(self.device.total_bytes, budget * 2**30)
+        return int(total * (1 - MARGIN))
 
     @property
     def nccl_bytes(self) -> int:
@@ -300,17 +333,25 @@ class Question:
     @property
     def asked(self) -> Setting:
         """The configuration as it stands."""
-        optim = self.config.optimization
+        optim, architecture = self.config.optimization, self.config.architecture
         loss = optim.loss
         if loss == "auto":
             loss = self.automatic_loss
         return Setting(
             _micro_batch_size(self.config, self.world_size),
-            self.config.architecture.gradient_checkpointing,
+            architecture.gradient_checkpointing,
             optim.mixed_precision,
             loss,
             self.shardings[0],
+            architecture.gradient_checkpointing_every_n_layers,
+            architecture.gradient_checkpointing_offload,
+            architecture.tiled_mlp,
         )
+
+    @property
+    def last_resort(self) -> tuple[Recompute, ...]:
+        """Ways to recompute that are tried where nothing else fits."""
+        return TILED if self.device.name == "cpu" else OFFLOADED_INPUTS
 
     @property
     def automatic_loss(self) -> str:
@@ -360,11 +401,12 @@ class Question:
         wanted: dict[str, Any] = {
             "micro_batch_size": setting.micro_batch_size,
             "gradient_checkpointing": setting.gradient_checkpointing,
+            "gradient_checkpointing_every_n_layers": setting.every_n_layers,
+            "gradient_checkpointing_offload": setting.offloads_inputs,
+            "tiled_mlp": setting.tiled_mlp,
             "mixed_precision": setting.mixed_precision,
             "loss": loss,
         }
-        if setting.gradient_checkpointing == "none":
-            wanted["gradient_checkpointing_every_n_layers"] = 1
         if values["max_tokens_per_micro_batch"] is not None:
             del wanted["micro_batch_size"]
             if setting.micro_batch_size != self.asked.micro_batch_size:
@@ -402,9 +444,9 @@ class Outcome:
     """Of the device: reserved by the allocator, CUDA context, NCCL."""
     fits: bool
     host_bytes: int = 0
-    """Of host memory: weights, gradients and optimizer state that are offloaded."""
+    """Of host memory: weights, gradients, optimizer state and inputs of layers that are offloaded."""
     link_seconds: float = 0.0
-    """Of a micro-batch, estimated: what is offloaded goes to the device and back, and nothing hides that."""
+    """Of a micro-batch, estimated: copies between host and device that no computation hides."""
 
     @property
     def seconds_per_token(self) -> float:
@@ -422,7 +464,18 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
         shard_bytes = 4 * -(-prediction.num_parameters // question.world_size)  # kept in fp32
         host = (2 + MOMENTS[question.config.optimization.optimizer]) * shard_bytes
         link = 3 * shard_bytes / HOST_LINK_BYTES_PER_SECOND  # in for forward, in for backward, gradients out
+    host += prediction.offloaded_bytes
+    link += _waiting_for_inputs(prediction)
     return Outcome(setting, job.length, job.padded, prediction, needed, needed <= question.room_bytes, host, link)
+
+
+def _waiting_for_inputs(prediction: Prediction) -> float:
+    """Seconds in which the computation of a micro-batch is done and the copies of layers' inputs are not.
+
+    They go out in forward and come back in backward, which recomputes and so takes three quarters of the time.
+    """
+    copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
+    return max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
 
 
 @dataclass(frozen=True)
@@ -504,6 +557,9 @@ class Search:
         per_rank = question.global_batch_size // question.world_size
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
         self._losses = LOSSES[:1] if question.num_labels else LOSSES
+        self._base = Setting(1, "none", question.precision, "full", tiled_mlp=question.config.architecture.tiled_mlp)
+        self.ways: tuple[Recompute, ...] = CHECKPOINTING
+        """How layers may recompute, each after those that are faster."""
         self.problems: dict[Setting, str] = {}
         """Settings that the model or device does not allow."""
 
@@ -518,12 +574,10 @@ class Search:
 
     def techniques(self, sharding: str) -> list[Setting]:
         """All ways to compute one example at a time, each after those that are faster."""
-        precision = self.question.precision
-        return [
-            Setting(1, checkpointing, precision, loss, sharding)
-            for checkpointing in CHECKPOINTING
-            for loss in self._losses
-        ]
+        return [self._technique(way, loss, sharding) for way in self.ways for loss in self._losses]
+
+    def _technique(self, way: Recompute, loss: str, sharding: str) -> Setting:
+        return replace(self._base, loss=loss, sharding=sharding).recomputing(way)
 
     def smallest(self, sharding: str) -> Outcome:
         """The setting that needs least with ``sharding``.
@@ -554,7 +608,7 @@ class Search:
         fitting: dict[tuple[int, int], int] = {}
         unfitting: dict[tuple[int, int], int] = {}
         found: Outcome | None = None
-        for row, checkpointing in enumerate(CHECKPOINTING):
+        for row, way in enumerate(self.ways):
             # The smaller loss first: the larger one cannot take more than that does.
             for column, loss in reversed(list(enumerate(self._losses))):
                 reference = found or best
@@ -567,7 +621,7 @@ class Search:
                 low = max((fitting.get(place, 0) for place in faster), default=0)
                 smaller = [size for (r, c), size in unfitting.items() if r >= row and c >= column]
                 sizes = [size for size in self._sizes if low < size < min(smaller, default=math.inf)]
-                tried = self._grown(Setting(1, checkpointing, self.question.precision, loss, sharding), sizes)
+                tried = self._grown(self._technique(way, loss, sharding), sizes)
                 if not tried:
                     continue
                 floors[row, column] = self._floor(tried)
@@ -651,13 +705,25 @@ def make_plan(question: Question, predictions: Predictions, open_micro_batch: bo
     shardings = question.shardings
     smallest = search.smallest(shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None
-    if best is None and not smallest.fits and question.may_offload:
-        shardings, smallest = (OFFLOAD,), search.smallest(OFFLOAD)
+    for ways, offloads in ((question.last_resort, False), (CHECKPOINTING, True), (question.last_resort, True)):
+        if best is not None or smallest.fits or (offloads and not question.may_offload):
+            break
+        search.ways, shardings = ways, (OFFLOAD,) if offloads else question.shardings[-1:]
+        smallest = _smaller(search, shardings[0], smallest)
     if smallest.fits or best is not None:
         best = search.fastest(shardings, best)
     else:
         longest = _longest_of(question, smallest.setting, predictions, question.config.data.max_length)
     return Plan(asked, problem, best, smallest, longest, predictions.count)
+
+
+def _smaller(search: Search, sharding: str, known: Outcome) -> Outcome:
+    """The setting that needs least with ``sharding``, or ``known`` where none can run or none needs less."""
+    try:
+        found = search.smallest(sharding)
+    except UserError:
+        return known
+    return found if found.needed_bytes < known.needed_bytes else known
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
@@ -668,7 +734,10 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
     """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
-    setting = Search(start, predictions).smallest(start.shardings[-1]).setting
+    search = Search(start, predictions)
+    smallest = search.smallest(start.shardings[-1])
+    search.ways = question.last_resort
+    setting = _smaller(search, start.shardings[-1], smallest).setting
     return _longest_of(question, setting, predictions, limit + 1), setting
 
 

@@ -103,6 +103,8 @@ class Prediction:
     """Estimated, of one forward and backward."""
     prediction_seconds: float
     notes: tuple[str, ...] = ()
+    offloaded_bytes: int = 0
+    """Pinned host memory for the inputs of checkpointed layers."""
 
 
 class Predictor:
@@ -212,7 +214,7 @@ def predict(job: Job) -> Prediction:
     from train.memory import fake_cuda, ranks, zero
     from train.memory.allocator import replay
     from train.memory.costs import Costs
-    from train.memory.fakes import FakeTracker, fake_tensors, few_chunks
+    from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
     from train.step import optimizer_step
@@ -228,6 +230,8 @@ def predict(job: Job) -> Prediction:
     architecture, notes = _with_known_attention(config.architecture)
     if config.data.packing and not job.documents:
         notes.append("packing: one document a row is assumed, which takes longest")
+    if on_cuda and architecture.gradient_checkpointing_offload and not torch.cuda.is_initialized():
+        ranks.still_streams()
     accelerator = _accelerator(job, config)
     rates = {torch.float32: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
     rates = {t: target.flops_per_second[p] for t, p in rates.items() if target.flops_per_second.get(p)}
@@ -253,6 +257,7 @@ def predict(job: Job) -> Prediction:
         if shards_weights(job.sharding):
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_chunks(tracker))
+        stack.enter_context(few_tiles(tracker))
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
         model, optimizer, network = build(job, architecture, config, accelerator)
         parameters = list(network.parameters())
@@ -311,6 +316,7 @@ def predict(job: Job) -> Prediction:
         seconds=seconds,
         prediction_seconds=time.perf_counter() - started,
         notes=tuple(notes),
+        offloaded_bytes=tracker.pinned_bytes,
     )
 
 

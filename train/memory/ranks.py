@@ -42,7 +42,7 @@ def join(world_size: int, shards_weights: bool, device_type: str, precision: str
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     if device_type == "cuda" and not torch.cuda.is_initialized():
-        _still_streams()
+        still_streams()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fully_shard
 
@@ -105,7 +105,8 @@ class _Stream:
     def __exit__(self, *exception: Any) -> None: ...
 
 
-def _still_streams() -> None:
+def still_streams() -> None:
+    """CUDA streams that do nothing, in this process, from now on."""
     cuda: Any = torch.cuda
     any_torch: Any = torch
     cuda.Stream = cuda.Event = any_torch.Event = _Stream

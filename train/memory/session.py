@@ -13,6 +13,7 @@ import torch
 from train.config import Config, Optimization, to_values
 from train.errors import UserError
 from train.losses import ModelWithLoss, obstacle_to_chunks
+from train.memory.choice import choose
 from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, is_out_of_memory, post_mortem
 from train.memory.meter import MemoryMeter
@@ -20,7 +21,7 @@ from train.memory.plan import largest_fitting, target_of
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
 from train.memory.rehearsal import rehearse
-from train.modeling import enable_checkpointing
+from train.recompute import enable_checkpointing
 from train.records import Meter, MicroBatch, StepOutcome
 from train.runtime import DeviceMeter
 from train.step import optimizer_step
@@ -88,7 +89,7 @@ class MemorySession:
             world_size=launch.world_size,
             sharding=sharding_of(accelerator),
         )
-        wanted = self._config.memory.predict_memory or self._config.optimization.micro_batch_size == "auto"
+        wanted = self._config.memory.predict_memory or is_left_open(self._config)
         self._predictable = launch.copies == 1  # a rank's share of a layer or a sequence is not predicted
         if accelerator.is_main_process and wanted and self._predictable and accelerator.device.type in ("cpu", "cuda"):
             self._predictor = Predictor()
@@ -98,6 +99,38 @@ class MemorySession:
         """``config`` with the precision that the launcher chose where it leaves that open."""
         values = to_values(config)
         return {**values, "mixed_precision": values["mixed_precision"] or self._launched_precision}
+
+    def settle(self, accelerator: Accelerator, has_padding: bool) -> Config:
+        """The configuration with what it leaves to ``auto`` chosen, the same on every rank.
+
+        First the least recomputation with which a step fits, where micro_batch_size is auto too of single examples;
+        then the largest micro-batch that fits with it.
+
+        Args:
+            has_padding: whether examples of different lengths come with an attention mask.
+
+        Raises:
+            UserError: nothing fits, or this model cannot be predicted.
+        """
+        if self._config.architecture.gradient_checkpointing == "auto":
+            chosen = self._on_main_process(accelerator, lambda: self._least_recomputation(accelerator, has_padding))
+            self._config = replace(self._config, architecture=replace(self._config.architecture, **chosen))
+        if self._config.optimization.micro_batch_size == "auto":
+            self.micro_batch_size(accelerator, has_padding)
+        return self._config
+
+    def _least_recomputation(self, accelerator: Accelerator, has_padding: bool) -> dict[str, Any]:
+        needs = self._needs("gradient_checkpointing", accelerator, has_padding)
+        size = self._config.optimization.micro_batch_size
+        config = with_micro_batch_size(self._config, 1 if size == "auto" else size)
+
+        def needs_of(changes: dict[str, Any]) -> int:
+            return needs(replace(config, architecture=replace(config.architecture, **changes)))
+
+        offload = self._config.architecture.gradient_checkpointing_offload
+        chosen, line = choose(needs_of, self._room_bytes(accelerator.device), accelerator.device.type, offload)
+        self._say(line)
+        return chosen
 
     def micro_batch_size(self, accelerator: Accelerator, has_padding: bool) -> int:
         """The largest micro-batch that is predicted to fit, for ``micro_batch_size: auto``; the same on every rank.
@@ -110,48 +143,70 @@ class MemorySession:
         Raises:
             UserError: not even one example fits, or this model cannot be predicted.
         """
+        found = self._on_main_process(accelerator, lambda: self._largest_fitting(accelerator, has_padding))
+        self._config = with_micro_batch_size(self._config, found)
+        return found
+
+    def _on_main_process(self, accelerator: Accelerator, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives on the main process, or its UserError, on every rank."""
         from accelerate.utils import broadcast_object_list
 
         choice: list[Any] = [None]
         if accelerator.is_main_process:
             try:
-                choice[0] = self._largest_fitting(accelerator, has_padding)
+                choice[0] = work()
             except UserError as error:
                 choice[0] = error
         found = broadcast_object_list(choice)[0]
         if isinstance(found, UserError):
             raise found
-        self._config = with_micro_batch_size(self._config, found)
         return found
 
-    def _largest_fitting(self, accelerator: Accelerator, has_padding: bool) -> int:
-        optim, base, predictor = self._config.optimization, self._base, self._predictor
+    def _room_bytes(self, device: torch.device) -> int:
+        """What may be taken of ``device``."""
+        free, budget = free_bytes(device), self._config.memory.memory_budget_gib
+        return int((free if budget is None else min(free, budget * 2**30)) * (1 - MARGIN))
+
+    def _needs(self, name: str, accelerator: Accelerator, has_padding: bool) -> Callable[[Config], int]:
+        """Tells the bytes that a step of a configuration is predicted to need; ``name`` is what is left to auto."""
+        base, predictor = self._base, self._predictor
         if base is None or predictor is None:
-            raise UserError(f"micro_batch_size: auto is not known for {accelerator.device.type}: give a number.")
+            raise UserError(f"{name}: auto is not known for {accelerator.device.type}: choose it yourself.")
+
+        def needs(config: Config) -> int:
+            optim, size = config.optimization, config.optimization.micro_batch_size
+            assert size != "auto"
+            share = (optim.global_batch_size or 0) // self._data_size // size
+            job = replace(
+                base,
+                values=self._values(config),
+                micro_batch_size=size,
+                accumulates=(optim.gradient_accumulation_steps or share) > 1,
+                padded=has_padding and size > 1,
+                eval_batch_size=config.output.eval_batch_size or size,
+            )
+            return predictor.predict(job).reserved_bytes
+
+        return needs
+
+    def _largest_fitting(self, accelerator: Accelerator, has_padding: bool) -> int:
+        optim = self._config.optimization
+        needs_of = self._needs("micro_batch_size", accelerator, has_padding)
         sizes = SIZES
         if optim.global_batch_size is not None:
             share = optim.global_batch_size // self._data_size
             sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
-        room = int(free_bytes(accelerator.device) * (1 - MARGIN))
+        room = self._room_bytes(accelerator.device)
         needed: dict[int, int] = {}
 
         def needs(size: int) -> int:
-            values = self._values(with_micro_batch_size(self._config, size))
-            job = replace(
-                base,
-                values=values,
-                micro_batch_size=size,
-                accumulates=(optim.gradient_accumulation_steps or optim.global_batch_size or 1) > 1,
-                padded=has_padding and size > 1,
-                eval_batch_size=self._config.output.eval_batch_size or size,
-            )
-            needed[size] = predictor.predict(job).reserved_bytes
+            needed[size] = needs_of(with_micro_batch_size(self._config, size))
             return needed[size]
 
         best = largest_fitting(sizes, needs, room, first=sizes[0])
         if best is None:
             raise UserError(
-                f"micro_batch_size: auto: one example of {base.length:,} tokens is predicted to need "
+                f"micro_batch_size: auto: one example of {self._config.data.max_length:,} tokens is predicted to need "
                 f"{gib(needed[sizes[0]])}, and {gib(room)} may be taken. python -m train.memory plan finds settings "
                 "that fit."
             )
@@ -314,9 +369,11 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
 def further_measures(model: ModelWithLoss, config: Config) -> Sequence[Measure]:
     """For a step that does not fit with single examples: what can be switched on in the middle of a run."""
 
+    now = config.architecture
+
     def checkpoint() -> bool:
         try:
-            enable_checkpointing(model.model, "full")
+            enable_checkpointing(model.model, "full", offload=now.gradient_checkpointing_offload)
         except UserError:
             return False
         return True
@@ -328,10 +385,14 @@ def further_measures(model: ModelWithLoss, config: Config) -> Sequence[Measure]:
         return True
 
     measures: list[Measure] = [("the loss never holds all logits from now on", chunk)]
-    now = config.architecture
     if now.gradient_checkpointing != "full" or now.gradient_checkpointing_every_n_layers > 1:
         measures.append(("activation checkpointing is switched on", checkpoint))
     return measures
+
+
+def is_left_open(config: Config) -> bool:
+    """Whether something is to be chosen by what is predicted."""
+    return "auto" in (config.optimization.micro_batch_size, config.architecture.gradient_checkpointing)
 
 
 def with_micro_batch_size(config: Config, size: int) -> Config:

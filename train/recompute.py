@@ -1,0 +1,286 @@
+"""Activation checkpointing: layers that compute their activations again in backward, and where their inputs rest.
+
+What a checkpointed layer keeps is its input, (B, S, H), so of a model all inputs are L·B·S·H elements: at long
+sequences the largest part of what is left. With offload they rest in pinned host memory. Copies run on a stream of
+their own: an input leaves while its layer computes, and comes back while the layer after it is recomputed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    from train.config import Architecture
+
+MIN_OFFLOADED_BYTES = 2**20
+"""Smaller tensors stay: a copy has a price of its own, and there is little to gain."""
+
+PIECE_BYTES = 8 * 2**20
+"""Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and
+torch's allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round."""
+
+
+def enable_checkpointing(
+    model: nn.Module,
+    mode: str,
+    every_n_layers: int = 1,
+    offload: bool = False,
+    transfers_for: Callable[[torch.device], Transfers | None] | None = None,
+) -> None:
+    """Recompute activations in backward instead of keeping them (arXiv 1604.06174).
+
+    Args:
+        mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the dearest to recompute
+            (arXiv 2205.05198).
+        every_n_layers: checkpoint only layers 0, n, 2n ...
+        offload: the inputs of checkpointed layers rest in host memory; on a CPU they stay where they are.
+        transfers_for: how to copy between a device and the host, None where there is no other memory; default:
+            :class:`StreamTransfers` for accelerators.
+
+    Raises:
+        UserError: the model does not support it.
+    """
+    if mode == "none":
+        return
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):  # transformers ≥ 5.23
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)  # pyright: ignore
+        elif hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # pyright: ignore
+        else:
+            raise ValueError("it is no transformers model")
+    except ValueError as error:
+        raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % every_n_layers == 0
+    if offload:
+        _offload_inputs(model, transfers_for or stream_transfers)
+
+
+def describe(architecture: Architecture, device_type: str) -> list[str]:
+    """What a person should know who asked for offload on a device without another memory."""
+    if architecture.gradient_checkpointing_offload and device_type == "cpu":
+        return ["gradient_checkpointing_offload: does nothing on a CPU, where there is no other memory"]
+    return []
+
+
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    attention = any(part in operator.name() for part in ("scaled_dot_product", "flash_att", "varlen_attn"))
+    return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ---- inputs that rest in host memory ---------------------------------------------------------------------------------
+
+
+class Transfers(Protocol):
+    """Copies between a device and the host, beside the computation."""
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """(num_bytes,) uint8 of host memory, to be kept and used again."""
+        ...
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Begins to copy each (target, source) after what is queued for computation so far; an event for the end.
+
+        Copies run one after the other in the order in which they were begun.
+        """
+        ...
+
+    def wait(self, event: Any) -> None:
+        """What is queued for computation from now on comes after ``event``."""
+        ...
+
+
+class StreamTransfers:
+    """:class:`Transfers` of an accelerator, on one stream of their own; the host never waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        # Asked for each time: under FSDP2, and in backward's thread, it need not be the one of before. And asked for
+        # first: within ``stream`` the current stream is that one.
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        self._module.current_stream(self._device).wait_event(event)
+
+
+def stream_transfers(device: torch.device) -> Transfers | None:
+    """:class:`StreamTransfers`, or None for a CPU: there is no other memory."""
+    return None if device.type == "cpu" else StreamTransfers(device)
+
+
+def _offload_inputs(model: nn.Module, transfers_for: Callable[[torch.device], Transfers | None]) -> None:
+    offload = None
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")  # where transformers' own switch puts it
+        if checkpoint is not None:
+            offload = offload or OffloadedInputs(checkpoint, transfers_for)
+            vars(module)["_gradient_checkpointing_func"] = offload
+
+
+class OffloadedInputs:
+    """``checkpoint`` of torch whose inputs rest in host memory from a layer's forward to its backward.
+
+    Only positional tensors that need a gradient: the hidden states. Masks, position embeddings and parameters belong
+    to all layers and stay; an input that several layers share (encoder states) is copied once.
+
+    On the device there are at a time: in forward the input of the layer at work, and none of those before it; in
+    backward that of the layer at work and that of the next one to come. A tensor on the device is let go only after
+    the computing stream was told to wait for the copy that reads it, and one that is copied into comes from the
+    computing stream's memory: so memory is never used again too early, without ``record_stream``, whose effect
+    depends on timing. (This, pinned memory that is kept, and the streams asked for each time are lessons that
+    torchtune and TRL paid for.)
+
+    Args:
+        checkpoint: called as ``checkpoint(function, *inputs)``.
+        transfers_for: see :func:`enable_checkpointing`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Callable[..., Any],
+        transfers_for: Callable[[torch.device], Transfers | None],
+        min_bytes: int = MIN_OFFLOADED_BYTES,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._checkpoint, self._transfers_for = checkpoint, transfers_for
+        self._min_bytes, self._piece_bytes = min_bytes, piece_bytes
+        self._transfers: dict[torch.device, Transfers | None] = {}
+        self._free: list[Tensor] = []
+        self._last: weakref.ref[_Resting] | None = None
+
+    def __deepcopy__(self, memo: Any) -> OffloadedInputs:
+        return self  # a copy of the model has no streams and pinned memory of its own
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        moved = {_storage_key(x): x for x in inputs if isinstance(x, Tensor) and self._moves(x)}
+        if not moved or not torch.is_grad_enabled():
+            return self._checkpoint(function, *inputs, **options)
+
+        def pack(tensor: Tensor) -> Tensor | _Resting:
+            original = moved.get(_storage_key(tensor))
+            return tensor if original is None or original.shape != tensor.shape else self._rest(original)
+
+        def unpack(saved: Tensor | _Resting) -> Tensor:
+            return saved if isinstance(saved, Tensor) else saved.take()
+
+        # Sees what the checkpoint itself saves, its inputs: within the layer hooks of the checkpoint come first.
+        with saved_tensors_hooks(pack, unpack):
+            try:
+                return self._checkpoint(function, *inputs, **options)
+            finally:
+                moved.clear()  # autograd may keep the hooks, which must not keep what they moved away
+
+    def _moves(self, tensor: Tensor) -> bool:
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < self._min_bytes:
+            return False
+        if tensor.device not in self._transfers:
+            self._transfers[tensor.device] = self._transfers_for(tensor.device)
+        return self._transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
+
+    @torch.no_grad()
+    def _rest(self, tensor: Tensor) -> _Resting:
+        version, known = getattr(tensor, "_rests_as", (None, None))
+        resting = known() if known is not None else None
+        if resting is not None and version == tensor._version:
+            return resting
+        before = self._last() if self._last is not None else None
+        if before is not None:
+            before.leave()
+        transfers = self._transfers[tensor.device]
+        assert transfers is not None
+        resting = _Resting(tensor, transfers, self._free, self._piece_bytes, before)
+        self._last = weakref.ref(resting)
+        tensor._rests_as = (tensor._version, self._last)  # pyright: ignore[reportAttributeAccessIssue]
+        return resting
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Resting:
+    """A tensor that autograd saved, on its way to the host, there, or on its way back.
+
+    It goes when autograd lets it go, after backward or after an exception, and its pinned memory becomes free.
+    """
+
+    def __init__(
+        self, tensor: Tensor, transfers: Transfers, free: list[Tensor], piece_bytes: int, before: _Resting | None
+    ) -> None:
+        self._on_device: Tensor | None = None
+        self._event: Any = None
+        self._transfers, self._free = transfers, free
+        self._before = weakref.ref(before) if before is not None else None
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self._pieces: list[Tensor] = []
+        whole = tensor.detach().contiguous()  # before the copy is queued, so that it waits for this
+        while piece_bytes * len(self._pieces) < whole.nbytes:
+            self._pieces.append(free.pop() if free else transfers.host_buffer(piece_bytes))
+        self._event = transfers.copy([(piece, part) for part, piece in self._parts(whole)])
+        self._on_device = whole
+
+    def __del__(self) -> None:
+        self.leave()
+        self._free += self._pieces  # what is copied into them next is queued after what is still copied out of them
+
+    def leave(self) -> None:
+        """Lets the tensor on the device go."""
+        if self._on_device is not None:
+            self._transfers.wait(self._event)
+            self._on_device = None
+
+    def fetch(self) -> None:
+        """Begins to bring the tensor back."""
+        if self._on_device is None:
+            whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._event = self._transfers.copy(self._parts(whole))
+            self._on_device = whole
+
+    @torch.no_grad()
+    def take(self) -> Tensor:
+        """The tensor, for what is queued from now on; the one that rests before it begins to come back."""
+        self.fetch()
+        assert self._on_device is not None
+        whole = self._on_device
+        self.leave()
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.fetch()
+        return whole
+
+    def _parts(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Parts of the flat tensor with their places in pinned memory, of the same type and size."""
+        flat = whole.view(-1)
+        places = [piece.view(self._dtype) for piece in self._pieces]
+        parts = flat.split(len(places[0])) if places else ()
+        return [(part, place[: len(part)]) for part, place in zip(parts, places, strict=True)]
