@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train import losses
+from train import chunked_loss
 from train.config import Optimization
 from train.launch import read_launch
 from train.losses import ModelWithLoss
@@ -55,7 +55,7 @@ def main(output: str) -> None:
     accelerator = make_accelerator(launch, "no", accumulation_steps=2, on_cpu=True)
     found: dict[str, Any] = {}
     for name, settings in (TENSOR if launch.tensor_size > 1 else CONTEXT).items():
-        with patch.multiple(losses, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
+        with patch.multiple(chunked_loss, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
             found[name] = compared(accelerator, name.split(",")[0], **settings)
     if launch.context_size > 1:
         found["positions"] = positions_as_torch_divides_them(accelerator)
@@ -76,7 +76,7 @@ def compared(
     network = small_model(model_type, **fields)
     reference = copy.deepcopy(network)
     enable_checkpointing(network, checkpointing)
-    with_loss = ModelWithLoss(network, chunked)
+    with_loss = ModelWithLoss(network, "chunked" if chunked else "full")
     mesh = accelerator.torch_device_mesh
     assert mesh is not None
     if accelerator.is_fsdp2:

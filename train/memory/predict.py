@@ -378,7 +378,8 @@ def build(
     from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
 
-    from train.losses import ModelWithLoss, use_chunks
+    from train.cross_entropy import Objective
+    from train.losses import ModelWithLoss, choose_loss, place_of
     from train.modeling import build_model
     from train.optim import build_optimizer
     from train.runtime import shard_by_layer
@@ -393,8 +394,12 @@ def build(
         if hasattr(network, "tie_weights"):
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step
-        chunked = use_chunks(config.optimization.loss, network)
-    with_loss = ModelWithLoss(network, chunked)
+        optim = config.optimization
+        objective = Objective(optim.label_smoothing, optim.z_loss)
+        place = place_of(network, accelerator.device, accelerator.mixed_precision)
+        # a package that is asked for by name need not be here, where only is planned
+        loss = choose_loss(optim.loss, network, place, objective, installed=None if initialised else True)
+    with_loss = ModelWithLoss(network, loss, objective)
     if divide is not None:
         divide(with_loss)
     shard_by_layer(accelerator, network)
