@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from train import chunked_loss, losses
 from train.answering_head import logits_of, obstacle_to_chunks
 from train.chunked_loss import chunked_scores, chunked_sum
-from train.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum
+from train.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
 from train.errors import UserError
 from train.fused_losses import Place
 from train.losses import ModelWithLoss, choose_loss
@@ -242,7 +242,8 @@ def test_gradients_are_the_same_whatever_they_are_multiplied_by_and_given_once()
     once, scaled = (gradients(chunked_sum, half, labels, scale=scale)[1:] for scale in (1.0, halfway))
     for one, other in zip(once, scaled, strict=True):
         assert (one * other).sum() / one.square().sum() == pytest.approx(1, abs=1e-3)
-    loss = chunked_sum(*(t.requires_grad_() for t in tensors if t is not None), labels)  # pyright: ignore
+    leaves: Any = [t.requires_grad_() for t in tensors if t is not None]
+    loss = chunked_sum(*leaves, labels)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -335,9 +336,7 @@ def test_scores_in_chunks_are_those_of_all_logits() -> None:
 OBJECTIVES = [Objective(0.1), Objective(0.0, 0.01), Objective(0.3, 1e-2)]
 
 
-def by_definition(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective
-) -> Tensor:
+def by_definition(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective) -> Tensor:
     """() the objective written out, of all logits."""
     logits = F.linear(hidden, weight, bias)[labels != IGNORE]
     log_z = logits.exp().sum(-1).log()

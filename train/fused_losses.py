@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.chunked_loss import own_dtypes, product_dtype, rows_to_compute
-from train.cross_entropy import PLAIN, Objective
+from train.cross_entropy import PLAIN, Objective, wide_dtype
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
@@ -109,23 +109,22 @@ def torch_sum(
 ) -> Tensor:
     """() the summed loss by ``torch.nn.functional.linear_cross_entropy``.
 
-    In half precision by position and summed here: its own sum is one of half-precision numbers, and prepares gradients
-    before loss scaling reaches them. In full precision its own sum, which multiplies three times instead of four.
+    By position and summed here: its own sum is one of half-precision numbers, prepares gradients before loss scaling
+    reaches them, and takes twice the gradients' memory in backward.
     """
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     dtype = product_dtype(hidden)
-    half = dtype in (torch.float16, torch.bfloat16)
     with own_dtypes(hidden.device):
-        loss = F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue] - torch ≥ 2.13
+        losses = F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue] - torch ≥ 2.13
             hidden.to(dtype),
             weight.to(dtype),
             labels,
             linear_bias=None if bias is None else bias.to(dtype),
             ignore_index=IGNORE,
-            reduction="none" if half else "sum",
+            reduction="none",
             options=nn.LinearCrossEntropyOptions(),  # pyright: ignore[reportAttributeAccessIssue]
         )
-        return loss.float().sum() if half else loss
+        return losses.to(wide_dtype(dtype)).sum()
 
 
 def cce_sum(
@@ -135,19 +134,22 @@ def cce_sum(
 
     By position: so the gradient from above, loss scaling included, is applied before anything is rounded.
     """
-    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
-
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     dtype = product_dtype(hidden)
-    # an early version sums in half precision; that none is left out as too small, at least, can be had of it
-    options = {"impl": CCE_IMPLEMENTATION} if cce_sums_in_fp32() else {"filter_eps": None}
-    if bias is not None:
-        options["bias"] = bias.to(dtype)
     with own_dtypes(hidden.device):
-        losses = linear_cross_entropy(
-            hidden.to(dtype), weight.to(dtype), labels, ignore_index=IGNORE, reduction="none", **options
-        )
-        return losses.float().sum()
+        bias = None if bias is None else bias.to(dtype)
+        return cut_cross_entropy(hidden.to(dtype), weight.to(dtype), bias, labels).float().sum()
+
+
+def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """(N,) losses of hidden states (N, H) and labels (N,), all in half precision, by the package."""
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+
+    # an early version sums in half precision; that none is left out as too small, at least, can be had of it
+    options: dict[str, Any] = {"impl": CCE_IMPLEMENTATION} if cce_sums_in_fp32() else {"filter_eps": None}
+    if bias is not None:
+        options["bias"] = bias
+    return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="none", **options)
 
 
 def liger_sum(
@@ -159,14 +161,23 @@ def liger_sum(
     objective: Objective = PLAIN,
 ) -> Tensor:
     """() the summed loss by Liger Kernel, which prepares gradients in forward: not for fp16."""
-    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
-        LigerFusedLinearCrossEntropyLoss,
-    )
-
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     dtype = product_dtype(hidden)
     if dtype == torch.float16:
         raise ValueError("loss: liger is wrong under fp16")  # refused before, where the precision is chosen
+    if weight.requires_grad and not hidden.requires_grad and torch.is_grad_enabled():
+        hidden = hidden.detach().requires_grad_()  # it prepares no gradient at all where the input needs none
+    with own_dtypes(hidden.device):
+        bias = None if bias is None else bias.to(dtype)
+        return liger_cross_entropy(hidden.to(dtype), weight.to(dtype), bias, labels, objective)
+
+
+def liger_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective
+) -> Tensor:
+    """() the summed loss of hidden states (N, H) and labels (N,) by the package."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
+
     loss = LigerFusedLinearCrossEntropyLoss(
         ignore_index=IGNORE,
         lse_square_scale=objective.z_loss,
@@ -174,5 +185,4 @@ def liger_sum(
         reduction="sum",
         accum_dtype=torch.float32,
     )
-    with own_dtypes(hidden.device):
-        return loss(weight.to(dtype), hidden.to(dtype), labels, None if bias is None else bias.to(dtype))
+    return loss(weight, hidden, labels, bias)

@@ -154,7 +154,7 @@ def check_launch(launch: Launch, config: Config) -> None:
     precision = asked or launch.precision
     if config.optimization.loss == "liger" and precision == "fp16":
         raise UsageError(
-            "loss: liger is wrong with mixed_precision: fp16: it rounds gradients before loss scaling can save the small "
+            "loss: liger is wrong with mixed_precision: fp16: it rounds gradients before loss scaling can save small "
             "ones. Give --loss auto or chunked, or use bf16."
         )
     _check_parallelism(launch, config)

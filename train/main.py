@@ -145,7 +145,7 @@ def run(
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
     outputs.note(*describe_training(state.model, num_parameters, arithmetic, batches, goal, data.max_length))
-    outputs.note(describe_loss(accelerator.unwrap_model(model), optim.loss))
+    outputs.note(describe_loss(cast("ModelWithLoss", accelerator.unwrap_model(model)), optim.loss))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)

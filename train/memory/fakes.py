@@ -60,7 +60,7 @@ class FakeTracker(StorageTracker):
             return self._scalar(func, args[0])
         result = _added_in_place(func, args, kwargs) if func is aten.add.Tensor else None
         if result is None:
-            result = func(*args, **kwargs)
+            result = self.call(func, args, kwargs)
         if func.overloadpacket in (aten.any, aten.all):
             result._is_rare = func.overloadpacket is aten.any or self.padded
         self.see_all(result)

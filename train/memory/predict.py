@@ -212,6 +212,7 @@ def predict(job: Job) -> Prediction:
     from train.memory.costs import Costs
     from train.memory.fakes import FakeTracker, fake_tensors, few_chunks
     from train.memory.kernels import Attention, library_workspace_bytes
+    from train.memory.loss_kernels import library_losses
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
     from train.step import optimizer_step
 
@@ -249,6 +250,7 @@ def predict(job: Job) -> Prediction:
         if shards_weights(job.sharding):
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_chunks(tracker))
+        stack.enter_context(library_losses(target.capability, costs))
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
         model, optimizer, network = build(job, architecture, config, accelerator)
         parameters = list(network.parameters())
