@@ -13,9 +13,11 @@ from test_losses import OBJECTIVES, by_definition, error, full_sum, gradients, h
 from torch import Tensor, nn
 
 from train import fused_losses
+from train.config import from_values, parse
 from train.cross_entropy import PLAIN, Objective
-from train.errors import UserError
+from train.errors import UsageError, UserError
 from train.fused_losses import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
+from train.launch import Launch, check_launch
 from train.losses import MIN_CHUNKED_CLASSES, ModelWithLoss, choose_loss, describe_loss, place_of
 from train.records import IGNORE
 
@@ -203,6 +205,31 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy(early=True))
     assert choose_loss("auto", large, H100) == "liger" and choose_loss("cce", large, H100) == "cce"
     assert "takes no bias" in (obstacle_to("cce", H100, True) or "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--loss", "torch", "--label_smoothing", "0.1"),
+            "loss: torch has no label_smoothing .* --loss auto or chunked",
+        ),
+        (("--loss", "cce", "--z_loss", "1e-4"), "loss: cce has no .* z_loss"),
+        (("--label_smoothing", "1.0"), "label_smoothing: 1.0 must be at least 0 and below 1"),
+        (("--z_loss", "-1e-4"), "z_loss: -0.0001 is too small: at least 0"),
+    ],
+)
+def test_flags_that_cannot_work(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(list(flags))
+
+
+def test_liger_under_fp16_is_refused_whoever_asks_for_fp16() -> None:
+    for launched, asked in (("fp16", None), ("no", "fp16")):
+        config = from_values({"loss": "liger", "mixed_precision": asked})
+        with pytest.raises(UsageError, match="loss: liger is wrong with mixed_precision: fp16"):
+            check_launch(Launch(precision=launched), config)
+    check_launch(Launch(precision="bf16"), from_values({"loss": "liger"}))
 
 
 @has_torch_loss

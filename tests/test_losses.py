@@ -226,7 +226,7 @@ def test_gradients_in_chunks_are_those_of_finite_differences(num_targets: int | 
         ends = []
         for sign in (-step, step):
             moved: Any = [t + sign * d for t, d in zip(tensors, directions, strict=True) if t is not None]
-            ends.append(loss(*moved, labels))
+            ends.append(loss(hidden=moved[0], weight=moved[1], bias=moved[2], labels=labels))
         slope = sum((g * d).sum() for g, d in zip(found, directions, strict=True))
         torch.testing.assert_close((ends[1] - ends[0]) / (2 * step), slope, rtol=1e-7, atol=0)
 
@@ -242,8 +242,9 @@ def test_gradients_are_the_same_whatever_they_are_multiplied_by_and_given_once()
     once, scaled = (gradients(chunked_sum, half, labels, scale=scale)[1:] for scale in (1.0, halfway))
     for one, other in zip(once, scaled, strict=True):
         assert (one * other).sum() / one.square().sum() == pytest.approx(1, abs=1e-3)
-    leaves: Any = [t.requires_grad_() for t in tensors if t is not None]
-    loss = chunked_sum(*leaves, labels)
+    hidden, weight, bias = tensors
+    assert hidden is not None and weight is not None
+    loss = chunked_sum(hidden.requires_grad_(), weight, bias, labels)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
