@@ -204,6 +204,7 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_loss("auto", large, H100) == choose_loss("cce", large, H100) == "cce"
     pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy(early=True))
     assert choose_loss("auto", large, H100) == "liger" and choose_loss("cce", large, H100) == "cce"
+    assert "sums gradients in half precision" in describe_loss(ModelWithLoss(large, "cce"), "cce")
     assert "takes no bias" in (obstacle_to("cce", H100, True) or "")
 
 

@@ -74,11 +74,8 @@ def obstacle_to(
     if installed is None:
         installed = all(find_spec(name) is not None for name in (PACKAGES[kernel], "triton"))
         if installed and kernel == "cce" and has_bias and "bias" not in _cce_parameters():
-            return f"takes no bias in this version of the package: {_NEWER_CCE}, or use chunked or auto"
+            return "takes no bias in this version of the package: pip install '.[cce]', or use chunked or auto"
     return None if installed else f"is not installed: pip install '.[{kernel}]' adds it; or use chunked or auto"
-
-
-_NEWER_CCE = "pip install 'cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy'"
 
 
 def best_kernel(place: Place, has_bias: bool, objective: Objective = PLAIN) -> str:
@@ -94,7 +91,7 @@ def best_kernel(place: Place, has_bias: bool, objective: Objective = PLAIN) -> s
 
 
 def cce_sums_in_fp32() -> bool:
-    """Whether the installed Cut Cross-Entropy can; the package's early versions sum gradients in half precision."""
+    """Whether the installed Cut Cross-Entropy can; 25.1, as on the package index, sums gradients in half precision."""
     return "accum_c_fp32" in _cce_parameters()
 
 

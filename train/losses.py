@@ -20,7 +20,7 @@ from train.answering_head import AnsweringHead, head_of, logits_of, obstacle_to_
 from train.chunked_loss import chunked_scores, chunked_sum
 from train.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum
 from train.errors import UserError
-from train.fused_losses import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
+from train.fused_losses import Place, best_kernel, cce_sum, cce_sums_in_fp32, liger_sum, obstacle_to, torch_sum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,5 +160,7 @@ def describe_loss(model: ModelWithLoss, asked: str) -> str:
         "cce": "never all logits, by Cut Cross-Entropy",
         "liger": "never all logits, by Liger Kernel",
     }[model.loss]
+    if model.loss == "cce" and not cce_sums_in_fp32():
+        how += " of a version that sums gradients in half precision (pip install '.[cce]' brings another)"
     terms = [f"{name} {value:g}" for name, value in vars(model.objective).items() if value]
     return f"loss: {model.loss}{' (auto)' if asked == 'auto' else ''}, {', '.join([how, *terms])}"
