@@ -17,14 +17,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train import losses
+from train import chunked_loss
 from train.config import Optimization
+from train.cross_entropy import PLAIN, Objective
 from train.launch import read_launch
 from train.losses import ModelWithLoss
 from train.optim import build_optimizer
@@ -39,6 +39,7 @@ VOCABULARY = 259  # odd: the parts of it differ
 TENSOR = {
     "llama": {"attention_bias": True, "chunked": True, "checkpointing": "full"},
     "qwen3": {"tie_word_embeddings": True, "chunked": True, "checkpointing": "selective"},
+    "llama, smoothed": {"chunked": True, "objective": Objective(0.2, 0.05)},
     "gpt_neox": {"chunked": False, "optimizer": "sgd"},
     "llama, tied": {"tie_word_embeddings": True, "chunked": False},
 }
@@ -55,7 +56,7 @@ def main(output: str) -> None:
     accelerator = make_accelerator(launch, "no", accumulation_steps=2, on_cpu=True)
     found: dict[str, Any] = {}
     for name, settings in (TENSOR if launch.tensor_size > 1 else CONTEXT).items():
-        with patch.multiple(losses, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
+        with patch.multiple(chunked_loss, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
             found[name] = compared(accelerator, name.split(",")[0], **settings)
     if launch.context_size > 1:
         found["positions"] = positions_as_torch_divides_them(accelerator)
@@ -69,6 +70,7 @@ def compared(
     chunked: bool,
     checkpointing: str = "none",
     optimizer: str = "adamw",
+    objective: Objective = PLAIN,
     **fields: Any,
 ) -> dict[str, float]:
     """Three updates, and how far they are from those of plain PyTorch."""
@@ -76,7 +78,7 @@ def compared(
     network = small_model(model_type, **fields)
     reference = copy.deepcopy(network)
     enable_checkpointing(network, checkpointing)
-    with_loss = ModelWithLoss(network, chunked)
+    with_loss = ModelWithLoss(network, "chunked" if chunked else "full", objective)
     mesh = accelerator.torch_device_mesh
     assert mesh is not None
     if accelerator.is_fsdp2:
@@ -89,7 +91,7 @@ def compared(
     plain_optimizer, plain_norms, plain_losses = build_optimizer(reference, config), [], []
     norms, sums, stopped = [], [], False
     for window in ([batch([37, 20]), batch([9, 1])], [batch([30, 30]), batch([4])], [batch([5, 3])]):
-        plain_losses.append(plain_loss(reference, window))
+        plain_losses.append(plain_loss(reference, window, objective))
         plain_norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item())
         plain_optimizer.step()
         plain_optimizer.zero_grad()
@@ -141,12 +143,16 @@ def batch(lengths: list[int]) -> MicroBatch:
     return MicroBatch({"input_ids": ids}, labels, sum(lengths), tuple(range(len(lengths))), sum(lengths))
 
 
-def plain_loss(model: nn.Module, window: list[MicroBatch]) -> float:
+def plain_loss(model: nn.Module, window: list[MicroBatch], objective: Objective) -> float:
     """The mean loss of all targets; leaves its gradient."""
     total = torch.zeros((), dtype=torch.float64)
     for b in window:
         logits = model(**b.inputs).logits
-        total = total + F.cross_entropy(logits.flatten(0, 1), b.labels.flatten(), reduction="sum", ignore_index=IGNORE)
+        kept = b.labels != IGNORE
+        log_z, log_p = logits[kept].logsumexp(-1), logits[kept].log_softmax(-1)
+        smoothed = log_p.mean(-1) * objective.label_smoothing
+        plain = log_p.gather(-1, b.labels[kept].unsqueeze(-1)).squeeze(-1) * (1 - objective.label_smoothing)
+        total = total - (plain + smoothed).sum() + objective.z_loss * log_z.square().sum()
     loss = total / sum(b.num_targets for b in window)
     loss.backward()
     return loss.item()

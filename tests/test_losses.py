@@ -19,19 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_outputs import CausalLMOutput
 
-from train import losses
+from train import chunked_loss, losses
+from train.answering_head import logits_of, obstacle_to_chunks
+from train.chunked_loss import chunked_scores, chunked_sum
+from train.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
 from train.errors import UserError
-from train.losses import (
-    ModelWithLoss,
-    Scores,
-    chunked_scores,
-    chunked_sum,
-    cross_entropy,
-    cross_entropy_sum,
-    logits_of,
-    obstacle_to_chunks,
-    use_chunks,
-)
+from train.fused_losses import Place
+from train.losses import ModelWithLoss, choose_loss
 from train.recompute import enable_checkpointing
 from train.records import IGNORE
 
@@ -158,12 +152,14 @@ def test_scores_of_document_labels_are_one_an_example() -> None:
 
 # In chunks
 
+CPU = Place("cpu", torch.float32)
+
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four tokens, so that small tensors are several chunks and a rest."""
-    monkeypatch.setattr(losses, "CHUNK_LOGITS_BYTES", 0)
-    monkeypatch.setattr(losses, "MIN_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(chunked_loss, "CHUNK_LOGITS_BYTES", 0)
+    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_TOKENS", 4)
 
 
 Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
@@ -219,11 +215,39 @@ def test_chunks_give_the_loss_and_gradients_of_all_logits(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_gradients_in_chunks_are_those_of_finite_differences() -> None:
+@pytest.mark.parametrize("num_targets", [None, 7])
+def test_gradients_in_chunks_are_those_of_finite_differences(num_targets: int | None) -> None:
     tensors, labels = head_example()
-    leaves = tuple(t.clone().requires_grad_() for t in tensors if t is not None)
-    assert torch.autograd.gradcheck(partial(chunked_sum, labels=labels), leaves)
-    assert torch.autograd.gradcheck(partial(chunked_sum, labels=labels, num_targets=7), leaves)
+    loss = partial(chunked_sum, num_targets=num_targets)
+    found, step = gradients(loss, tensors, labels)[1:], 1e-5
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        directions = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in found]
+        ends = []
+        for sign in (-step, step):
+            moved: Any = [t + sign * d for t, d in zip(tensors, directions, strict=True) if t is not None]
+            ends.append(loss(hidden=moved[0], weight=moved[1], bias=moved[2], labels=labels))
+        slope = sum((g * d).sum() for g, d in zip(found, directions, strict=True))
+        torch.testing.assert_close((ends[1] - ends[0]) / (2 * step), slope, rtol=1e-7, atol=0)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_are_the_same_whatever_they_are_multiplied_by_and_given_once() -> None:
+    tensors, labels = head_example(dtype=torch.float32)
+    exact = gradients(full_sum, [None if t is None else t.double() for t in tensors], labels)
+    for scale in (1.0, 1 / 8191, 3e4):
+        assert max(error(gradients(chunked_sum, tensors, labels, scale=scale), exact)) < 1e-6
+    half: list[Tensor | None] = [None if t is None else t.to(torch.bfloat16) for t in tensors]
+    halfway = 1.5 + 2**-8  # between two numbers of bf16: rounded to one of them it would bias all gradients by 0.26 %
+    once, scaled = (gradients(chunked_sum, half, labels, scale=scale)[1:] for scale in (1.0, halfway))
+    for one, other in zip(once, scaled, strict=True):
+        assert (one * other).sum() / one.square().sum() == pytest.approx(1, abs=1e-3)
+    hidden, weight, bias = tensors
+    assert hidden is not None and weight is not None
+    loss = chunked_sum(hidden.requires_grad_(), weight, bias, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -283,7 +307,7 @@ def test_rows_that_are_no_target_are_not_computed_where_their_number_is_known(mo
     assert seen == [4]
     seen.clear()
     gradients(chunked_sum, tensors, labels)
-    assert seen == [4, 4, 4, 2] * 2
+    assert seen == [4, 4, 4, 2]  # once: what backward needs is prepared
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -310,6 +334,45 @@ def test_scores_in_chunks_are_those_of_all_logits() -> None:
     assert torch.equal(scores.predictions, logits.argmax(-1))
 
 
+OBJECTIVES = [Objective(0.1), Objective(0.0, 0.01), Objective(0.3, 1e-2)]
+
+
+def by_definition(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective) -> Tensor:
+    """() the objective written out, of all logits."""
+    logits = F.linear(hidden, weight, bias)[labels != IGNORE]
+    log_z = logits.exp().sum(-1).log()
+    log_p = logits - log_z.unsqueeze(-1)
+    target = F.one_hot(labels[labels != IGNORE], logits.shape[-1]).double() * (1 - objective.label_smoothing)
+    target = target + objective.label_smoothing / logits.shape[-1]
+    return -(target * log_p).sum() + objective.z_loss * (log_z**2).sum()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_smoothing_and_z_loss_are_as_defined(objective: Objective) -> None:
+    tensors, labels = head_example()
+    expected = gradients(partial(by_definition, objective=objective), tensors, labels)
+    assert error(expected, gradients(full_sum, tensors, labels))[0] > 1e-3
+    full = lambda h, w, b, labels: cross_entropy_sum(F.linear(h, w, b), labels, objective)  # noqa: E731
+    for loss in (full, partial(chunked_sum, objective=objective)):
+        assert max(error(gradients(loss, tensors, labels), expected)) < 1e-13
+    # recomputed in backward, as under loss scaling
+    exact = gradients(partial(by_definition, objective=objective), tensors, labels, scale=2.0**10)
+    scaled = partial(chunked_sum, objective=objective)
+    found = gradients(scaled, [None if t is None else t.float() for t in tensors], labels, torch.float16, 2.0**10)
+    assert max(error(found, exact)) < 5e-3
+
+
+def test_scores_are_plain_cross_entropy_whatever_is_minimised() -> None:
+    for loss in ("full", "chunked"):
+        model = ModelWithLoss(network("llama").eval(), loss)
+        smoothed = ModelWithLoss(network("llama").eval(), loss, Objective(0.1, 0.01))
+        plain, found = (m(*batch(), scored=True) for m in (model, smoothed))
+        assert isinstance(found, Scores) and isinstance(plain, Scores)
+        assert torch.equal(found.loss_sums, plain.loss_sums)
+        assert smoothed(*batch()) > 1.01 * model(*batch())
+
+
 def peak_bytes(work: Callable[[], Any]) -> int:
     """The most that ``work`` held at once, from the events of the allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
@@ -326,8 +389,8 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 def test_chunks_hold_a_few_chunks_of_logits_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width, classes = 1024, 16, 4000
-    monkeypatch.setattr(losses, "MIN_CHUNK_TOKENS", 64)
-    monkeypatch.setattr(losses, "CHUNK_LOGITS_BYTES", 0)
+    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_TOKENS", 64)
+    monkeypatch.setattr(chunked_loss, "CHUNK_LOGITS_BYTES", 0)
     hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(classes, width, requires_grad=True)
     labels = torch.randint(classes, (tokens,))
     few, all_logits = 4 * 64 * classes, 4 * tokens * classes
@@ -395,10 +458,10 @@ def step(model: ModelWithLoss, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]
 def test_models_learn_the_same_from_chunks(name: str, checkpointing: str) -> None:
     model = network(name)
     enable_checkpointing(model, checkpointing)
-    assert use_chunks("chunked", model)
+    assert choose_loss("chunked", model, CPU) == "chunked"
     expected_loss, expected = step(ModelWithLoss(model))
     assert len(expected) > 10
-    chunked = ModelWithLoss(model, chunked=True)
+    chunked = ModelWithLoss(model, loss="chunked")
     assert chunked.state_dict().keys() == ModelWithLoss(model).state_dict().keys()
     for options in ({}, {"num_targets": 17}, {"num_targets": 4 + 13}):
         loss, found = step(chunked, **options)
@@ -412,7 +475,7 @@ def test_models_learn_the_same_from_chunks(name: str, checkpointing: str) -> Non
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_models_are_scored_the_same_in_chunks(name: str) -> None:
     model = network(name).eval()
-    expected, found = (ModelWithLoss(model, chunked)(*batch(), scored=True) for chunked in (False, True))
+    expected, found = (ModelWithLoss(model, loss)(*batch(), scored=True) for loss in ("full", "chunked"))
     assert isinstance(found, Scores)
     torch.testing.assert_close(found.loss_sums, expected.loss_sums, rtol=1e-12, atol=0)
     assert torch.equal(found.predictions, expected.predictions)
@@ -423,7 +486,7 @@ def test_autocast_in_chunks_is_as_good_as_with_all_logits() -> None:
     exact = step(ModelWithLoss(network("llama")))
     with torch.autocast("cpu", torch.bfloat16):
         usual = step(ModelWithLoss(network("llama", torch.float32)))
-        found = step(ModelWithLoss(network("llama", torch.float32), chunked=True))
+        found = step(ModelWithLoss(network("llama", torch.float32), loss="chunked"))
     assert found[0].dtype == torch.float32
 
     def distance(gradients: dict[str, Tensor]) -> float:
@@ -437,7 +500,7 @@ def test_model_gives_its_logits_to_everybody_else() -> None:
     model = network("llama")
     inputs, labels = batch()
     expected = model(**inputs).logits
-    chunked = ModelWithLoss(model, chunked=True)
+    chunked = ModelWithLoss(model, loss="chunked")
     assert torch.equal(model(**inputs).logits, expected)
     with pytest.raises(TypeError):
         chunked({**inputs, "unknown_argument_of_no_model": 1, "input_ids": 3}, labels)
@@ -456,7 +519,7 @@ def test_model_gives_its_logits_to_everybody_else() -> None:
 
 
 def test_model_in_chunks_can_be_copied() -> None:
-    chunked = ModelWithLoss(network("llama"), chunked=True)
+    chunked = ModelWithLoss(network("llama"), loss="chunked")
     other = copy.deepcopy(chunked)
     assert torch.equal(step(other)[0], step(chunked)[0])
 
@@ -471,24 +534,24 @@ def test_model_in_chunks_can_be_copied() -> None:
 )
 def test_models_that_change_their_logits_keep_them(name: str, fields: dict[str, Any]) -> None:
     model = network(name, vocab_size=losses.MIN_CHUNKED_CLASSES, **fields)
-    assert use_chunks("auto", model) is False and use_chunks("full", model) is False
+    assert choose_loss("auto", model, CPU) == choose_loss("full", model, CPU) == "full"
     with pytest.raises(UserError, match="loss: chunked does not work with this model: it changes the logits"):
-        use_chunks("chunked", model)
+        choose_loss("chunked", model, CPU)
 
 
 def test_auto_takes_chunks_for_large_vocabularies_alone() -> None:
     large = network("llama", vocab_size=losses.MIN_CHUNKED_CLASSES)
-    assert use_chunks("auto", large) is True and use_chunks("full", large) is False
-    assert use_chunks("auto", network("llama", vocab_size=losses.MIN_CHUNKED_CLASSES - 1)) is False
+    assert choose_loss("auto", large, CPU) == "chunked" and choose_loss("full", large, CPU) == "full"
+    assert choose_loss("auto", network("llama", vocab_size=losses.MIN_CHUNKED_CLASSES - 1), CPU) == "full"
 
 
 def test_classifiers_and_models_of_ones_own_keep_their_logits() -> None:
     config = transformers.AutoConfig.for_model("llama", **{**SHAPE, "num_key_value_heads": 2})
     classifier = transformers.AutoModelForSequenceClassification.from_config(config)
     for model in (classifier, Network()):
-        assert use_chunks("auto", model) is False
+        assert choose_loss("auto", model, CPU) == "full"
         with pytest.raises(UserError, match="no output embedding"):
-            use_chunks("chunked", model)
+            choose_loss("chunked", model, CPU)
 
 
 def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:

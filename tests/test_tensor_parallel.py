@@ -94,6 +94,7 @@ def test_models_that_cannot_be_divided(model_type: str, fields: dict[str, Any], 
         ({"tp": 4}, {"optimizer": "adafactor"}, "optimizer: adafactor .* adamw or sgd"),
         ({"tp": 4}, {"max_grad_value": 1.0, "max_grad_norm": None}, "max_grad_value .* max_grad_norm"),
         ({"tp": 4}, {"micro_batch_size": "auto"}, "micro_batch_size: auto .* give a number"),
+        ({"tp": 4}, {"loss": "torch"}, "loss: torch .* use auto or chunked"),
     ],
 )
 def test_combinations_that_cannot_be(launched: dict[str, int], values: dict[str, Any], message: str) -> None:
@@ -112,7 +113,7 @@ def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
     done = torchrun(script, output, env=environment(tp=2))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())
-    assert len(found) == 4
+    assert len(found) == 5
     for name, values in found.items():
         assert values["weights"] < 1e-12, name
         assert values["norm"] < 1e-12, name

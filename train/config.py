@@ -170,13 +170,19 @@ class Optimization:
     """Stop after this many steps in a row whose gradient was not finite."""
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     """Default: what the launcher says. fp16 where the device cannot do it becomes bf16 or no, and says so."""
-    loss: Literal["auto", "full", "chunked"] = "auto"
-    """full: hold all logits; chunked: hold only some, and compute them twice where they are many; auto: chunked for a
-    vocabulary of 4,096 or more where the model allows it."""
     sequence_length_warmup_steps: int = 0
     """For so many first steps cut each step's tokens into shorter pieces, shortest first; 0: do not."""
     sequence_length_warmup_start: int = 64
     """Tokens of the first pieces; they double until max_length, each length for equally many of these steps."""
+    loss: Literal["auto", "full", "chunked", "torch", "cce", "liger"] = "auto"
+    """full: hold all logits; the others never do: chunked (runs everywhere), torch (its linear_cross_entropy, torch ≥
+    2.13), cce (Cut Cross-Entropy) and liger (Liger Kernel) on CUDA, both extras. auto: for a vocabulary of 4,096 or
+    more, where the model allows it, the best of cce, liger and chunked that is there; else full."""
+    label_smoothing: float = 0.0
+    """Share of each target spread evenly over all classes (arXiv 1512.00567); an evaluation reports plain
+    cross-entropy."""
+    z_loss: float = 0.0
+    """Coefficient of log² Z for each target, which keeps logits from drifting (PaLM took 1e-4); as label_smoothing."""
     seed: int = 42
     cpu_threads: int | None = None
     """Threads of one process on a CPU; default: the cores divided among the processes of this machine."""
@@ -472,6 +478,7 @@ def check(config: Config) -> None:
         "dataloader_num_workers": 0,
         "weight_decay": 0,
         "adam_epsilon": 0,
+        "z_loss": 0,
         "sgd_momentum": 0,
     }
     flat = to_values(config)
@@ -485,7 +492,7 @@ def check(config: Config) -> None:
     for name in ("warmup_ratio", "decay_ratio", "min_learning_rate_ratio"):
         if not 0 <= flat[name] <= 1:
             raise UsageError(f"{name}: {flat[name]} is a share: between 0 and 1.")
-    for name in ("adam_beta1", "adam_beta2"):
+    for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
         if not 0 <= flat[name] < 1:
             raise UsageError(f"{name}: {flat[name]} must be at least 0 and below 1.")
     for name in ("validation_fraction", "mlm_probability"):
@@ -504,6 +511,11 @@ def check(config: Config) -> None:
         raise UsageError(
             f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
             "the global batch that learning_rate was chosen for."
+        )
+    if optim.loss in ("torch", "cce") and (optim.label_smoothing or optim.z_loss):
+        raise UsageError(
+            f"loss: {optim.loss} has no label_smoothing ({optim.label_smoothing}) and no z_loss ({optim.z_loss}): give "
+            "--loss auto or chunked, or set both to 0."
         )
     if data.streaming and optim.max_steps is None:
         raise UsageError("streaming: the length of a stream is not known: give max_steps.")

@@ -151,6 +151,12 @@ def check_launch(launch: Launch, config: Config) -> None:
             f"mixed_precision: the training configuration says {asked}, the launch configuration {launch.precision}. "
             "Make them agree, or leave mixed_precision out of one."
         )
+    precision = asked or launch.precision
+    if config.optimization.loss == "liger" and precision == "fp16":
+        raise UsageError(
+            "loss: liger is wrong with mixed_precision: fp16: it rounds gradients before loss scaling can save small "
+            "ones. Give --loss auto or chunked, or use bf16."
+        )
     _check_parallelism(launch, config)
     _check_rows(launch, config)
     if config.architecture.tiled_mlp and (launch.engine == "deepspeed" or launch.tensor_size > 1):
@@ -185,6 +191,7 @@ def _check_parallelism(launch: Launch, config: Config) -> None:
             ("mixed_precision: fp16", precision == "fp16", "use bf16: each rank would scale its loss by itself"),
             ("optimizer: adafactor", optim.optimizer == "adafactor", "use adamw or sgd: it needs whole weights"),
             ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
+            (f"loss: {optim.loss}", optim.loss in ("torch", "cce", "liger"), "use auto or chunked: it divides classes"),
             auto,
         )
     if launch.context_size > 1:

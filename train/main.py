@@ -98,6 +98,7 @@ def run(
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
+    from train.losses import describe_loss
     from train.modeling import build_model
     from train.optim import peak_learning_rate
     from train.parallel import deepspeed_engine
@@ -145,6 +146,7 @@ def run(
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
     outputs.note(*describe_training(state.model, num_parameters, arithmetic, batches, goal, data.max_length))
+    outputs.note(describe_loss(cast("ModelWithLoss", accelerator.unwrap_model(model)), optim.loss))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
@@ -203,14 +205,17 @@ def share_out(
     identity: dict[str, Any],
 ) -> tuple[nn.Module, AcceleratedOptimizer, RunState]:
     """The model with its loss, its optimizer and what a checkpoint holds of them, shared among ranks as launched."""
-    from train.losses import ModelWithLoss, use_chunks
+    from train.cross_entropy import Objective
+    from train.losses import ModelWithLoss, choose_loss, place_of
     from train.optim import build_optimizer
     from train.parallel import deepspeed_engine
     from train.parallel.deepspeed_state import DeepSpeedState
     from train.runtime import shard_by_layer
     from train.training_state import TrainingState
 
-    with_loss = ModelWithLoss(network, use_chunks(optim.loss, network))
+    objective = Objective(optim.label_smoothing, optim.z_loss)
+    place = place_of(network, accelerator.device, accelerator.mixed_precision, launch.tensor_size > 1)
+    with_loss = ModelWithLoss(network, choose_loss(optim.loss, network, place, objective), objective)
     divide_work(launch, accelerator, with_loss)
     shard_by_layer(accelerator, network)
     optimizer: Any = build_optimizer(network, optim)

@@ -184,7 +184,7 @@ def run_template(job: Job) -> None:
     from train.batching import MapBatches, batch_arithmetic
     from train.launch import Launch
     from train.loop import Goal, Parts, fit
-    from train.losses import ModelWithLoss, use_chunks
+    from train.losses import ModelWithLoss, choose_loss, place_of
     from train.optim import build_optimizer, peak_learning_rate
     from train.outputs import Outputs
     from train.records import Evaluation, Progress
@@ -207,7 +207,8 @@ def run_template(job: Job) -> None:
         load.seed,
         pin_memory=accelerator.device.type == "cuda",
     )
-    with_loss = ModelWithLoss(job.network, use_chunks(config.optimization.loss, job.network))
+    place = place_of(job.network, accelerator.device, accelerator.mixed_precision)
+    with_loss = ModelWithLoss(job.network, choose_loss(config.optimization.loss, job.network, place))
     model, optimizer = accelerator.prepare(with_loss, build_optimizer(job.network, config.optimization))
 
     def tick(step: int) -> None:

@@ -103,7 +103,7 @@ def _step(options: argparse.Namespace, settings: dict[str, Any], device: torch.d
     }
     config = Architecture(model_config=shape, **settings)
     network = build_model(config, "AutoModelForCausalLM", load_tokenizer("bytes", ()), options.length)
-    model = ModelWithLoss(network, chunked=True).to(device).train()
+    model = ModelWithLoss(network, loss="chunked").to(device).train()
     ids = torch.randint(3, 512, (1, options.length), generator=torch.Generator().manual_seed(0)).to(device)
 
     def step() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from train.config import Config, from_values, to_values
 from train.errors import UserError
-from train.memory.predict import Job, Predictor, Target, build, random_batch
+from train.memory.predict import Job, Prediction, Predictor, Target, build, random_batch
 from train.memory.tracker import (
     ACTIVATIONS,
     GRADIENTS,
@@ -114,6 +114,12 @@ CASES = {
     "tiled, bf16": job(tiled_mlp=True, mlp_tile_tokens=100, mixed_precision="bf16", length=512),
     "bf16 autocast, tied": job({**LLAMA, "tie_word_embeddings": True}, mixed_precision="bf16"),
     "chunked, five chunks": job({**LLAMA, "vocab_size": 9000}, loss="chunked", length=4096),
+    "chunked, fp16 weights: recomputed": job(
+        {**LLAMA, "vocab_size": 9000}, loss="chunked", length=960, dtype="float16"
+    ),
+    "chunked, smoothed, z-loss": job({**LLAMA, "vocab_size": 9000}, label_smoothing=0.1, z_loss=1e-4, length=2048),
+    "torch's": job({**LLAMA, "vocab_size": 1200}, loss="torch", length=64),
+    "torch's in half precision": job({**LLAMA, "vocab_size": 2000}, loss="torch", length=64, dtype="bfloat16"),
     "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
     "masked and padded": job(BERT, auto_class="AutoModelForMaskedLM", padded=True),
     "packed, cut in their own ways": job(packing=True, documents=((40, 60, 28), (128,))),
@@ -284,3 +290,45 @@ def test_a_torch_of_another_layout_is_said_plainly() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "cannot be made to plan for a CUDA device" in done.stdout, done.stderr
     assert "--device cpu" in done.stdout
+
+
+def test_torch_loss_is_followed_inside() -> None:
+    import torch
+
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("torch < 2.13")
+    from train.fused_losses import torch_sum
+
+    hidden, weight = torch.randn(256, 64, requires_grad=True), torch.randn(1200, 64, requires_grad=True)
+    with StorageTracker("cpu") as tracker:
+        tracker.tag(PARAMETERS, [hidden, weight])
+        before = tracker.live_bytes
+        torch_sum(hidden, weight, None, torch.zeros(256, dtype=torch.long)).backward()
+    gradients = 4 * (hidden.numel() + weight.numel())
+    logits = 4 * 8 * 1200  # of the eight tokens that it takes at once
+    assert gradients + logits < tracker.peak.num_bytes - before < gradients + 3 * logits
+
+
+def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictor) -> None:
+    vocabulary, length = 32_000, 8192
+    sized = {**LLAMA, "vocab_size": vocabulary}
+
+    def predicted(loss: str, target: Target = H100, precision: str = "bf16") -> Prediction:
+        asked = job(sized, target, length=length, mixed_precision=precision, loss=loss, gradient_checkpointing="full")
+        return predictor.predict(asked)
+
+    found = {loss: predicted(loss) for loss in ("full", "chunked", "liger", "cce")}
+    peaks = {loss: each.peak_bytes for loss, each in found.items()}
+    # Liger holds some of the logits in bf16, of as many tokens as make them about as large as the hidden states
+    assert peaks["chunked"] - peaks["liger"] > 64 * 2**20
+    assert peaks["cce"] < peaks["liger"] + 2 * 2**20
+    assert peaks["full"] - peaks["chunked"] > 2 * length * vocabulary * 4
+    product = 2 * 2 * length * vocabulary * 64
+    flops = {loss: each.flops or 0 for loss, each in found.items()}
+    assert flops["chunked"] == pytest.approx(flops["full"], rel=0.01)
+    assert flops["liger"] == pytest.approx(flops["full"], rel=0.01)
+    assert flops["cce"] - flops["liger"] == pytest.approx(product, rel=0.01)
+    with pytest.raises(UserError, match=r"loss: liger .*loss scaling"):
+        predicted("liger", Target("cuda", (7, 5)), "fp16")
+    with pytest.raises(UserError, match=r"loss: cce .*CUDA devices alone"):
+        predictor.predict(job(loss="cce"))

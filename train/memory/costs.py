@@ -47,7 +47,11 @@ class Costs:
                 flops /= 2  # half of the square is not computed
         if func.namespace == "torch_attn":
             flops = _flops_over_lengths(func, args, kwargs)
-        rate = self.flops_per_second.get(outputs[0].dtype) or max(self.flops_per_second.values())
+        self.add(flops, traffic, outputs[0].dtype, repeats)
+
+    def add(self, flops: float, traffic: float, dtype: torch.dtype, repeats: int = 1) -> None:
+        """Adds a kernel that computes in ``dtype`` and moves ``traffic`` bytes, ``repeats`` times."""
+        rate = self.flops_per_second.get(dtype) or max(self.flops_per_second.values())
         seconds = max(
             LAUNCH_SECONDS, flops / (rate * REACHED_FLOPS), traffic / (self.bytes_per_second * REACHED_BANDWIDTH)
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from train import losses, tiling
+from train import chunked_loss, tiling
 from train.memory.costs import Costs
 from train.memory.kernels import temporary_bytes
 from train.memory.tracker import StorageTracker
@@ -62,7 +62,7 @@ class FakeTracker(StorageTracker):
             return self._scalar(func, args[0])
         result = _added_in_place(func, args, kwargs) if func is aten.add.Tensor else None
         if result is None:
-            result = func(*args, **kwargs)
+            result = self.call(func, args, kwargs)
         if func.overloadpacket in (aten.any, aten.all):
             result._is_rare = func.overloadpacket is aten.any or self.padded
         if kwargs.get("pin_memory") and self.phase == "forward":
@@ -117,7 +117,7 @@ def few_chunks(tracker: FakeTracker) -> Iterator[None]:
     """
 
     def some_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        chunks = losses.rows_by_chunk(len(hidden), len(weight))
+        chunks = chunked_loss.rows_by_chunk(len(hidden), len(weight))
         chosen = chunks if len(chunks) <= 3 else [*chunks[:2], chunks[-1]]
         try:
             for number, rows in enumerate(chosen):
@@ -126,7 +126,7 @@ def few_chunks(tracker: FakeTracker) -> Iterator[None]:
         finally:
             tracker.repeats = 1
 
-    with patch.object(losses, "logits_by_chunk", some_logits):
+    with patch.object(chunked_loss, "logits_by_chunk", some_logits):
         yield
 
 

@@ -57,7 +57,6 @@ OFFLOADED_INPUTS = (Recompute("full", offload=True), Recompute("full", offload=T
 """The same further on: tried only where nothing of :data:`CHECKPOINTING` fits. A CPU has no other memory."""
 TILED = (Recompute("full", tiled_mlp=True),)
 """The same for a CPU."""
-LOSSES = ("full", "chunked")
 
 
 class Predicts(Protocol):
@@ -355,10 +354,32 @@ class Question:
 
     @property
     def automatic_loss(self) -> str:
-        """What ``auto`` stands for with most models; :func:`train.losses.use_chunks` has the last word."""
+        """What ``auto`` stands for with most models; :func:`train.losses.choose_loss` has the last word."""
         from train.losses import MIN_CHUNKED_CLASSES
 
-        return "chunked" if not self.num_labels and self.vocab_size >= MIN_CHUNKED_CLASSES else "full"
+        return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """From fast and large to slow and small."""
+        if self.num_labels:
+            return ("full",)
+        asked = self.config.optimization.loss
+        return "full", self._best_loss if asked in ("auto", "full") else asked
+
+    @property
+    def _best_loss(self) -> str:
+        """The loss without all logits that a run would choose, with the packages that are installed here."""
+        import torch
+
+        from train.cross_entropy import Objective
+        from train.fused_losses import Place, best_kernel
+
+        target, optim = target_of(self.device), self.config.optimization
+        names = {"fp16": "float16", "bf16": "bfloat16"}
+        dtype = getattr(torch, names.get(self.precision or "no", self.config.architecture.dtype))
+        objective = Objective(optim.label_smoothing, optim.z_loss)
+        return best_kernel(Place(target.device_type, dtype, target.capability), has_bias=False, objective=objective)
 
     @property
     def shardings(self) -> tuple[str, ...]:
@@ -556,10 +577,10 @@ class Search:
         self.question, self._predictions = question, predictions
         per_rank = question.global_batch_size // question.world_size
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        self._losses = LOSSES[:1] if question.num_labels else LOSSES
         self._base = Setting(1, "none", question.precision, "full", tiled_mlp=question.config.architecture.tiled_mlp)
         self.ways: tuple[Recompute, ...] = CHECKPOINTING
         """How layers may recompute, each after those that are faster."""
+        self._losses = question.losses
         self.problems: dict[Setting, str] = {}
         """Settings that the model or device does not allow."""
 

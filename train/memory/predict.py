@@ -216,6 +216,7 @@ def predict(job: Job) -> Prediction:
     from train.memory.costs import Costs
     from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles
     from train.memory.kernels import Attention, library_workspace_bytes
+    from train.memory.loss_kernels import library_losses
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
     from train.step import optimizer_step
 
@@ -258,6 +259,7 @@ def predict(job: Job) -> Prediction:
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_chunks(tracker))
         stack.enter_context(few_tiles(tracker))
+        stack.enter_context(library_losses(target.capability, costs))
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
         model, optimizer, network = build(job, architecture, config, accelerator)
         parameters = list(network.parameters())
@@ -388,7 +390,8 @@ def build(
     from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
 
-    from train.losses import ModelWithLoss, use_chunks
+    from train.cross_entropy import Objective
+    from train.losses import ModelWithLoss, choose_loss, place_of
     from train.modeling import build_model
     from train.optim import build_optimizer
     from train.runtime import shard_by_layer
@@ -406,8 +409,12 @@ def build(
         if hasattr(network, "tie_weights"):
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step
-        chunked = use_chunks(config.optimization.loss, network)
-    with_loss = ModelWithLoss(network, chunked)
+        optim = config.optimization
+        objective = Objective(optim.label_smoothing, optim.z_loss)
+        place = place_of(network, accelerator.device, accelerator.mixed_precision)
+        # a package that is asked for by name need not be here, where only is planned
+        loss = choose_loss(optim.loss, network, place, objective, installed=None if initialised else True)
+    with_loss = ModelWithLoss(network, loss, objective)
     if divide is not None:
         divide(with_loss)
     shard_by_layer(accelerator, network)

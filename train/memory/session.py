@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from train.answering_head import obstacle_to_chunks
 from train.config import Config, Optimization, to_values
 from train.errors import UserError
-from train.losses import ModelWithLoss, obstacle_to_chunks
+from train.losses import ModelWithLoss
 from train.memory.choice import choose
 from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, is_out_of_memory, post_mortem
@@ -355,7 +356,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         half = job.micro_batch_size // 2
         found.append((f"--micro_batch_size {half}", "same update, more micro-batches", changed(size=half)))
     if not job.num_labels and job.values["loss"] == "full":
-        found.append(("--loss chunked", "same update, logits computed twice", changed(loss="chunked")))
+        found.append(("--loss chunked", "same update, some logits at a time", changed(loss="chunked")))
     if job.values["gradient_checkpointing"] != "full":
         flags = "--gradient_checkpointing full"
         found.append((flags, "same update, about a third more time", changed(gradient_checkpointing="full")))

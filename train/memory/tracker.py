@@ -204,10 +204,21 @@ class StorageTracker(TorchDispatchMode):
             self.peak = Peak(now, self.phase, by_kind, str(operator))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self.call(func, args, kwargs or {})
         self.see_all(result)
         self.observe(func)
         return result
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` gives. One that is written in Python is followed inside: it takes and frees tensors there."""
+        body = _python_body(func)
+        if body is None:
+            return func(*args, **kwargs)
+        TorchDispatchMode.__enter__(self)
+        try:
+            return body(*args, **kwargs)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def see_all(self, result: Any) -> None:
         """Counts every tensor of an operator's result."""
@@ -225,6 +236,16 @@ def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list
         tracker.tag(GRADIENTS, [parameter.grad])
 
     return [p.register_post_accumulate_grad_hook(tag) for p in parameters if p.requires_grad]
+
+
+def _python_body(func: Any) -> Any:
+    """The function of an operator that torch itself defines by ``torch.library.custom_op``; None of all others."""
+    if func.namespace != "torch_nn":  # linear_cross_entropy's: those of packages may do what only real tensors can
+        return None
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(f"torch_nn::{func._schema.name.rpartition('::')[2]}")
+    return None if definition is None else definition._init_fn
 
 
 def _storage(tensor: Tensor) -> Any:

@@ -20,7 +20,7 @@ class VocabularyPart:
     """The classes whose logits this rank computes: one of as many parts as there are ranks in ``mesh``."""
 
     def __init__(self, num_classes: int, mesh: DeviceMesh) -> None:
-        self._mesh, self._num_classes = mesh, num_classes
+        self._mesh, self.num_classes = mesh, num_classes
         size = -(-num_classes // mesh.size())  # as DTensor cuts: the last part may be smaller
         self._first = min(mesh.get_local_rank() * size, num_classes)
         self._end = min(self._first + size, num_classes)
@@ -43,15 +43,15 @@ class VocabularyPart:
         of_label = self.sum(of_label.masked_fill(~held, 0))
         return (total.log() - of_label).masked_fill(labels == IGNORE, 0)
 
-    def softmax(self, logits: Tensor) -> Tensor:
-        """(N, C) the probabilities of this part's classes, in fp32 or fp64."""
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """(N, C) log p of this part's classes, in fp32 or fp64."""
         logits, largest, total = self._normalized(logits)
-        return (logits - largest.unsqueeze(1)).exp_().div_(total.unsqueeze(1))
+        return logits - (largest + total.log()).unsqueeze(1)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """(N,) the most probable class of all; of equal ones the first."""
         best, index = _wide(logits).max(1)
-        candidate = torch.where(best == self._largest(best), index + self._first, self._num_classes)
+        candidate = torch.where(best == self._largest(best), index + self._first, self.num_classes)
         dist.all_reduce(candidate, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
         return candidate
 
