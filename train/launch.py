@@ -153,6 +153,7 @@ def check_launch(launch: Launch, config: Config) -> None:
         )
     _check_parallelism(launch, config)
     _check_rows(launch, config)
+    _check_adapter(launch, config.architecture.adapter)
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "
@@ -228,6 +229,16 @@ def _check_rows(launch: Launch, config: Config) -> None:
             f"parallelism_config_{name}_size: {size}",
             ("packing", size > 1 and config.data.packing, f"leave packing out, {instead}"),
             (warmup, size > 1 and cuts, f"set it to 0, {instead}"),
+        )
+
+
+def _check_adapter(launch: Launch, adapter: str) -> None:
+    """Stops where frozen weights cannot be shared out as launched: it does not work, or nobody has tried."""
+    engines = {"lora": ("ddp", "fsdp2"), "qlora": ("ddp",)}.get(adapter, ENGINES)
+    if launch.engine not in engines or (adapter != "none" and launch.copies > 1):
+        files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
+        raise UsageError(
+            f"adapter: {adapter} does not go with {launch} in the launch file: use {files}, or adapter: none."
         )
 
 

@@ -96,6 +96,7 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
+    from train.adapters import parameter_counts
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
@@ -127,9 +128,15 @@ def run(
         deepspeed_engine.build_whole(accelerator)
     torch.manual_seed(optim.seed)
     network = build_model(
-        config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names, packing=data.packing
+        config.architecture,
+        task.auto_class,
+        tokenizer,
+        data.max_length,
+        examples.label_names,
+        packing=data.packing,
+        precision=accelerator.mixed_precision,
     )
-    num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
+    num_trained, num_parameters = parameter_counts(network)  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
     identity = prepared.identity(config, arithmetic.global_batch_size)
     model, optimizer, state = share_out(launch, accelerator, network, optim, arithmetic, identity)
@@ -145,7 +152,8 @@ def run(
         flops_per_token=flops_per_token,
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
-    outputs.note(*describe_training(state.model, num_parameters, arithmetic, batches, goal, data.max_length))
+    sizes = num_trained, num_parameters
+    outputs.note(*describe_training(state.model, sizes, arithmetic, batches, goal, data.max_length))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
@@ -187,6 +195,7 @@ def run(
         launch,
         runtime,
         state,
+        num_trained,
         num_parameters,
         arithmetic,
         batches.steps_per_epoch,
@@ -204,6 +213,7 @@ def share_out(
     identity: dict[str, Any],
 ) -> tuple[nn.Module, AcceleratedOptimizer, RunState]:
     """The model with its loss, its optimizer and what a checkpoint holds of them, shared among ranks as launched."""
+    from train.adapters import AdapterState, has_adapter
     from train.losses import ModelWithLoss, use_chunks
     from train.optim import build_optimizer
     from train.parallel import deepspeed_engine
@@ -221,7 +231,8 @@ def share_out(
         return model, optimizer, DeepSpeedState(network, optimizer.optimizer, identity)
     model, optimizer = accelerator.prepare(with_loss, optimizer)
     network = cast("ModelWithLoss", accelerator.unwrap_model(model)).model
-    return model, optimizer, TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
+    kind = AdapterState if has_adapter(network) else TrainingState
+    return model, optimizer, kind(network, optimizer.optimizer, accelerator.scaler, identity)
 
 
 def divide_work(launch: Launch, accelerator: Accelerator, with_loss: ModelWithLoss) -> None:
@@ -247,6 +258,7 @@ def finish(
     launch: Launch,
     runtime: Runtime,
     state: RunState,
+    num_trained: int,
     num_parameters: int,
     arithmetic: BatchArithmetic,
     steps_per_epoch: int | None,
@@ -278,6 +290,7 @@ def finish(
         "dataset": prepared.corpus.name,
         "model": config.architecture.model or (config.architecture.model_config or {})["model_type"],
         "num_parameters": num_parameters,
+        "num_trained_parameters": num_trained,
         "steps": progress.step,
         "epochs": progress.step / steps_per_epoch if steps_per_epoch else progress.epoch,
         "tokens": progress.tokens_seen,
@@ -336,13 +349,17 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
 
 
 def describe_training(
-    network: Any, num_parameters: int, arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
+    network: Any, sizes: tuple[int, int], arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
 ) -> list[str]:
-    """The arithmetic of the run in two lines."""
+    """The arithmetic of the run in two lines; ``sizes`` are (trained, all) parameters."""
+    num_trained, num_parameters = sizes
     name = getattr(getattr(network, "config", None), "model_type", type(network).__name__)
     epochs = f"{goal.total_steps / batches.steps_per_epoch:.2f} epochs" if batches.steps_per_epoch else "of a stream"
+    size = f"{num_parameters / 1e6:.2f} M parameters"
+    if num_trained < num_parameters:
+        size += f" ({num_trained / 1e6:.2f} M trained, {num_trained / num_parameters:.2%})"
     return [
-        f"model: {name}, {num_parameters / 1e6:.2f} M parameters, sequences of up to {length:,} tokens",
+        f"model: {name}, {size}, sequences of up to {length:,} tokens",
         f"batch: {arithmetic}; {goal.total_steps:,} steps ({epochs})",
     ]
 

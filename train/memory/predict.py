@@ -96,6 +96,7 @@ class Prediction:
     reserved_bytes: int
     """What the caching allocator holds for that; on a CPU, the peak itself."""
     num_parameters: int
+    num_trained_parameters: int
     attention_kernels: tuple[str, ...]
     flops: float | None
     """Of one forward and backward."""
@@ -209,6 +210,7 @@ def predict(job: Job) -> Prediction:
     """
     import torch
 
+    from train.adapters import parameter_counts
     from train.memory import fake_cuda, ranks, zero
     from train.memory.allocator import replay
     from train.memory.costs import Costs
@@ -259,7 +261,7 @@ def predict(job: Job) -> Prediction:
         tracker.tag(PARAMETERS, [*parameters, *network.buffers()])
         for handle in tag_gradients(tracker, parameters):
             stack.callback(handle.remove)
-        num_parameters = sum(p.numel() for p in parameters)
+        num_trained, num_parameters = parameter_counts(network)
         if job.sharding in zero.STAGE:
             tracker.hold(zero.state_bytes(asked, num_parameters, job.world_size), OPTIMIZER_STATE)
             tracker.hold(zero.bucket_bytes(num_parameters), WORKSPACE)
@@ -306,6 +308,7 @@ def predict(job: Job) -> Prediction:
         peak_bytes_by_phase={k: v for k, v in tracker.peak_bytes_by_phase.items() if k != "idle"},
         reserved_bytes=reserved,
         num_parameters=num_parameters,
+        num_trained_parameters=num_trained,
         attention_kernels=tuple(sorted(attention.kernels_used)),
         flops=flops,
         seconds=seconds,
@@ -393,10 +396,8 @@ def build(
         if not initialised:
             stack.enter_context(accelerator.device)
             stack.enter_context(no_init_weights())
-        packing = config.data.packing
-        network = build_model(
-            architecture, job.auto_class, tokenizer, job.length, labels, weights=False, packing=packing
-        )
+        options: dict[str, Any] = {"packing": config.data.packing, "precision": accelerator.mixed_precision}
+        network = build_model(architecture, job.auto_class, tokenizer, job.length, labels, weights=False, **options)
         if hasattr(network, "tie_weights"):
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step
