@@ -145,16 +145,18 @@ def _quantize(model: nn.Module, whole: set[str], compute_dtype: torch.dtype) -> 
 
 def _quantized(layer: nn.Linear) -> nn.Module:
     """A 4-bit layer with the weights of ``layer``."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes import nn as layers
+    from bitsandbytes.functional import quantize_4bit
 
-    how: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
     with torch.device("meta"):
-        found = Linear4bit(layer.in_features, layer.out_features, layer.bias is not None, **how)
-    found.weight = Params4bit(layer.weight.data, requires_grad=False, **how)
-    found.weight.module = found
+        found = layers.Linear4bit(layer.in_features, layer.out_features, layer.bias is not None, quant_type="nf4")
+    how: dict[str, Any] = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    data, scales = quantize_4bit(layer.weight.data, **how)
+    make: Any = layers.Params4bit
+    found.weight = make(data, quant_state=scales, bnb_quantized=True, module=found, **how)
+    found.quant_state = cast("Any", scales)
     if layer.bias is not None:
         found.bias = nn.Parameter(layer.bias.data, requires_grad=False)
-    found.weight._quantize(layer.weight.device)
     return found
 
 

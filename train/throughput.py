@@ -77,7 +77,8 @@ def flops_per_token(
 ) -> float:
     """Floating-point operations of forward and backward per token: 6·N + 12·L·H·Q·T.
 
-    A frozen weight has no gradient of its own and counts 4 instead of 6. Every position attends to T others, also where a causal mask hides half of them, as in PaLM.
+    A frozen weight has no gradient of its own and counts 4 instead of 6. Every position attends to T others, also
+    where a causal mask hides half of them, as in PaLM.
 
     Args:
         num_parameters: all parameters, a tied table counted once.

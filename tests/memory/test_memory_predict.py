@@ -16,7 +16,16 @@ from support import ROOT
 from train.config import Config, from_values, to_values
 from train.errors import UserError
 from train.memory.predict import Job, Predictor, Target, build, random_batch
-from train.memory.tracker import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker, tag_gradients
+from train.memory.tracker import (
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    WORKSPACE,
+    StorageTracker,
+    held_by,
+    tag_gradients,
+)
 from train.runtime import resolve_precision
 from train.step import optimizer_step
 
@@ -63,7 +72,7 @@ def tracked_peak(case: Job) -> int:
     optimizer_step(accelerator, model, optimizer, window, config.optimization)
     with StorageTracker("cpu") as tracker:
         tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
-        tracker.tag(PARAMETERS, [*network.parameters(), *network.buffers()])
+        tracker.tag(PARAMETERS, held_by(network))
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
         tag_gradients(tracker, network.parameters())
         tracker.reset_peak()

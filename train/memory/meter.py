@@ -31,6 +31,7 @@ from train.memory.tracker import (
     WORKSPACE,
     Block,
     StorageTracker,
+    held_by,
     tag_gradients,
 )
 from train.records import MicroBatch
@@ -232,9 +233,8 @@ def peak_resident_bytes() -> int:
 
 def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Tells ``tracker`` what stays between steps: parameters and buffers, optimizer state, gradients if there are."""
-    parameters = list(network.parameters())
-    tracker.tag(PARAMETERS, [*parameters, *network.buffers()])
-    tracker.tag(GRADIENTS, [p.grad for p in parameters])
+    tracker.tag(PARAMETERS, held_by(network))
+    tracker.tag(GRADIENTS, [p.grad for p in network.parameters()])
     tracker.tag(OPTIMIZER_STATE, [value for state in optimizer.state.values() for value in state.values()])
 
 

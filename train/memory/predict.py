@@ -216,7 +216,7 @@ def predict(job: Job) -> Prediction:
     from train.memory.costs import Costs
     from train.memory.fakes import FakeTracker, fake_tensors, few_chunks
     from train.memory.kernels import Attention, library_workspace_bytes
-    from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
+    from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
     from train.step import optimizer_step
 
     started = time.perf_counter()
@@ -258,7 +258,7 @@ def predict(job: Job) -> Prediction:
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
         model, optimizer, network = build(job, architecture, config, accelerator)
         parameters = list(network.parameters())
-        tracker.tag(PARAMETERS, [*parameters, *network.buffers()])
+        tracker.tag(PARAMETERS, held_by(network))
         for handle in tag_gradients(tracker, parameters):
             stack.callback(handle.remove)
         num_trained, num_parameters = parameter_counts(network)
@@ -386,6 +386,7 @@ def build(
     from transformers.initialization import no_init_weights
 
     from train.losses import ModelWithLoss, use_chunks
+    from train.memory.fakes import fake_adapters
     from train.modeling import build_model
     from train.optim import build_optimizer
     from train.runtime import shard_by_layer
@@ -396,6 +397,7 @@ def build(
         if not initialised:
             stack.enter_context(accelerator.device)
             stack.enter_context(no_init_weights())
+            stack.enter_context(fake_adapters(architecture.adapter))
         options: dict[str, Any] = {"packing": config.data.packing, "precision": accelerator.mixed_precision}
         network = build_model(architecture, job.auto_class, tokenizer, job.length, labels, weights=False, **options)
         if hasattr(network, "tie_weights"):
