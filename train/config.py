@@ -118,6 +118,8 @@ class Architecture:
     """Recompute activations in backward: none, every layer, or selective (all but the attention outputs)."""
     gradient_checkpointing_every_n_layers: int = 1
     """Checkpoint only every n-th layer."""
+    compile: bool = False
+    """Compile each layer by torch.compile: faster on a GPU after some minutes of compiling, attention stays causal."""
     adapter: Literal["none", "lora", "qlora"] = "none"
     """lora: freeze the model and train small matrices beside its layers; qlora: with its frozen layers in 4 bits."""
     lora_rank: int = 16

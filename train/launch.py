@@ -154,6 +154,11 @@ def check_launch(launch: Launch, config: Config) -> None:
     _check_parallelism(launch, config)
     _check_rows(launch, config)
     _check_adapter(launch, config.architecture.adapter)
+    if config.architecture.compile and (launch.engine == "deepspeed" or launch.copies > 1):
+        raise UsageError(
+            f"compile: true does not go with {launch} in the launch file: nobody has tried. Use ddp.yaml or fsdp2.yaml "
+            "of accelerate_configs/, or leave compile out."
+        )
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from torch import nn
 
+    from train.compilation import Compilation
     from train.data import PreparedData
     from train.evaluation import Evaluator
     from train.loop import Goal
@@ -64,6 +65,7 @@ def tell_error(message: str, rank: int) -> None:
 def train(config: Config, launch: Launch) -> int:
     """Opens what a run needs from its start to its end, and explains what ended it early; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
+    from train.compilation import Compilation
     from train.outputs import Outputs
     from train.parallel.lost_rank import RankWatch
     from train.runtime import StopRequest, start_runtime
@@ -76,9 +78,12 @@ def train(config: Config, launch: Launch) -> int:
         memory = open_memory(config, outputs)
         patience, tell = config.optimization.distributed_timeout_seconds, partial(tell_error, rank=launch.rank)
         try:
-            with RankWatch(launch, patience, outputs.how_to_go_on, tell) as watch:
+            with (
+                RankWatch(launch, patience, outputs.how_to_go_on, tell) as watch,
+                Compilation(config.architecture.compile, outputs.note).listening() as compilation,
+            ):
                 try:
-                    return run(config, launch, runtime, outputs, memory, stop)
+                    return run(config, launch, runtime, outputs, memory, stop, compilation)
                 except Exception as error:
                     outputs.stop_bar()
                     if watch.concludes(error):
@@ -91,12 +96,19 @@ def train(config: Config, launch: Launch) -> int:
 
 
 def run(
-    config: Config, launch: Launch, runtime: Runtime, outputs: Outputs, memory: MemorySession, stop: StopRequest
+    config: Config,
+    launch: Launch,
+    runtime: Runtime,
+    outputs: Outputs,
+    memory: MemorySession,
+    stop: StopRequest,
+    compilation: Compilation,
 ) -> int:
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
     from train.adapters import parameter_counts
+    from train.compilation import compile_layers
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
@@ -139,6 +151,8 @@ def run(
     num_trained, num_parameters = parameter_counts(network)  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
     identity = prepared.identity(config, arithmetic.global_batch_size)
+    if config.architecture.compile:
+        compile_layers(network)
     model, optimizer, state = share_out(launch, accelerator, network, optim, arithmetic, identity)
     memory.equip(accelerator, model, optimizer)
     evaluator = Evaluator(config, accelerator, launch, model, prepared, memory.meter)
@@ -191,6 +205,7 @@ def run(
         prepared,
         evaluator,
         memory,
+        compilation,
         outputs,
         launch,
         runtime,
@@ -254,6 +269,7 @@ def finish(
     prepared: PreparedData,
     evaluator: Evaluator,
     memory: MemorySession,
+    compilation: Compilation,
     outputs: Outputs,
     launch: Launch,
     runtime: Runtime,
@@ -266,6 +282,7 @@ def finish(
 ) -> None:
     """Evaluates what is left to evaluate, and writes ``final/``, the summary and the report."""
     from train import report
+    from train.compilation import uncompiled
     from train.model_card import model_card
 
     step = progress.step
@@ -282,7 +299,7 @@ def finish(
     if runtime.accelerator.is_main_process:
         references = task.references(texts)
     if runtime.accelerator.is_main_process and launch.weights_are_whole:
-        with runtime.accelerator.autocast():
+        with runtime.accelerator.autocast(), uncompiled(state.model):
             sample = task.sample(state.model, prepared.tokenizer, texts[0], config.optimization.seed)
     summary = {
         "status": "done",
@@ -314,6 +331,7 @@ def finish(
         "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
         "seconds_to_first_step": outputs.seconds_to_first_step(STARTED),
         **memory.summary(),
+        **compilation.summary(),
         "nonfinite_steps": progress.nonfinite_steps,
         "label_names": list(examples.label_names),
         "notes": outputs.notes,
@@ -322,6 +340,8 @@ def finish(
     }
     outputs.write_final(state, prepared.tokenizer, model_card(config, summary, evaluations))
     outputs.write_report(summary, sample)
+    if line := compilation.line():
+        outputs.say(line)
     outputs.say_result(summary, sample)
 
 

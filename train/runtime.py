@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from train.compilation import check_compiler
 from train.config import Config
 from train.errors import UsageError, UserError
 from train.launch import Launch
@@ -55,6 +56,8 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
     from accelerate.utils import InitProcessGroupKwargs
 
     device = target_device()
+    if config.architecture.compile:
+        check_compiler(device)
     timeout = timedelta(seconds=config.optimization.distributed_timeout_seconds)
     if device.type == "cuda":
         timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: train.parallel.lost_rank speaks first

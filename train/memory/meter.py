@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from train.compilation import uncompiled
 from train.memory.predict import CUDA_GRANULE_BYTES
 from train.memory.recovery import shape_of
 from train.memory.tracker import (
@@ -616,6 +617,7 @@ class TrackingGauge:
                 stack.callback(handle.remove)
             tracker.mark(phase)
             tracker.reset_peak()
+            stack.enter_context(uncompiled(self._network))
             stack.enter_context(tracker)
             self._exit = stack.pop_all()
         self._tracker, self._before = tracker, set(tracker.live)

@@ -230,6 +230,8 @@ def predict(job: Job) -> Prediction:
     architecture, notes = _with_known_attention(config.architecture)
     if config.data.packing and not job.documents:
         notes.append("packing: one document a row is assumed, which takes longest")
+    if architecture.compile:
+        notes.append("compile: the step is predicted as it runs uncompiled; compiled layers may keep other tensors")
     accelerator = _accelerator(job, config)
     rates = {torch.float32: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
     rates = {t: target.flops_per_second[p] for t, p in rates.items() if target.flops_per_second.get(p)}
