@@ -6,13 +6,16 @@ World size, sharding and precision live in ``accelerate_configs/``; everything e
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from train.config import Config
 from train.errors import UsageError, UserError
 
 ENGINES = ("ddp", "fsdp2", "deepspeed")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of the CUDA allocator; the second is its older name."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,20 @@ def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
             "(it trains on CPUs where there is no GPU) and leave --cpu out; for one process give --num_processes 1, "
             "and unset MASTER_PORT if it was set by hand."
         )
+
+
+def let_segments_grow(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has PyTorch's CUDA allocator grow its segments, so that gaps between tensors of different steps can join.
+
+    To be called before torch is imported; a setting that is there already stays. Only Linux has such segments.
+    """
+    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def segments_grow(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the CUDA allocator was told so."""
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
 
 
 def check_launch(launch: Launch, config: Config) -> None:

@@ -15,7 +15,7 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 
 from train.config import Config, Optimization, parse
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UserError
-from train.launch import Launch, check_launch, read_launch
+from train.launch import Launch, check_launch, let_segments_grow, read_launch
 from train.parent import follow_launcher
 from train.tasks import check_task
 
@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     follow_launcher()
     # Read when torch is imported; its C++ side else prints a page of stack frames for every connection that breaks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    let_segments_grow()
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         check_task(config.data.task)

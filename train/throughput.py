@@ -53,12 +53,15 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it, such as "NVIDIA A100-SXM4-80GB".
-        precision: of the arithmetic: fp16, bf16, or no (fp32 with TF32 off).
+        precision: of the arithmetic: fp16, bf16, tf32, or no (fp32 with TF32 off).
 
     Returns:
         None for a device that is not in the table, for part of one (MIG), and for a type it cannot multiply.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if precision == "tf32":  # half of bf16's in every data sheet of a card above that has both
+        half = peak_flops_per_second(device_name, "bf16")
+        return half and half / 2
     if words & _OTHER_CHIP or precision not in _COLUMNS:
         return None
     for name, rates in _PEAKS.items():

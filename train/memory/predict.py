@@ -211,6 +211,7 @@ def predict(job: Job) -> Prediction:
     import torch
 
     from train.adapters import parameter_counts
+    from train.launch import segments_grow
     from train.memory import fake_cuda, ranks, zero
     from train.memory.allocator import replay
     from train.memory.costs import Costs
@@ -301,7 +302,9 @@ def predict(job: Job) -> Prediction:
                 evaluated = evaluated.to(accelerator.device)
                 model(evaluated.inputs, evaluated.labels, scored=True)
         peak = tracker.peak
-        reserved = replay(tracker.trace).peak_reserved_bytes if tracker.trace is not None else peak.num_bytes
+        reserved = peak.num_bytes
+        if tracker.trace is not None:
+            reserved = replay(tracker.trace, expandable_segments=segments_grow()).peak_reserved_bytes
     return Prediction(
         peak_bytes=peak.num_bytes,
         phase=peak.phase,
