@@ -62,8 +62,9 @@ def waits_of(network: nn.Module, size: int, **settings: Any) -> Counter[str]:
         ModelWithLoss(network, config.loss == "chunked"), build_optimizer(network, config)
     )
     optimizer_step(accelerator, model, optimizer, window(1), config)  # the first makes the optimizer's state
+    batches = window(size)
     with Waits() as waits:
-        optimizer_step(accelerator, model, optimizer, window(size), config)
+        optimizer_step(accelerator, model, optimizer, batches, config)
     return waits.counts
 
 
