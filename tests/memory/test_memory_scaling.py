@@ -25,7 +25,6 @@ from train.memory.scaling import (
 LAYERS, HIDDEN = 10, 100
 SHAPE = Shape(
     num_parameters=1_000_000,
-    num_trained_parameters=1_000_000,
     layer_parameters=800_000,
     multiplied_parameters=900_000,
     num_layers=LAYERS,
