@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from test_memory_predict import H100, LLAMA, job, tracked_peak
 
 from train.memory.predict import Predictor
@@ -19,6 +20,14 @@ needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reaso
 def predictor() -> Iterator[Predictor]:
     with Predictor() as found:
         yield found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_no_precision() -> Iterator[None]:
+    """The precision of a case is not that of another file's tests."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 CASES = {
