@@ -151,3 +151,18 @@ def test_checkpointing_by_the_launcher_is_refused(recipe: Path, tmp_path: Path, 
     assert done.returncode == EXIT_USAGE
     assert "fsdp_activation_checkpointing: true in the launch file" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_adapters_make_the_update_of_one_process(adapter: str, llama_recipe: Path, tmp_path: Path) -> None:
+    """LoRA under DDP and FSDP2, QLoRA under DDP; frozen weights are in no checkpoint."""
+    pytest.importorskip("peft" if adapter == "lora" else "bitsandbytes")
+    flags = ("--adapter", adapter, "--lora_rank", 4, "--max_steps", 3)
+    run("cpu", llama_recipe, tmp_path / "one", *flags, processes=1)
+    for file in ("ddp", "fsdp2") if adapter == "lora" else ("ddp",):
+        run(file, llama_recipe, tmp_path / file, *flags)
+        assert largest_difference(final_weights(tmp_path / "one"), final_weights(tmp_path / file)) < 2e-4
+        checkpoint = tmp_path / file / "checkpoints" / "step-00000003"
+        index = json.loads((checkpoint / "index.json").read_text())["model"]
+        assert index and all("lora_" in name for name in index)

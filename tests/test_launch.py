@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import ACCELERATE_LAUNCH, ROOT
@@ -113,3 +114,26 @@ def test_checkpointing_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     with pytest.raises(UsageError, match=r"fsdp_activation_checkpointing: true .* gradient_checkpointing: full"):
         check_launch(Launch(engine="fsdp2"), config)
+
+
+@pytest.mark.parametrize(
+    ("launch", "settings", "message"),
+    [
+        (Launch(engine="fsdp2", world_size=2), {"adapter": "qlora"}, "adapter: qlora does not go with fsdp2"),
+        (Launch(engine="deepspeed", world_size=2), {"adapter": "lora"}, "adapter: lora does not go with deepspeed"),
+        (
+            Launch(world_size=2, tensor_size=2),
+            {"adapter": "lora"},
+            "adapter: lora does .*tensor parallel 2",
+        ),
+        (Launch(engine="deepspeed", world_size=2), {"compile": True}, "compile: true does not go with deepspeed"),
+    ],
+)
+def test_adapters_and_compilation_are_refused_where_nobody_tried(
+    launch: Launch, settings: dict[str, Any], message: str
+) -> None:
+    config = Config(architecture=Architecture(**settings))
+    for works in (Launch(), Launch(world_size=2)):
+        check_launch(works, config)
+    with pytest.raises(UsageError, match=message):
+        check_launch(launch, config)

@@ -76,6 +76,13 @@ def test_model_counts_the_head_once_and_the_lookup_never(tied: bool):
     assert model_flops_per_token(model, 512) == expected
 
 
+def test_frozen_weights_have_no_gradient_of_their_own():
+    model = _llama()
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    assert model_flops_per_token(model, 512) == 4 * _LLAMA_BODY + 6 * 100 * 32 + _LLAMA_ATTENTION
+
+
 def test_model_with_wide_heads_counts_heads_times_head_size():
     narrow, wide = _llama(), _llama(head_dim=16)
     more_weights = 6 * 3 * 4 * 32 * 32

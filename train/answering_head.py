@@ -71,6 +71,8 @@ def without_weights(model: nn.Module) -> Any:
     for tensor in (*model.parameters(), *model.buffers()):
         twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
+            twins[id(tensor)].quant_state = twins[id(scales)] = scales
     return copy.deepcopy(model, twins)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import json
 import math
 import types
@@ -37,6 +38,8 @@ def _json_object(words: list[str]) -> dict[str, Any] | None:
 
 
 JsonObject: TypeAlias = dict[str, Any] | None
+ADAPTER_PACKAGES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}
+LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,18 @@ class Architecture:
     """Compute the MLPs some tokens at a time: their wide activations are never all there."""
     mlp_tile_tokens: int | None = None
     """Tokens of such a tile; default: about as many as the hidden size, at least 512."""
+    compile: bool = False
+    """Compile each layer by torch.compile: faster on a GPU after some minutes of compiling, attention stays causal."""
+    adapter: Literal["none", "lora", "qlora"] = "none"
+    """lora: freeze the model and train small matrices beside its layers; qlora: with its frozen layers in 4 bits."""
+    lora_rank: int = 16
+    """Rank of the trained matrices."""
+    lora_alpha: float = 32.0
+    """What they add is scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout of their inputs."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Layers that get them, by the ends of their names (q_proj v_proj ...); all-linear: all but the output head."""
     trust_remote_code: bool = False
 
 
@@ -170,6 +185,8 @@ class Optimization:
     """Stop after this many steps in a row whose gradient was not finite."""
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     """Default: what the launcher says. fp16 where the device cannot do it becomes bf16 or no, and says so."""
+    tf32: bool = True
+    """Multiply fp32 matrices in TF32 on CUDA from Ampere on: 10 bits of mantissa instead of 23, much faster."""
     sequence_length_warmup_steps: int = 0
     """For so many first steps cut each step's tokens into shorter pieces, shortest first; 0: do not."""
     sequence_length_warmup_start: int = 64
@@ -458,6 +475,7 @@ def check(config: Config) -> None:
         "learning_rate_reference_batch_size": 1,
         "gradient_checkpointing_every_n_layers": 1,
         "mlp_tile_tokens": 1,
+        "lora_rank": 1,
         "max_consecutive_nonfinite_steps": 1,
         "sequence_length_warmup_steps": 0,
         "sequence_length_warmup_start": 2,
@@ -485,14 +503,14 @@ def check(config: Config) -> None:
     for name, smallest in at_least.items():
         if flat[name] is not None and flat[name] != "auto" and flat[name] < smallest:
             raise UsageError(f"{name}: {flat[name]} is too small: at least {smallest}.")
-    for name in ("learning_rate", "max_grad_norm", "max_grad_value", "memory_budget_gib"):
+    for name in ("learning_rate", "max_grad_norm", "max_grad_value", "memory_budget_gib", "lora_alpha"):
         if flat[name] is not None and not 0 < flat[name] < math.inf:
-            off = "" if name == "learning_rate" else "; null (None on the command line) turns it off"
+            off = "" if name in ("learning_rate", "lora_alpha") else "; null (None on the command line) turns it off"
             raise UsageError(f"{name}: {flat[name]} must be positive and finite{off}.")
     for name in ("warmup_ratio", "decay_ratio", "min_learning_rate_ratio"):
         if not 0 <= flat[name] <= 1:
             raise UsageError(f"{name}: {flat[name]} is a share: between 0 and 1.")
-    for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
+    for name in ("adam_beta1", "adam_beta2", "label_smoothing", "lora_dropout"):
         if not 0 <= flat[name] < 1:
             raise UsageError(f"{name}: {flat[name]} must be at least 0 and below 1.")
     for name in ("validation_fraction", "mlm_probability"):
@@ -580,12 +598,29 @@ def check(config: Config) -> None:
         raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers: leave it out.")
     if model.mlp_tile_tokens is not None and not model.tiled_mlp:
         raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
+    _check_adapter(model)
     if data.tokenizer is None and (model.model is None or ":" in model.model):
         raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
     if output.push_to_hub and output.hub_model_id is None:
         raise UsageError("push_to_hub needs hub_model_id (user/name).")
     if output.early_stopping_patience is not None and output.eval_every_steps is None:
         raise UsageError("early_stopping_patience needs eval_every_steps.")
+
+
+def _check_adapter(model: Architecture) -> None:
+    given = [name for name in LORA_FIELDS if getattr(model, name) != getattr(Architecture(), name)]
+    if model.adapter == "none" and given:
+        raise UsageError(f"{given[0]}: {getattr(model, given[0])} needs adapter: lora or qlora.")
+    if not model.lora_target_modules:
+        raise UsageError("lora_target_modules: names no layer: give all-linear or names such as q_proj v_proj.")
+    if len(model.lora_target_modules) > 1 and "all-linear" in model.lora_target_modules:
+        raise UsageError("lora_target_modules: all-linear already means every layer: give it alone, or leave it out.")
+    missing = [name for name in ADAPTER_PACKAGES.get(model.adapter, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"adapter: {model.adapter} needs {' and '.join(missing)}, not installed: "
+            f"pip install -e '.[{model.adapter}]' (or pip install {' '.join(missing)})."
+        )
 
 
 def to_values(config: Config) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from train.batching import Collate, MapBatches, StreamBatches, evaluation_batches
-from train.config import Config, to_values
+from train.config import LORA_FIELDS, Config, to_values
 from train.corpora import load_corpus
 from train.modeling import pad_token_id
 from train.packing import collate_packed, pack
@@ -78,6 +78,8 @@ class PreparedData:
         same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
         scaled = ("rope_scaling", "sliding_window")
         changed = {name: values[name] for name in scaled if values[name] not in (None, "none")}
+        if config.architecture.adapter != "none":
+            same += ("adapter", *LORA_FIELDS)
         train = self.examples.train
         stream = "stream, packed" if config.data.packing else "stream"
         return {

@@ -6,13 +6,16 @@ World size, sharding and precision live in ``accelerate_configs/``; everything e
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from train.config import Config
 from train.errors import UsageError, UserError
 
 ENGINES = ("ddp", "fsdp2", "deepspeed")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of the CUDA allocator; the second is its older name."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,20 @@ def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
         )
 
 
+def let_segments_grow(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has PyTorch's CUDA allocator grow its segments, so that gaps between tensors of different steps can join.
+
+    To be called before torch is imported; a setting that is there already stays. Only Linux has such segments.
+    """
+    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def segments_grow(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the CUDA allocator was told so."""
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
+
+
 def check_launch(launch: Launch, config: Config) -> None:
     """Stops where launcher and training configuration contradict each other.
 
@@ -163,6 +180,12 @@ def check_launch(launch: Launch, config: Config) -> None:
         raise UsageError(
             f"tiled_mlp: true does not go with {launch}: its gradients are made whole in one place, where DeepSpeed "
             "and tensor parallelism have weights in parts. Use FSDP2 or DDP, or leave tiled_mlp out."
+        )
+    _check_adapter(launch, config.architecture.adapter)
+    if config.architecture.compile and (launch.engine == "deepspeed" or launch.copies > 1):
+        raise UsageError(
+            f"compile: true does not go with {launch} in the launch file: nobody has tried. Use ddp.yaml or fsdp2.yaml "
+            "of accelerate_configs/, or leave compile out."
         )
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
@@ -240,6 +263,16 @@ def _check_rows(launch: Launch, config: Config) -> None:
             f"parallelism_config_{name}_size: {size}",
             ("packing", size > 1 and config.data.packing, f"leave packing out, {instead}"),
             (warmup, size > 1 and cuts, f"set it to 0, {instead}"),
+        )
+
+
+def _check_adapter(launch: Launch, adapter: str) -> None:
+    """Stops where frozen weights cannot be shared out as launched: it does not work, or nobody has tried."""
+    engines = {"lora": ("ddp", "fsdp2"), "qlora": ("ddp",)}.get(adapter, ENGINES)
+    if launch.engine not in engines or (adapter != "none" and launch.copies > 1):
+        files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
+        raise UsageError(
+            f"adapter: {adapter} does not go with {launch} in the launch file: use {files}, or adapter: none."
         )
 
 

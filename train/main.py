@@ -14,7 +14,7 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 
 from train.config import Config, Optimization, parse
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UserError
-from train.launch import Launch, check_launch, read_launch
+from train.launch import Launch, check_launch, let_segments_grow, read_launch
 from train.parent import follow_launcher
 from train.tasks import check_task
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from torch import nn
 
+    from train.compilation import Compilation
     from train.data import PreparedData
     from train.evaluation import Evaluator
     from train.loop import Goal
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     follow_launcher()
     # Read when torch is imported; its C++ side else prints a page of stack frames for every connection that breaks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    let_segments_grow()
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         check_task(config.data.task)
@@ -63,6 +65,7 @@ def tell_error(message: str, rank: int) -> None:
 def train(config: Config, launch: Launch) -> int:
     """Opens what a run needs from its start to its end, and explains what ended it early; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
+    from train.compilation import Compilation
     from train.outputs import Outputs
     from train.parallel.lost_rank import RankWatch
     from train.runtime import StopRequest, start_runtime
@@ -75,9 +78,12 @@ def train(config: Config, launch: Launch) -> int:
         memory = open_memory(config, outputs)
         patience, tell = config.optimization.distributed_timeout_seconds, partial(tell_error, rank=launch.rank)
         try:
-            with RankWatch(launch, patience, outputs.how_to_go_on, tell) as watch:
+            with (
+                RankWatch(launch, patience, outputs.how_to_go_on, tell) as watch,
+                Compilation(config.architecture.compile, outputs.note).listening() as compilation,
+            ):
                 try:
-                    return run(config, launch, runtime, outputs, memory, stop)
+                    return run(config, launch, runtime, outputs, memory, stop, compilation)
                 except Exception as error:
                     outputs.stop_bar()
                     if watch.concludes(error):
@@ -90,11 +96,19 @@ def train(config: Config, launch: Launch) -> int:
 
 
 def run(
-    config: Config, launch: Launch, runtime: Runtime, outputs: Outputs, memory: MemorySession, stop: StopRequest
+    config: Config,
+    launch: Launch,
+    runtime: Runtime,
+    outputs: Outputs,
+    memory: MemorySession,
+    stop: StopRequest,
+    compilation: Compilation,
 ) -> int:
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
+    from train.adapters import parameter_counts
+    from train.compilation import compile_layers
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
     from train.loop import Goal, Parts, fit, is_done
@@ -126,12 +140,20 @@ def run(
         deepspeed_engine.build_whole(accelerator)
     torch.manual_seed(optim.seed)
     network = build_model(
-        config.architecture, task.auto_class, tokenizer, data.max_length, examples.label_names, packing=data.packing
+        config.architecture,
+        task.auto_class,
+        tokenizer,
+        data.max_length,
+        examples.label_names,
+        packing=data.packing,
+        precision=accelerator.mixed_precision,
     )
     outputs.note(*describe_network(network, config, accelerator.device.type))
-    num_parameters = sum(p.numel() for p in network.parameters())  # whole: what shards may leave none of it to see
+    num_trained, num_parameters = parameter_counts(network)  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
     identity = prepared.identity(config, arithmetic.global_batch_size)
+    if config.architecture.compile:
+        compile_layers(network)
     model, optimizer, state = share_out(launch, accelerator, network, optim, arithmetic, identity)
     memory.equip(accelerator, model, optimizer)
     evaluator = Evaluator(config, accelerator, launch, model, prepared, memory.meter)
@@ -145,7 +167,8 @@ def run(
         flops_per_token=flops_per_token,
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
-    outputs.note(*describe_training(state.model, num_parameters, arithmetic, batches, goal, data.max_length))
+    sizes = num_trained, num_parameters
+    outputs.note(*describe_training(state.model, sizes, arithmetic, batches, goal, data.max_length))
     outputs.note(describe_loss(cast("ModelWithLoss", accelerator.unwrap_model(model)), optim.loss))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
@@ -184,10 +207,12 @@ def run(
         prepared,
         evaluator,
         memory,
+        compilation,
         outputs,
         launch,
         runtime,
         state,
+        num_trained,
         num_parameters,
         arithmetic,
         batches.steps_per_epoch,
@@ -205,6 +230,7 @@ def share_out(
     identity: dict[str, Any],
 ) -> tuple[nn.Module, AcceleratedOptimizer, RunState]:
     """The model with its loss, its optimizer and what a checkpoint holds of them, shared among ranks as launched."""
+    from train.adapters import AdapterState, has_adapter
     from train.cross_entropy import Objective
     from train.losses import ModelWithLoss, choose_loss, place_of
     from train.optim import build_optimizer
@@ -225,7 +251,8 @@ def share_out(
         return model, optimizer, DeepSpeedState(network, optimizer.optimizer, identity)
     model, optimizer = accelerator.prepare(with_loss, optimizer)
     network = cast("ModelWithLoss", accelerator.unwrap_model(model)).model
-    return model, optimizer, TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
+    kind = AdapterState if has_adapter(network) else TrainingState
+    return model, optimizer, kind(network, optimizer.optimizer, accelerator.scaler, identity)
 
 
 def divide_work(launch: Launch, accelerator: Accelerator, with_loss: ModelWithLoss) -> None:
@@ -247,10 +274,12 @@ def finish(
     prepared: PreparedData,
     evaluator: Evaluator,
     memory: MemorySession,
+    compilation: Compilation,
     outputs: Outputs,
     launch: Launch,
     runtime: Runtime,
     state: RunState,
+    num_trained: int,
     num_parameters: int,
     arithmetic: BatchArithmetic,
     steps_per_epoch: int | None,
@@ -258,6 +287,7 @@ def finish(
 ) -> None:
     """Evaluates what is left to evaluate, and writes ``final/``, the summary and the report."""
     from train import report
+    from train.compilation import uncompiled
     from train.model_card import model_card
 
     step = progress.step
@@ -274,7 +304,7 @@ def finish(
     if runtime.accelerator.is_main_process:
         references = task.references(texts)
     if runtime.accelerator.is_main_process and launch.weights_are_whole:
-        with runtime.accelerator.autocast():
+        with runtime.accelerator.autocast(), uncompiled(state.model):
             sample = task.sample(state.model, prepared.tokenizer, texts[0], config.optimization.seed)
     summary = {
         "status": "done",
@@ -282,6 +312,7 @@ def finish(
         "dataset": prepared.corpus.name,
         "model": config.architecture.model or (config.architecture.model_config or {})["model_type"],
         "num_parameters": num_parameters,
+        "num_trained_parameters": num_trained,
         "steps": progress.step,
         "epochs": progress.step / steps_per_epoch if steps_per_epoch else progress.epoch,
         "tokens": progress.tokens_seen,
@@ -305,6 +336,7 @@ def finish(
         "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
         "seconds_to_first_step": outputs.seconds_to_first_step(STARTED),
         **memory.summary(),
+        **compilation.summary(),
         "nonfinite_steps": progress.nonfinite_steps,
         "label_names": list(examples.label_names),
         "notes": outputs.notes,
@@ -313,6 +345,8 @@ def finish(
     }
     outputs.write_final(state, prepared.tokenizer, model_card(config, summary, evaluations))
     outputs.write_report(summary, sample)
+    if line := compilation.line():
+        outputs.say(line)
     outputs.say_result(summary, sample)
 
 
@@ -347,13 +381,17 @@ def describe_network(network: nn.Module, config: Config, device_type: str) -> li
 
 
 def describe_training(
-    network: Any, num_parameters: int, arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
+    network: Any, sizes: tuple[int, int], arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
 ) -> list[str]:
-    """The arithmetic of the run in two lines."""
+    """The arithmetic of the run in two lines; ``sizes`` are (trained, all) parameters."""
+    num_trained, num_parameters = sizes
     name = getattr(getattr(network, "config", None), "model_type", type(network).__name__)
     epochs = f"{goal.total_steps / batches.steps_per_epoch:.2f} epochs" if batches.steps_per_epoch else "of a stream"
+    size = f"{num_parameters / 1e6:.2f} M parameters"
+    if num_trained < num_parameters:
+        size += f" ({num_trained / 1e6:.2f} M trained, {num_trained / num_parameters:.2%})"
     return [
-        f"model: {name}, {num_parameters / 1e6:.2f} M parameters, sequences of up to {length:,} tokens",
+        f"model: {name}, {size}, sequences of up to {length:,} tokens",
         f"batch: {arithmetic}; {goal.total_steps:,} steps ({epochs})",
     ]
 

@@ -60,6 +60,9 @@ def _front_matter(config: Config) -> str:
 def _what_it_is(config: Config, summary: Mapping[str, Any]) -> str:
     source = config.architecture.model
     start = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
+    if config.architecture.adapter != "none":
+        names = {"lora": "LoRA", "qlora": "QLoRA (its frozen layers in 4 bits)"}
+        start += f" by {names[config.architecture.adapter]} of rank {config.architecture.lora_rank}"
     parts = [
         f"A {words(config.data.task)} model {start} on `{_public(config.data.dataset)}`",
         shown(summary, "steps", lambda value: f"{value:,} steps"),
@@ -77,11 +80,25 @@ def _how_to_load(config: Config) -> str:
             f"The weights are in `model.safetensors`; build the model with `{source}` and fill it with "
             "`safetensors.torch.load_model`. The tokenizer loads with `AutoTokenizer.from_pretrained`."
         )
-    return (
+    text = (
         f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
         f'model = {loader}.from_pretrained("path/to/this/folder")\n'
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```'
     )
+    if config.architecture.adapter != "none":
+        text += (
+            "\n\nThe adapter is merged into these weights. By itself it is in `adapter/`, for "
+            f"`PeftModel.from_pretrained(base, ...)`; its base is {_base(config)}."
+        )
+    return text
+
+
+def _base(config: Config) -> str:
+    source = config.architecture.model
+    if source is None:
+        return f"the random initialisation of this architecture by seed {config.optimization.seed}"
+    how = ", loaded in 4 bits (NF4, double quantization)" if config.architecture.adapter == "qlora" else ""
+    return f"`{_public(source)}`{how}"
 
 
 def _results(evaluations: list[Evaluation]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from train import attention
+from train import adapters, attention
 from train.config import Architecture
 from train.errors import UserError
 from train.long_context import extend
@@ -30,8 +30,9 @@ def build_model(
     label_names: Sequence[str] = (),
     weights: bool = True,
     packing: bool = False,
+    precision: str = "no",
 ) -> nn.Module:
-    """The model to train, with activation checkpointing set up, on the default device.
+    """The model to train, with adapters and activation checkpointing set up, on the default device.
 
     Args:
         auto_class: class of transformers for the task, by name.
@@ -39,18 +40,22 @@ def build_model(
         label_names: classes of a classifier; empty where the vocabulary is the classes.
         weights: load a pretrained model's weights; without them its configuration is enough.
         packing: rows hold several documents, and the model is told where each begins, see :mod:`train.attention`.
+        precision: of autocast, in which layers kept in 4 bits multiply; ``no``: in the type of the weights.
 
     Raises:
         UserError: the model cannot be found or built, or does not fit tokenizer or length.
     """
+    compute_dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(precision, config.dtype))
     if config.model is not None and ":" in config.model and not Path(config.model).exists():
         model = _from_function(config.model)
     else:
-        model = _from_transformers(config, auto_class, tokenizer, max_length, label_names, weights)
+        model = _from_transformers(config, auto_class, tokenizer, max_length, label_names, weights, compute_dtype)
     if packing:
         attention.check_documents(model)
     if packing or attention.can_slide_without_mask(model, max_length):
         attention.tell_documents(model)
+    if config.adapter != "none":
+        adapters.add_adapter(model, config, auto_class, compute_dtype)
     if config.tiled_mlp:
         tile_mlps(model, config.mlp_tile_tokens)
     enable_checkpointing(
@@ -85,6 +90,7 @@ def _from_transformers(
     max_length: int,
     label_names: Sequence[str],
     weights: bool,
+    compute_dtype: torch.dtype,
 ) -> nn.Module:
     import transformers
 
@@ -106,6 +112,10 @@ def _from_transformers(
         elif not weights:
             model = factory.from_config(model_config, trust_remote_code=config.trust_remote_code, **options)
         else:
+            if config.adapter == "qlora" and not hasattr(model_config, "quantization_config"):
+                with torch.device("meta"):
+                    shape = factory.from_config(model_config, trust_remote_code=config.trust_remote_code)
+                options["quantization_config"] = adapters.quantization(shape, auto_class, compute_dtype)
             model = factory.from_pretrained(
                 config.model, config=model_config, trust_remote_code=config.trust_remote_code, **options
             )

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from train import checkpoint, report
+from train.adapters import AdapterState
 from train.config import Config, dump
 from train.errors import UserError
 from train.records import Evaluation, Progress
@@ -213,9 +214,13 @@ class Outputs:
         Called by all ranks together.
         """
         weights, model = state.whole_tensors(keep=self._is_main), state.model
+        adapter = state.adapter_tensors(keep=self._is_main) if isinstance(state, AdapterState) else {}
         if not self._is_main:
             return
         self.final.mkdir(exist_ok=True)
+        if isinstance(state, AdapterState):
+            model = state.plain_model()
+            state.write_adapter(self.final / "adapter", adapter)
         if hasattr(model, "save_pretrained"):
             from transformers.utils import logging
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from train.compilation import check_compiler
 from train.config import Config
 from train.errors import UsageError, UserError
-from train.launch import Launch
+from train.launch import Launch, segments_grow
 from train.records import Meter, MicroBatch
 from train.step import optimizer_step
 from train.throughput import peak_flops_per_second
@@ -55,10 +56,13 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
     from accelerate.utils import InitProcessGroupKwargs
 
     device = target_device()
+    if config.architecture.compile:
+        check_compiler(device)
     timeout = timedelta(seconds=config.optimization.distributed_timeout_seconds)
     if device.type == "cuda":
         timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: train.parallel.lost_rank speaks first
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
+    arithmetic = set_fp32_products(config.optimization.tf32, device) if precision == "no" else precision
     threads, options = None, {}
     if device.type == "cpu":
         threads = set_cpu_threads(config.optimization.cpu_threads)
@@ -89,10 +93,14 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
     where += f", {threads} threads each" if threads else ""
     where += f", {launch}" if str(launch) else ""
     shown = "fp32" if precision == "no" else precision
+    if arithmetic == "tf32":
+        shown += " (products in TF32)"
+    if device.type == "cuda" and segments_grow():
+        where += ", expandable segments"
     lines = [f"device: {where}, precision {shown}"]
     if substitution:
         lines.append(substitution)
-    rate = peak_flops_per_second(_device_name(accelerator.device), precision)
+    rate = peak_flops_per_second(_device_name(accelerator.device), arithmetic)
     return Runtime(accelerator, shown, tuple(lines), rate and rate * accelerator.num_processes)
 
 
@@ -177,6 +185,17 @@ def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None
             return "bf16", "fp16 does not pay on a CPU: bf16 autocast instead, which this processor is fast at"
         return "no", f"fp16 does not pay on this {device.type.upper()}, nor does bf16: fp32 instead"
     return asked, None
+
+
+def set_fp32_products(tf32: bool, device: torch.device) -> str:
+    """In which type matrices of fp32 are multiplied from now on: ``tf32`` where asked for and there, else ``no``."""
+    if device.type != "cuda":
+        return "no"
+    tf32 = tf32 and torch.cuda.get_device_capability() >= (8, 0)
+    # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
+    # when it is read, as torch.compile does.
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    return "tf32" if tf32 else "no"
 
 
 def cpu_is_fast_at_bf16() -> bool:

@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # Dense FLOP/s from NVIDIA's data sheets and architecture white papers: {words of the name: (fp16, bf16, fp32)}.
 # Data sheets that print only the rate with sparsity are halved; GeForce and RTX cards: fp16 with fp32 accumulation;
@@ -53,12 +53,15 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it, such as "NVIDIA A100-SXM4-80GB".
-        precision: of the arithmetic: fp16, bf16, or no (fp32 with TF32 off).
+        precision: of the arithmetic: fp16, bf16, tf32, or no (fp32 with TF32 off).
 
     Returns:
         None for a device that is not in the table, for part of one (MIG), and for a type it cannot multiply.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if precision == "tf32":  # half of bf16's in every data sheet of a card above that has both
+        half = peak_flops_per_second(device_name, "bf16")
+        return half and half / 2
     if words & _OTHER_CHIP or precision not in _COLUMNS:
         return None
     for name, rates in _PEAKS.items():
@@ -68,11 +71,17 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
 
 def flops_per_token(
-    num_parameters: int, num_embedding_parameters: int, num_layers: int, hidden_size: int, sequence_length: int
+    num_parameters: int,
+    num_embedding_parameters: int,
+    num_layers: int,
+    hidden_size: int,
+    sequence_length: int,
+    num_frozen_parameters: int = 0,
 ) -> float:
     """Floating-point operations of forward and backward per token: 6·N + 12·L·H·Q·T.
 
-    Every position attends to T others, also where a causal mask hides half of them, as in PaLM.
+    A frozen weight has no gradient of its own and counts 4 instead of 6. Every position attends to T others, also
+    where a causal mask hides half of them, as in PaLM.
 
     Args:
         num_parameters: all parameters, a tied table counted once.
@@ -81,12 +90,14 @@ def flops_per_token(
         num_layers: L, layers with attention.
         hidden_size: H·Q, heads times the size of a head.
         sequence_length: T, tokens that see each other: the length of a document, or of a window.
+        num_frozen_parameters: those of N, embedding parameters taken off, that are not trained.
     """
-    return 6.0 * (num_parameters - num_embedding_parameters) + 12.0 * num_layers * hidden_size * sequence_length
+    matrices = 6.0 * (num_parameters - num_embedding_parameters) - 2.0 * num_frozen_parameters
+    return matrices + 12.0 * num_layers * hidden_size * sequence_length
 
 
 def model_flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
-    """:func:`flops_per_token` of a model, all of its parameters counted as trained.
+    """:func:`flops_per_token` of a model.
 
     Call it before the model is wrapped or sharded. The shape is read from a transformers-like ``model.config``;
     layers with a sliding window count their window, layers without attention count none. A model without a config
@@ -99,8 +110,10 @@ def model_flops_per_token(model: nn.Module, sequence_length: int) -> float | Non
     experts = [getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     if max(experts) > 1 or getattr(config, "is_encoder_decoder", False):
         return None
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    matrices = flops_per_token(parameters, _looked_up_parameters(model), 0, 0, 0)
+    looked_up = _looked_up(model)
+    multiplied = [p for p in model.parameters() if id(p) not in looked_up]
+    frozen = sum(num_weights(p) for p in multiplied if not p.requires_grad)
+    matrices = flops_per_token(sum(num_weights(p) for p in multiplied), 0, 0, 0, 0, frozen)
     return matrices + sum(
         flops_per_token(0, 0, 1, _attention_width(config), length)
         for length in _attended_lengths(config, sequence_length)
@@ -123,19 +136,22 @@ def mfu(
     return tokens_per_second * flops_per_token / (peak * num_devices)
 
 
-def _looked_up_parameters(model: nn.Module) -> int:
-    """Parameters of embedding tables that no other layer multiplies with."""
+def num_weights(parameter: Tensor) -> int:
+    """Weights in ``parameter``: more than its elements where two share a byte (bitsandbytes' 4 bits)."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def _looked_up(model: nn.Module) -> set[int]:
+    """The embedding tables, by id, that no other layer multiplies with."""
     from torch import nn
 
-    tables: dict[int, int] = {}
+    tables: set[int] = set()
     multiplied: set[int] = set()
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if isinstance(module, nn.Embedding):
-                tables[id(parameter)] = parameter.numel()
-            else:
-                multiplied.add(id(parameter))
-    return sum(size for key, size in tables.items() if key not in multiplied)
+        of_kind = tables if isinstance(module, nn.Embedding) else multiplied
+        of_kind |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    return tables - multiplied
 
 
 def _attention_width(config: Any) -> int:

@@ -94,7 +94,7 @@ class TrainingState:
             for key, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
-        return {"model": _parts(model_tensors(self.model), rank), "optimizer": _parts(optimizer, rank)}
+        return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, as JSON knows it; the same on every rank."""
@@ -113,7 +113,7 @@ class TrainingState:
 
     def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place."""
-        restore_model(self.model, blocks)
+        self.restore_model(blocks)
         parameters = self._parameters()
         state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["optimizer"].items()}
         for full_name in blocks.names("optimizer"):
@@ -139,7 +139,12 @@ class TrainingState:
 
     def restore_model(self, blocks: Blocks) -> None:
         """Takes back the weights alone."""
-        restore_model(self.model, blocks)
+        for name, tensor in self.model_tensors().items():
+            _filled(tensor, blocks, "model", name)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """What of the model a checkpoint holds, by name."""
+        return model_tensors(self.model)
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
         """The model's tensors, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part."""
@@ -172,12 +177,6 @@ def whole_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
         if keep:
             whole[name] = full.detach().cpu()
     return whole
-
-
-def restore_model(model: nn.Module, blocks: Blocks) -> None:
-    """Takes back the weights alone."""
-    for name, tensor in model_tensors(model).items():
-        _filled(tensor, blocks, "model", name)
 
 
 def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:

@@ -89,6 +89,7 @@ class Synthetic:
             peak_bytes_by_phase={"backward": size},
             reserved_bytes=size,
             num_parameters=10**8,
+            num_trained_parameters=10**8,
             attention_kernels=("flash",),
             flops=1.0,
             seconds=seconds,

@@ -26,6 +26,7 @@ from train.memory.tracker import (
     PARAMETERS,
     WORKSPACE,
     StorageTracker,
+    held_by,
     tag_gradients,
 )
 from train.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
@@ -95,7 +96,7 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
     with StorageTracker("cpu") as tracker:
         tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
         tracker.ignore(elsewhere.buffers)
-        tracker.tag(PARAMETERS, [*network.parameters(), *network.buffers()])
+        tracker.tag(PARAMETERS, held_by(network))
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
         tag_gradients(tracker, network.parameters())
         tracker.reset_peak()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from train.config import Config, parse
 from train.errors import EXIT_DONE, UsageError, UserError
+from train.launch import let_segments_grow
 from train.memory import plan as planning
 from train.memory.devices import Device, find_device, this_device
 from train.memory.explain import explain
@@ -73,6 +74,7 @@ class Request:
 
 def main(arguments: list[str] | None = None) -> int:
     """Answers the command line and returns the exit status (see ``train.errors``)."""
+    let_segments_grow()  # as a run does
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}
     try:

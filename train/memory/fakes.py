@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -171,3 +171,27 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         )
         stack.enter_context(differs)
         yield stack.enter_context(mode)
+
+
+@contextmanager
+def fake_adapters(adapter: str) -> Iterator[None]:
+    """Inside it, adapters and layers in 4 bits are built of fake tensors as they are of real ones."""
+
+    def in_4_bits(data: Tensor, requires_grad: bool = False, **attributes: Any) -> nn.Parameter:
+        parameter = nn.Parameter(data, requires_grad)  # bitsandbytes' own class cannot hold a fake tensor
+        for name, value in attributes.items():
+            setattr(parameter, name, value)
+        return parameter
+
+    with ExitStack() as stack:
+        if adapter != "none":
+            with patch.object(torch.cuda, "is_available", lambda: False):  # bitsandbytes would look for a real card
+                import peft.tuners.lora  # noqa: F401 - and with it bitsandbytes
+            # adapters are made where the model is, and a fake parameter cannot be moved
+            stack.enter_context(patch.object(nn.Module, "to", lambda module, *args, **kwargs: module))
+        if adapter == "qlora":
+            import bitsandbytes
+
+            for module in (bitsandbytes.nn, bitsandbytes.nn.modules):
+                stack.enter_context(patch.object(module, "Params4bit", in_4_bits))
+        yield

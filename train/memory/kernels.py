@@ -149,6 +149,9 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         if query.dtype == torch.float32:
             return [delta]
         return [delta, batch * heads * _up(length, 64) * _up(head_size, 64) * 4 * (1 if head_size <= 128 else 3)]
+    if name == "bitsandbytes::gemm_4bit":  # the weight and its scales as they were before they were quantised
+        weights = args[2][0] * args[2][1]
+        return [weights * args[0].element_size(), 4 * -(-weights // args[4])]
     if name == "aten::embedding_dense_backward":
         return _embedding_backward(args[0], args[1].numel(), args[2])
     return []

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from train.compilation import uncompiled
 from train.memory.predict import CUDA_GRANULE_BYTES
 from train.memory.recovery import shape_of
 from train.memory.tracker import (
@@ -31,6 +32,7 @@ from train.memory.tracker import (
     WORKSPACE,
     Block,
     StorageTracker,
+    held_by,
     tag_gradients,
 )
 from train.records import MicroBatch
@@ -232,9 +234,8 @@ def peak_resident_bytes() -> int:
 
 def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Tells ``tracker`` what stays between steps: parameters and buffers, optimizer state, gradients if there are."""
-    parameters = list(network.parameters())
-    tracker.tag(PARAMETERS, [*parameters, *network.buffers()])
-    tracker.tag(GRADIENTS, [p.grad for p in parameters])
+    tracker.tag(PARAMETERS, held_by(network))
+    tracker.tag(GRADIENTS, [p.grad for p in network.parameters()])
     tracker.tag(OPTIMIZER_STATE, [value for state in optimizer.state.values() for value in state.values()])
 
 
@@ -616,6 +617,7 @@ class TrackingGauge:
                 stack.callback(handle.remove)
             tracker.mark(phase)
             tracker.reset_peak()
+            stack.enter_context(uncompiled(self._network))
             stack.enter_context(tracker)
             self._exit = stack.pop_all()
         self._tracker, self._before = tracker, set(tracker.live)

@@ -482,9 +482,11 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
     host, link = 0, 0.0
     if setting.sharding == OFFLOAD:
-        shard_bytes = 4 * -(-prediction.num_parameters // question.world_size)  # kept in fp32
-        host = (2 + MOMENTS[question.config.optimization.optimizer]) * shard_bytes
-        link = 3 * shard_bytes / HOST_LINK_BYTES_PER_SECOND  # in for forward, in for backward, gradients out
+        sizes = prediction.num_parameters, prediction.num_trained_parameters
+        weights, trained = (4 * -(-size // question.world_size) for size in sizes)  # bytes of a shard, kept in fp32
+        host = weights + (1 + MOMENTS[question.config.optimization.optimizer]) * trained
+        # in for forward, in for backward, gradients out
+        link = (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
     host += prediction.offloaded_bytes
     link += _waiting_for_inputs(prediction)
     return Outcome(setting, job.length, job.padded, prediction, needed, needed <= question.room_bytes, host, link)

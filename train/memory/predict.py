@@ -96,6 +96,7 @@ class Prediction:
     reserved_bytes: int
     """What the caching allocator holds for that; on a CPU, the peak itself."""
     num_parameters: int
+    num_trained_parameters: int
     attention_kernels: tuple[str, ...]
     flops: float | None
     """Of one forward and backward."""
@@ -211,13 +212,15 @@ def predict(job: Job) -> Prediction:
     """
     import torch
 
+    from train.adapters import parameter_counts
+    from train.launch import segments_grow
     from train.memory import fake_cuda, ranks, zero
     from train.memory.allocator import replay
     from train.memory.costs import Costs
     from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.loss_kernels import library_losses
-    from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
+    from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
     from train.step import optimizer_step
 
     started = time.perf_counter()
@@ -233,6 +236,8 @@ def predict(job: Job) -> Prediction:
         notes.append("packing: one document a row is assumed, which takes longest")
     if on_cuda and architecture.gradient_checkpointing_offload and not torch.cuda.is_initialized():
         ranks.still_streams()
+    if architecture.compile:
+        notes.append("compile: the step is predicted as it runs uncompiled; compiled layers may keep other tensors")
     accelerator = _accelerator(job, config)
     rates = {torch.float32: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
     rates = {t: target.flops_per_second[p] for t, p in rates.items() if target.flops_per_second.get(p)}
@@ -263,10 +268,10 @@ def predict(job: Job) -> Prediction:
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
         model, optimizer, network = build(job, architecture, config, accelerator)
         parameters = list(network.parameters())
-        tracker.tag(PARAMETERS, [*parameters, *network.buffers()])
+        tracker.tag(PARAMETERS, held_by(network))
         for handle in tag_gradients(tracker, parameters):
             stack.callback(handle.remove)
-        num_parameters = sum(p.numel() for p in parameters)
+        num_trained, num_parameters = parameter_counts(network)
         if job.sharding in zero.STAGE:
             tracker.hold(zero.state_bytes(asked, num_parameters, job.world_size), OPTIMIZER_STATE)
             tracker.hold(zero.bucket_bytes(num_parameters), WORKSPACE)
@@ -304,7 +309,9 @@ def predict(job: Job) -> Prediction:
                 evaluated = evaluated.to(accelerator.device)
                 model(evaluated.inputs, evaluated.labels, scored=True)
         peak = tracker.peak
-        reserved = replay(tracker.trace).peak_reserved_bytes if tracker.trace is not None else peak.num_bytes
+        reserved = peak.num_bytes
+        if tracker.trace is not None:
+            reserved = replay(tracker.trace, expandable_segments=segments_grow()).peak_reserved_bytes
     return Prediction(
         peak_bytes=peak.num_bytes,
         phase=peak.phase,
@@ -313,6 +320,7 @@ def predict(job: Job) -> Prediction:
         peak_bytes_by_phase={k: v for k, v in tracker.peak_bytes_by_phase.items() if k != "idle"},
         reserved_bytes=reserved,
         num_parameters=num_parameters,
+        num_trained_parameters=num_trained,
         attention_kernels=tuple(sorted(attention.kernels_used)),
         flops=flops,
         seconds=seconds,
@@ -392,6 +400,7 @@ def build(
 
     from train.cross_entropy import Objective
     from train.losses import ModelWithLoss, choose_loss, place_of
+    from train.memory.fakes import fake_adapters
     from train.modeling import build_model
     from train.optim import build_optimizer
     from train.runtime import shard_by_layer
@@ -402,10 +411,9 @@ def build(
         if not initialised:
             stack.enter_context(accelerator.device)
             stack.enter_context(no_init_weights())
-        packing = config.data.packing
-        network = build_model(
-            architecture, job.auto_class, tokenizer, job.length, labels, weights=False, packing=packing
-        )
+            stack.enter_context(fake_adapters(architecture.adapter))
+        options: dict[str, Any] = {"packing": config.data.packing, "precision": accelerator.mixed_precision}
+        network = build_model(architecture, job.auto_class, tokenizer, job.length, labels, weights=False, **options)
         if hasattr(network, "tie_weights"):
             network.tie_weights()  # pyright: ignore - left out with the initialisation
     with _disable_current_modes():  # what it tries is no part of a step

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -227,6 +227,19 @@ class StorageTracker(TorchDispatchMode):
         elif isinstance(result, tuple | list):
             for part in result:
                 self.see_all(part)
+
+
+def held_by(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of ``model``, and the scales of weights in 4 bits."""
+    scales = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
+    packed = [value for state in scales if state is not None for value in _scales(state)]
+    return [*model.parameters(), *model.buffers(), *packed]
+
+
+def _scales(state: Any) -> list[Tensor]:
+    """The tensors of a ``QuantState`` of bitsandbytes, whose own scales are quantised too."""
+    nested = _scales(state.state2) if state.state2 is not None else []
+    return [value for value in (state.absmax, state.code, state.offset) if isinstance(value, Tensor)] + nested
 
 
 def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list[Any]:

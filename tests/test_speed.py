@@ -1,0 +1,140 @@
+"""What costs a run speed without a word: waits for the device, an allocator with gaps, fp32 products at full width."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from test_modeling import LLAMA, built
+from test_step import TinyModel, batch, rows
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.config import Optimization
+from train.launch import let_segments_grow, segments_grow
+from train.losses import ModelWithLoss
+from train.optim import build_optimizer
+from train.records import MicroBatch, unmarked
+from train.runtime import set_fp32_products
+from train.step import accumulate_gradients, count_targets, optimizer_step
+from train.throughput import peak_flops_per_second
+
+aten = torch.ops.aten
+WAITS = (
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.is_nonzero,
+    aten.equal,
+    aten.unique_consecutive,
+    aten._unique2,
+)
+"""Operators whose result the host has to know: on a GPU it waits for them."""
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        indexed = func.overloadpacket in (aten.index, aten.index_put_, aten.index_put) and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+        )
+        if func.overloadpacket in WAITS or indexed:
+            self.counts[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def window(size: int) -> list[MicroBatch]:
+    return [batch(rows([9, 4]))] * size
+
+
+def waits_of(network: nn.Module, size: int, **settings: Any) -> Counter[str]:
+    config, accelerator = Optimization(**settings), Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(
+        ModelWithLoss(network, "chunked" if config.loss == "chunked" else "full"), build_optimizer(network, config)
+    )
+    optimizer_step(accelerator, model, optimizer, window(1), config)  # the first makes the optimizer's state
+    batches = window(size)
+    with Waits() as waits:
+        optimizer_step(accelerator, model, optimizer, batches, config)
+    return waits.counts
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd", "max_grad_norm": None, "max_grad_value": 1.0}])
+def test_a_step_waits_for_the_device_once_whatever_its_micro_batches(settings: dict[str, Any]) -> None:
+    for size in (1, 4):
+        assert waits_of(TinyModel(), size, **settings) == {"aten._local_scalar_dense": 1}
+
+
+def test_a_loss_in_chunks_and_checkpointing_do_not_wait_but_transformers_does_once_a_forward() -> None:
+    """It reads from positions that nobody gave whether sequences are packed."""
+    for size in (1, 3):
+        network = built(LLAMA, gradient_checkpointing="full")
+        assert waits_of(network, size, loss="chunked") == {"aten._local_scalar_dense": 1 + size}
+
+
+def test_this_test_sees_waits() -> None:
+    with Waits() as waits:
+        x = torch.tensor([0.0, 1.0])
+        x.sum().item()
+        x[x > 0]
+        bool((x > 0).any())
+    assert waits.counts["aten._local_scalar_dense"] == 2
+    assert waits.counts["aten.index"] + waits.counts["aten.nonzero"] >= 1
+
+
+@pytest.mark.gpu
+def test_micro_batches_do_not_wait_for_the_card() -> None:
+    accelerator = Accelerator()
+    network = TinyModel()
+    model, _ = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
+    batches = [micro_batch.pin_memory() for micro_batch in window(3)]
+    num_targets = count_targets(accelerator, batches, False)[0]
+    accumulate_gradients(accelerator, model, batches, num_targets, unmarked)  # libraries start up
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        accumulate_gradients(accelerator, model, batches, num_targets, unmarked)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_tf32_is_switched_on_and_off_on_a_card() -> None:
+    device = torch.device("cuda")
+    assert set_fp32_products(False, device) == "no"
+    assert torch.get_float32_matmul_precision() == "highest"
+    expected = "tf32" if torch.cuda.get_device_capability() >= (8, 0) else "no"
+    assert set_fp32_products(True, device) == expected
+    assert (torch.get_float32_matmul_precision() == "high") == (expected == "tf32")
+
+
+def test_tf32_says_and_does_nothing_on_a_cpu() -> None:
+    before = torch.get_float32_matmul_precision()
+    assert set_fp32_products(True, torch.device("cpu")) == "no"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_rate_of_tf32_is_that_of_the_data_sheets() -> None:
+    assert peak_flops_per_second("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert peak_flops_per_second("NVIDIA GeForce RTX 4090", "tf32") == pytest.approx(82.6e12)
+    assert peak_flops_per_second("Tesla V100-SXM2-16GB", "tf32") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has expandable segments")
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_allocator_was_told_otherwise(name: str) -> None:
+    environment: dict[str, str] = {}
+    assert not segments_grow(environment)
+    let_segments_grow(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and segments_grow(environment)
+    own = {name: "max_split_size_mb:128"}
+    let_segments_grow(own)
+    assert own == {name: "max_split_size_mb:128"} and not segments_grow(own)

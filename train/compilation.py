@@ -1,0 +1,157 @@
+"""``torch.compile``, layer by layer.
+
+The repeated layers are compiled, each in place, and what is around them stays as it is. So attention keeps its causal
+path (a model compiled whole builds a mask of length × length), the names of weights stay, the loss in chunks and
+generation run as ever, and equal layers share one compilation. A second length makes the lengths of a graph symbols:
+further ones need no compilation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.errors import UsageError, UserError
+
+
+def check_compiler(device: torch.device) -> None:
+    """Looks whether this machine can compile for ``device``.
+
+    Raises:
+        UsageError: what it lacks.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UsageError("compile: needs Triton on CUDA, which is not installed: pip install triton, or leave it out.")
+    given = os.environ.get("CXX")
+    compilers = [given] if given else ["g++", "clang++", "c++", "cl"]
+    if not any(shutil.which(name) for name in compilers):
+        raise UsageError(
+            f"compile: needs a C++ compiler, and there is no {' or '.join(compilers)} here: install one (apt-get "
+            "install g++), name it in CXX, or leave compile out."
+        )
+
+
+def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
+    """Compiles the repeated layers of ``model`` in place, when each is first called; returns how many there are.
+
+    To be called before the model is wrapped or sharded, after activation checkpointing was set up.
+
+    Raises:
+        UserError: the model has no layers that are known to repeat.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
+    if not layers:
+        raise UserError("compile: finds no repeated layers in this model (it is no transformers model). Leave it out.")
+    for layer in layers:
+        layer.compile(backend=backend)
+    return len(layers)
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside it compiled layers of ``model`` run as if they were not.
+
+    For a sample whose every token is another shape; and for whoever watches operators, since torch would never
+    compile a function that it first met while someone did.
+    """
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+class Compilation:
+    """What ``torch.compile`` does while it is listened to.
+
+    Args:
+        enabled: whether anything is compiled at all.
+        tell: shown the one warning there may be, with its cause.
+    """
+
+    def __init__(self, enabled: bool, tell: Callable[[str], None]) -> None:
+        self._enabled, self._tell = enabled, tell
+        self.compilations = self.recompilations = 0
+        self.seconds = 0.0
+        self.limit_reached: str | None = None
+        """Why the last compilation was not used again, once there were too many."""
+
+    @contextmanager
+    def listening(self) -> Iterator[Compilation]:
+        """Counts while the context is open."""
+        if not self._enabled:
+            yield self
+            return
+        from torch._dynamo.callback import callback_handler
+
+        handler, logger = _Limit(self._reached), logging.getLogger("torch._dynamo.convert_frame")
+        callback_handler.register_start_callback(self._started)
+        callback_handler.register_end_callback(self._ended)
+        logger.addHandler(handler)
+        try:
+            yield self
+        finally:
+            logger.removeHandler(handler)
+            callback_handler.remove_end_callback(self._ended)
+            callback_handler.remove_start_callback(self._started)
+
+    def _started(self, call: Any) -> None:
+        self._clock = time.perf_counter()
+        if call.callback_trigger.name == "DYNAMO":
+            self.compilations += 1
+            frame = re.search(r"(\d+)/(\d+)", str(call.compile_id))  # a function's number, and which time it is
+            self.recompilations += frame is not None and int(frame[2]) > 0
+
+    def _ended(self, call: Any) -> None:
+        self.seconds += time.perf_counter() - self._clock
+
+    def _reached(self, message: str) -> None:
+        if self.limit_reached is None:
+            reason = re.search(r"last reason: (.*)", message)
+            self.limit_reached = " ".join((reason[1] if reason else message).split())[:300]
+            self._tell(
+                "compile: torch gave up compiling a layer anew and runs it uncompiled, which is right but slow; "
+                f"the last cause: {self.limit_reached}"
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for ``summary.json``; none where nothing is compiled."""
+        if not self._enabled:
+            return {}
+        return {
+            "compilations": self.compilations,
+            "recompilations": self.recompilations,
+            "compile_seconds": self.seconds,
+            "recompile_limit_reached": self.limit_reached,
+        }
+
+    def line(self) -> str | None:
+        """The same for a person."""
+        if not self._enabled:
+            return None
+        return (
+            f"compile: {self.compilations} compilations, {self.recompilations} of them for other shapes or modes, "
+            f"{self.seconds:.1f} s"
+        )
+
+
+class _Limit(logging.Handler):
+    """Hears torch say that a function was compiled too often."""
+
+    def __init__(self, reached: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._reached_limit = reached
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "recompile_limit" in message:
+            self._reached_limit(message)
