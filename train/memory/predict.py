@@ -217,7 +217,7 @@ def predict(job: Job) -> Prediction:
     from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, tag_gradients
-    from train.step import optimizer_step
+    from train.optim import step_function
 
     started = time.perf_counter()
     asked, target = job.values, job.target
@@ -292,7 +292,9 @@ def predict(job: Job) -> Prediction:
             tracker.tag(GRADIENTS, [p.grad for p in parameters])
         tracker.mark("idle")
         tracker.reset_peak()
-        optimizer_step(accelerator, model, optimizer, window, config.optimization, mark=tracker.mark)
+        step_function(config.optimization)(
+            accelerator, model, optimizer, window, config.optimization, mark=tracker.mark
+        )
         flops, seconds = (costs.flops, costs.seconds) if costs is not None else (None, None)
         tracker.mark("idle")
         if evaluated is not None:
@@ -413,7 +415,7 @@ def build(
     shard_by_layer(accelerator, network)
     model, optimizer = accelerator.prepare(
         with_loss,
-        build_optimizer(network, config.optimization),
+        build_optimizer(network, config.optimization, accelerator.device),
         device_placement=[initialised, initialised],
     )
     return model, optimizer, network

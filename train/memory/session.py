@@ -21,10 +21,10 @@ from train.memory.plan import largest_fitting, target_of
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
 from train.memory.rehearsal import rehearse
+from train.optim import step_function
 from train.recompute import enable_checkpointing
 from train.records import Meter, MicroBatch, StepOutcome
 from train.runtime import DeviceMeter
-from train.step import optimizer_step
 from train.wording import gib
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class MemorySession:
         self._prediction: Prediction | None = None
         self._recovering: RecoveringStep | None = None
         self.meter: Meter = DeviceMeter(torch.device("cpu"))
-        self.step: Callable[..., StepOutcome] = optimizer_step
+        self.step: Callable[..., StepOutcome] = step_function(config.optimization)
 
     def close(self) -> None:
         """Ends the process that predicts."""
@@ -244,7 +244,8 @@ class MemorySession:
             self.meter = DeviceMeter(accelerator.device)
         on_oom = settings.on_oom
         if on_oom == "auto":
-            on_oom = "split" if accelerator.num_processes == 1 else "stop"
+            may_repeat = accelerator.num_processes == 1 and not self._config.optimization.optimizer_in_backward
+            on_oom = "split" if may_repeat else "stop"
         if on_oom != "stop" and can_recover(accelerator):
             measures = further_measures(inner, self._config) if on_oom == "adapt" else ()
             self.step = self._recovering = RecoveringStep(self._say, measures)
