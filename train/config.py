@@ -151,7 +151,7 @@ class Optimization:
     process and one micro-batch per step, with max_grad_norm: None."""
     bf16_update: Literal["nearest", "stochastic", "kahan"] = "nearest"
     """How adamw updates weights of dtype bfloat16: rounded to the nearest, by which small updates are lost; rounded up
-    or down at random; or to the nearest, with what that took off kept in 2 more bytes per weight."""
+    or down at random; or to the nearest, with the error kept in 2 more bytes per weight (Kahan)."""
     learning_rate: float = 5e-5
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Scale learning_rate by global batch / learning_rate_reference_batch_size, or by its square root."""
@@ -510,7 +510,7 @@ def check(config: Config) -> None:
         raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
     if optim.warmup_steps is not None and optim.warmup_ratio > 0:
         raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
-    _check_optimizer(config)
+    check_optimizer(config)
     if optim.learning_rate_scaling != "none" and optim.learning_rate_reference_batch_size is None:
         raise UsageError(
             f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
@@ -587,8 +587,12 @@ def check(config: Config) -> None:
         raise UsageError("early_stopping_patience needs eval_every_steps.")
 
 
-def _check_optimizer(config: Config) -> None:
-    """Stops where an optimizer's options do not go with the rest."""
+def check_optimizer(config: Config) -> None:
+    """Stops where the options of the optimizer do not go with each other or with the batch.
+
+    Raises:
+        UsageError: naming the fields, their values and what would do.
+    """
     optim, dtype = config.optimization, config.architecture.dtype
     if optim.optimizer_offload and optim.optimizer != "adamw":
         raise UsageError(f"optimizer_offload works with optimizer: adamw, not with {optim.optimizer}: leave one out.")

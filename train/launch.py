@@ -151,7 +151,7 @@ def check_launch(launch: Launch, config: Config) -> None:
             f"mixed_precision: the training configuration says {asked}, the launch configuration {launch.precision}. "
             "Make them agree, or leave mixed_precision out of one."
         )
-    _check_optimizer(launch, config)
+    check_optimizer(launch, config)
     _check_parallelism(launch, config)
     _check_rows(launch, config)
     if config.architecture.tiled_mlp and (launch.engine == "deepspeed" or launch.tensor_size > 1):
@@ -168,8 +168,12 @@ def check_launch(launch: Launch, config: Config) -> None:
         )
 
 
-def _check_optimizer(launch: Launch, config: Config) -> None:
-    """Stops where an optimizer needs more of the weights or gradients than a process holds."""
+def check_optimizer(launch: Launch, config: Config) -> None:
+    """Stops where the optimizer needs more of the weights or gradients than a process holds.
+
+    Raises:
+        UsageError: with both names and values.
+    """
     optim = config.optimization
     options = {
         "optimizer: adamw_8bit": optim.optimizer == "adamw_8bit",

@@ -391,8 +391,9 @@ def build(
     from transformers.initialization import no_init_weights
 
     from train.losses import ModelWithLoss, use_chunks
+    from train.memory.eight_bit import EightBitState
     from train.modeling import build_model
-    from train.optim import build_optimizer
+    from train.optim import build_optimizer, parameter_groups
     from train.runtime import shard_by_layer
 
     labels = [str(number) for number in range(job.num_labels)]
@@ -413,9 +414,13 @@ def build(
     if divide is not None:
         divide(with_loss)
     shard_by_layer(accelerator, network)
+    if config.optimization.optimizer == "adamw_8bit" and not initialised:
+        optimizer = EightBitState(parameter_groups(network, config.optimization), {})
+    else:
+        optimizer = build_optimizer(network, config.optimization, accelerator.device)
     model, optimizer = accelerator.prepare(
         with_loss,
-        build_optimizer(network, config.optimization, accelerator.device),
+        optimizer,
         device_placement=[initialised, initialised],
     )
     return model, optimizer, network

@@ -360,8 +360,18 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     if job.values["gradient_checkpointing"] != "full":
         flags = "--gradient_checkpointing full"
         found.append((flags, "same update, about a third more time", changed(gradient_checkpointing="full")))
-    if job.values["optimizer"] == "adamw":
-        found.append(("--optimizer adafactor", "another optimizer: tune it anew", changed(optimizer="adafactor")))
+    optimizer, shared = job.values["optimizer"], job.sharding not in ("none", "ddp")
+    plain = optimizer == "adamw" and not shared and job.values["bf16_update"] == "nearest"
+    if plain and not job.values["optimizer_offload"]:
+        if job.target.device_type != "cpu":
+            note = "same update, made by the host; its state in host memory"
+            found.append(("--optimizer_offload True", note, changed(optimizer_offload=True)))
+        found.append(
+            ("--optimizer adamw_8bit", "moments of a byte: differs by rounding", changed(optimizer="adamw_8bit"))
+        )
+    if optimizer == "adamw":
+        settings = {"optimizer": "adafactor", "optimizer_offload": False, "bf16_update": "nearest"}
+        found.append(("--optimizer adafactor", "another optimizer: tune it anew", changed(**settings)))
     half = job.length // 2
     found.append((f"--max_length {half}", "shorter examples: another task", changed(length=half)))
     return found

@@ -2,7 +2,7 @@
 
 A bf16 number has 8 significant bits: an update of less than half of a 256th of a weight leaves it as it is, however
 often it is repeated. Two remedies (arXiv 2010.06192): round up or down at random, so that the expectation is right; or
-keep what rounding took off in a second number beside each weight, and add it the next time (Kahan's summation).
+keep what rounding added in a second number beside each weight, and take it off the next time (Kahan's summation).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU = 2**22, 2**18
 """Elements that are computed in fp32 at once: temporaries of some 100 MB, however large a parameter is; on a CPU what
 its caches hold."""
-LOST = "lost_in_rounding"
-"""Name of Kahan's compensation in a parameter's state."""
+ADDED = "added_by_rounding"
+"""Name of Kahan's compensation in a parameter's state: by how much the stored weight is too large."""
 
 
 class Bf16AdamW(torch.optim.AdamW):
@@ -30,7 +30,7 @@ class Bf16AdamW(torch.optim.AdamW):
     Args:
         groups: parameters and their weight decay.
         update: ``stochastic`` rounds weights and moments at random; ``kahan`` rounds them to the nearest and keeps
-            what a weight lost.
+            what that added.
         seed: of the run.
         settings: ``lr``, ``betas``, ``eps``.
     """
@@ -58,29 +58,29 @@ class Bf16AdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             names = ["exp_avg", "exp_avg_sq"]
-            names += [LOST] if self._update == "kahan" and parameter.dtype == torch.bfloat16 else []
+            names += [ADDED] if self._update == "kahan" and parameter.dtype == torch.bfloat16 else []
             state.update({name: torch.zeros_like(parameter) for name in names})
         state["step"] += 1
         steps = int(state["step"].item())  # on the host: nothing waits
         beta1, beta2 = group["betas"]
         step_size = group["lr"] / (1 - beta1**steps)
         second_scale = 1 / math.sqrt(1 - beta2**steps)
-        tensors = [parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"], state.get(LOST)]
-        for number, (gradient, weight, first, second, lost) in enumerate(_chunks(tensors)):
+        tensors = [parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"], state.get(ADDED)]
+        for number, (gradient, weight, first, second, added) in enumerate(_chunks(tensors)):
             gradient = gradient.float()
             mean = first.float().lerp_(gradient, 1 - beta1)
             square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             new = weight.float()
-            if lost is not None:
-                new += lost
+            if added is not None:
+                new -= added
             new.mul_(1 - group["lr"] * group["weight_decay"])
             new.addcdiv_(mean, square.sqrt().mul_(second_scale).add_(group["eps"]), value=-step_size)
             key = (self._seed, steps, self._numbers[parameter], number)
             self._store(first, mean, (*key, 0))
             self._store(second, square, (*key, 1))
             self._store(weight, new, (*key, 2))
-            if lost is not None:
-                lost.copy_(new.sub_(weight))
+            if added is not None:
+                added.copy_(new.neg_().add_(weight))
 
     def _store(self, target: Tensor, value: Tensor, key: tuple[int, ...]) -> None:
         if self._update == "stochastic" and target.dtype == torch.bfloat16:
