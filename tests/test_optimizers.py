@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from safetensors.torch import load_file
+from test_main import _own_signals, checkpoint_digests, stopping_after, train
 from torch import Tensor, nn
 
 from train import checkpoint
-from train.config import Optimization
-from train.errors import UserError
+from train.config import Config, Optimization
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UsageError
+from train.launch import Launch, check_launch
 from train.losses import ModelWithLoss
 from train.modeling import enable_checkpointing
 from train.optim import build_optimizer, step_function
@@ -25,6 +29,7 @@ from train.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
 from train.records import MicroBatch, Progress, StepOutcome
 from train.training_state import TrainingState
 
+__all__ = ["_own_signals"]
 DEVICE = torch.device("cuda")
 """Where steps are said to be made, so that there is something to offload from; all tensors are on the CPU."""
 VOCABULARY = 300
@@ -33,7 +38,7 @@ VOCABULARY = 300
 
 def llama(tied: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
+    model: nn.Module = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=16,
@@ -43,7 +48,8 @@ def llama(tied: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:
             attention_bias=True,
             tie_word_embeddings=tied,
         )
-    ).to(dtype=dtype)
+    )
+    return model.to(dtype)
 
 
 def batches(count: int) -> list[MicroBatch]:
@@ -416,7 +422,126 @@ def test_eight_bits_follow_adamw() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+RUNS: dict[str, tuple[Any, ...]] = {
+    "8 bits": ("--optimizer", "adamw_8bit"),
+    "offloaded, bf16": ("--optimizer_offload", True, "--dtype", "bfloat16"),
+    "in backward": ("--optimizer_in_backward", True, "--max_grad_norm", None, "--global_batch_size", 2),
+    "stochastic": ("--bf16_update", "stochastic", "--dtype", "bfloat16"),
+    "kahan": ("--bf16_update", "kahan", "--dtype", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(
+    name: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "8 bits":
+        pytest.importorskip("bitsandbytes")
+        recipe.write_text(recipe.read_text().replace("n_embd: 16", "n_embd: 32"))  # else all is too small for 8 bits
+    if name.startswith("offloaded"):
+        monkeypatch.setattr("train.optim.build_optimizer", lambda *a: build_optimizer(*a[:2], DEVICE))
+    flags = (*RUNS[name], "--max_steps", 4, "--rehearse", False)
+    assert train(recipe, tmp_path / "whole", *flags) == EXIT_DONE
+    assert train(recipe, tmp_path / "pieces", *flags, *stopping_after(2)) == EXIT_STOPPED
+    assert train(recipe, tmp_path / "pieces", *flags) == EXIT_DONE
+    found = [checkpoint_digests(tmp_path / run, 4) for run in ("whole", "pieces")]
+    assert found[0] == found[1]
+    assert len(found[0]) >= 2
+    [path] = (tmp_path / "whole" / "checkpoints" / "step-00000004").glob("optimizer-*.safetensors")
+    names = {entry.rpartition(".")[2] for entry in load_file(path)}
+    kept = {"8 bits": "absmax1", "offloaded, bf16": MASTER, "kahan": ADDED}.get(name, "exp_avg")
+    assert kept in names
+
+
+def test_on_a_cpu_offload_changes_nothing_and_says_so(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "one", "--max_steps", 2) == EXIT_DONE
+    assert "optimizer_offload" not in capsys.readouterr().out
+    assert train(recipe, tmp_path / "two", "--max_steps", 2, "--optimizer_offload", True) == EXIT_DONE
+    assert "optimizer_offload: on a CPU the optimizer's state is in host memory already" in capsys.readouterr().out
+    assert checkpoint_digests(tmp_path / "one", 2) == checkpoint_digests(tmp_path / "two", 2)
+
+
+def test_going_on_with_another_optimizer_is_refused(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "run", "--max_steps", 2) == EXIT_DONE
+    assert train(recipe, tmp_path / "run", "--max_steps", 3, "--optimizer", "sgd") == EXIT_ERROR
+    assert "holds the state of the optimizer AdamW, this run's is SGD" in capsys.readouterr().err
+
+
+IN_BACKWARD_FLAGS = ("--optimizer_in_backward", True, "--max_grad_norm", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--optimizer_offload", True, "--optimizer", "sgd"),
+            "works with optimizer: adamw, not with sgd",
+        ),
+        (("--optimizer_offload", True, "--dtype", "float16"), "dtype: float16: use bfloat16"),
+        (("--bf16_update", "kahan"), "kahan is for weights of dtype: bfloat16, these are float32"),
+        (("--bf16_update", "kahan", "--dtype", "bfloat16", "--optimizer", "sgd"), "works with optimizer: adamw"),
+        (
+            ("--bf16_update", "stochastic", "--dtype", "bfloat16", "--optimizer_offload", True),
+            "stochastic with optimizer_offload: the host updates fp32 originals already",
+        ),
+        (("--optimizer_in_backward", True, "--global_batch_size", 2), "max_grad_norm: 1.0: .* max_grad_norm: null"),
+        ((*IN_BACKWARD_FLAGS, "--gradient_accumulation_steps", 4), "gradient_accumulation_steps: 4: .* give 1"),
+        (IN_BACKWARD_FLAGS, "micro_batch_size: 2 and global_batch_size: 8: .* Give the same size"),
+        ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--on_oom", "split"), "on_oom: split: .* on_oom: stop"),
+        ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--mixed_precision", "fp16"), "fp16: .* bf16"),
+    ],
+)
+def test_options_that_contradict_each_other_stop_the_run(
+    flags: tuple[Any, ...], message: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_USAGE
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("launch", "settings", "message"),
+    [
+        (Launch(2, engine="fsdp2"), {"optimizer": "adamw_8bit"}, "adamw_8bit .* engine fsdp2 .* fsdp2_offload.yaml"),
+        (Launch(2, engine="fsdp2"), {"optimizer_offload": True}, "optimizer_offload: true .* fsdp2_offload.yaml"),
+        (
+            Launch(2, engine="deepspeed"),
+            {"optimizer_offload": True},
+            "engine deepspeed .* deepspeed_zero3_offload",
+        ),
+        (Launch(2, tensor_size=2), {"bf16_update": "kahan"}, "bf16_update: kahan .* tensor parallel 2 .* ddp.yaml"),
+        (Launch(2), {"optimizer_in_backward": True}, "does not go with 2 processes: .* Use one process"),
+        (Launch(precision="fp16"), {"optimizer_in_backward": True}, "mixed_precision: fp16 in the launch file"),
+    ],
+)
+def test_optimizers_that_need_whole_weights_say_so(launch: Launch, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_launch(launch, Config(optimization=Optimization(**settings)))
+    if "optimizer_in_backward" not in settings and "optimizer" not in settings:
+        check_launch(Launch(2), Config(optimization=Optimization(**settings)))
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
-    with pytest.raises(UserError, match=r"pip install -e '.\[bitsandbytes\]'"):
-        build_optimizer(nn.Linear(2, 2), Optimization(optimizer="adamw_8bit"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install -e '.\[bitsandbytes\]'"):
+        check_launch(Launch(), Config(optimization=Optimization(optimizer="adamw_8bit")))
+
+
+def test_out_of_memory_is_split_by_itself_only_where_a_step_can_be_made_again() -> None:
+    from train.memory.recovery import RecoveringStep
+    from train.memory.session import MemorySession
+
+    for in_backward in (False, True):
+        config = Optimization(max_grad_norm=None, optimizer_in_backward=in_backward)
+        training = Training(config, llama())
+        session = MemorySession(Config(optimization=config), print)
+        session.equip(training.accelerator, training.model, training.optimizer)
+        assert isinstance(session.step, RecoveringStep) is not in_backward
+        assert session.step is step_function(config) or not in_backward

@@ -5,6 +5,7 @@ World size, sharding and precision live in ``accelerate_configs/``; everything e
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -152,6 +153,10 @@ def check_launch(launch: Launch, config: Config) -> None:
             "Make them agree, or leave mixed_precision out of one."
         )
     check_optimizer(launch, config)
+    if config.optimization.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UsageError(
+            "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
+        )
     _check_parallelism(launch, config)
     _check_rows(launch, config)
     if config.architecture.tiled_mlp and (launch.engine == "deepspeed" or launch.tensor_size > 1):

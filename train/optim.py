@@ -26,9 +26,6 @@ def build_optimizer(
 
     Args:
         device: where the steps will be made; None: on a CPU, where there is nothing to offload from.
-
-    Raises:
-        UserError: the package of an optimizer is not installed.
     """
     groups = parameter_groups(model, config)
     settings: dict[str, Any] = {

@@ -54,12 +54,12 @@ class Bf16AdamW(torch.optim.AdamW):
         return loss
 
     def _step_of(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            names = ["exp_avg", "exp_avg_sq"]
-            names += [ADDED] if self._update == "kahan" and parameter.dtype == torch.bfloat16 else []
-            state.update({name: torch.zeros_like(parameter) for name in names})
+        state, names = self.state[parameter], ["exp_avg", "exp_avg_sq"]
+        if self._update == "kahan" and parameter.dtype == torch.bfloat16:
+            names.append(ADDED)
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
+        for name in set(names) - state.keys():  # some of it may come from a checkpoint of another AdamW
+            state[name] = torch.zeros_like(parameter)
         state["step"] += 1
         steps = int(state["step"].item())  # on the host: nothing waits
         beta1, beta2 = group["betas"]

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from train.errors import UserError
-
 
 def eight_bit_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW8bit; parameters of fewer than 4,096 elements keep fp32 moments, as it chooses.
@@ -15,16 +13,8 @@ def eight_bit_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.opti
     Args:
         groups: parameters and their weight decay.
         settings: ``lr``, ``betas``, ``eps``.
-
-    Raises:
-        UserError: bitsandbytes is not installed.
     """
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError:
-        raise UserError(
-            "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
-        ) from None
+    from bitsandbytes.optim import AdamW8bit
 
     class EightBitAdamW(AdamW8bit):
         """Keeps the two tables of 256 values, which all parameters share, out of every parameter's state."""
