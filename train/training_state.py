@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.errors import UserError
-
 
 @dataclass(frozen=True)
 class Part:
@@ -111,25 +109,10 @@ class TrainingState:
             for name, p in parameters.items()
         }
         scaler = self.scaler.state_dict() if self.scaler is not None else None
-        return {
-            "optimizer_class": _kind(self.optimizer),
-            "param_groups": groups,
-            "optimizer": {k: v for k, v in plain.items() if v},
-            "scaler": scaler,
-        }
+        return {"param_groups": groups, "optimizer": {k: v for k, v in plain.items() if v}, "scaler": scaler}
 
     def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
-        """Takes everything back in place.
-
-        Raises:
-            UserError: the state is that of another optimizer.
-        """
-        written, kind = values.get("optimizer_class"), _kind(self.optimizer)
-        if written not in (None, kind):
-            raise UserError(
-                f"the checkpoint holds the state of the optimizer {written}, this run's is {kind}. Go on with the "
-                "--optimizer it was made with, or give --resume never or another --output_dir to start afresh."
-            )
+        """Takes everything back in place."""
         restore_model(self.model, blocks)
         parameters = self._parameters()
         state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["optimizer"].items()}
@@ -168,12 +151,6 @@ class TrainingState:
     def _parameters(self) -> dict[str, nn.Parameter]:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self.model.named_parameters() if id(p) in trained}
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """The library's class: what adds to one of these keeps its state."""
-    libraries = ("torch.optim.", "bitsandbytes.")
-    return next(c.__name__ for c in (*type(optimizer).__mro__, type(optimizer)) if c.__module__.startswith(libraries))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
