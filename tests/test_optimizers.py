@@ -61,9 +61,9 @@ def batches(count: int) -> list[MicroBatch]:
 class Training:
     """A model and its optimizer, as a run puts them together."""
 
-    def __init__(self, config: Optimization, network: nn.Module, chunked: bool = False) -> None:
+    def __init__(self, config: Optimization, network: nn.Module, chunked: bool = False, cpu: bool = True) -> None:
         self.config, self.network = config, network
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = Accelerator(cpu=cpu)
         optimizer = build_optimizer(network, config, DEVICE)
         self.model, self.optimizer = self.accelerator.prepare(ModelWithLoss(network, chunked), optimizer)
 
@@ -328,15 +328,25 @@ def test_random_numbers_are_even_and_unrelated() -> None:
     assert (pairs - torch.eye(3)).abs().max() < 5 / 256
 
 
-def small_updates(update: str, steps: int = 400) -> Tensor:
+def small_updates(update: str, steps: int = 400, seed: int = 42) -> Tensor:
     """(1000,) ones in bf16 after updates of a thousandth of their spacing's half, all in one direction."""
     weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
-    config = Optimization(learning_rate=2.0**-13, bf16_update=update)  # pyright: ignore[reportArgumentType]
+    config = Optimization(learning_rate=2.0**-13, bf16_update=update, seed=seed)  # pyright: ignore[reportArgumentType]
     optimizer = build_optimizer(nn.ParameterList([weight]), config)
     for _ in range(steps):
         weight.grad = torch.full_like(weight, 0.5)
         optimizer.step()
     return weight.detach().float()
+
+
+def test_random_numbers_are_those_of_the_run_and_the_step_whatever_the_rank() -> None:
+    """Ranks seed their generators apart, and their weights have to stay the same."""
+    found = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        found.append(small_updates("stochastic", 20))
+    assert torch.equal(*found)
+    assert not torch.equal(small_updates("stochastic", 20, seed=1), found[0])
 
 
 def test_small_updates_are_lost_by_rounding_to_the_nearest_alone() -> None:
@@ -422,6 +432,53 @@ def test_eight_bits_follow_adamw() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
+# ---- on a card -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_card_offload_makes_the_update_of_the_host(dtype: torch.dtype, in_backward: bool) -> None:
+    """The same gradients, many times, through streams and page-locked memory and without."""
+    torch.manual_seed(0)
+    start = [torch.randn(size, dtype=dtype) for size in [(700, 900), (3,), (1, 5), (2000, 1000), (64, 64)]]
+    here, there = ([nn.Parameter(w.clone().to(d)) for w in start] for d in ("cpu", "cuda"))
+    config = Optimization(learning_rate=0.01, weight_decay=0.1, optimizer_offload=True)
+    optimizers = [build_optimizer(nn.ParameterList(weights), config, DEVICE) for weights in (here, there)]
+    for step in range(20):
+        for number, (host, device) in enumerate(zip(here, there, strict=True)):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            host.grad = torch.randn(host.shape, dtype=dtype, generator=generator)
+            device.grad = host.grad.to("cuda")
+            if in_backward:  # one parameter a step
+                for optimizer, parameter in zip(optimizers, (host, device), strict=True):
+                    optimizer.step()
+                    parameter.grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for host, device in zip(here, there, strict=True):
+        assert torch.equal(host, device.cpu())
+        assert all(value.device.type == "cpu" for value in optimizers[1].state[device].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw_8bit"}, {"bf16_update": "kahan"}], ids=str)
+def test_on_a_card_updates_in_backward_are_those_after_it(settings: dict[str, Any]) -> None:
+    if "optimizer" in settings:
+        pytest.importorskip("bitsandbytes")
+    config = Optimization(learning_rate=0.01, max_grad_norm=None, **settings)
+    trainings = []
+    for in_backward in (False, True):
+        network = llama(dtype=torch.bfloat16 if "bf16_update" in settings else torch.float32)
+        trainings.append(Training(replace(config, optimizer_in_backward=in_backward), network, cpu=False))
+    for batch in batches(3):
+        plain, found = (training.step(batch) for training in trainings)
+        assert found.grad_norm == pytest.approx(plain.grad_norm, rel=1e-2)
+    for name, weight in trainings[0].weights.items():
+        assert torch.allclose(trainings[1].weights[name], weight, rtol=1e-2, atol=1e-3), name
+
+
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
@@ -434,7 +491,9 @@ RUNS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("stochastic", "kahan") else n for n in RUNS]
+)
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     name: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,7 +352,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         )
 
     found = []
-    if job.micro_batch_size > 1:
+    if job.micro_batch_size > 1 and not job.values["optimizer_in_backward"]:
         half = job.micro_batch_size // 2
         found.append((f"--micro_batch_size {half}", "same update, more micro-batches", changed(size=half)))
     if not job.num_labels and job.values["loss"] == "full":
