@@ -165,8 +165,8 @@ def measure_learning(
     losses = []
     for step in range(steps):
         set_learning_rate(training.optimizer, learning_rate_at(step, steps, learning_rate, config))
-        starts = torch.randint(len(tokens) - 300, (8,), generator=generator)
-        batch = batch_of(tokens, starts, 128)
+        starts = torch.randint(len(tokens) - 300, (4,), generator=generator)
+        batch = batch_of(tokens, starts, 64)
         losses.append(training.step(batch) / batch.num_targets)
     last = losses[-max(1, steps // 10) :]
     return {"variant": name, "learning_rate": learning_rate, "steps": steps, "loss": statistics.fmean(last)}
@@ -184,8 +184,8 @@ def available(settings: dict[str, Any], device: torch.device, offloads: bool) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.md")
-    parser.add_argument("--steps", type=int, default=400, help="of each training")
-    parser.add_argument("--learning_rates", type=float, nargs="+", default=[1e-3, 1e-4])
+    parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--learning_rates", type=float, nargs="+", default=[1e-4])
     parser.add_argument("--threads", type=int, help="of PyTorch on a CPU")
     options = parser.parse_args()
     if options.threads:
@@ -257,7 +257,7 @@ def write(
         *([f"Left out: {'; '.join(left_out)}.", ""] if left_out else []),
         f"## Loss of a small language model after {learnt[0]['steps']} steps",
         "",
-        "Bytes of Python's source code, 8 × 128 of them a step, 2 layers of 64; the same weights to begin with and the "
+        "Bytes of Python's source code, 4 × 64 of them a step, 2 layers of 64; the same weights to begin with and the "
         "same batches. Mean of the last tenth of the steps.",
         "",
         "| | learning rate | nats per byte | bits per byte |",
