@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="of each training")
     parser.add_argument("--learning_rates", type=float, nargs="+", default=[1e-4])
     parser.add_argument("--threads", type=int, help="of PyTorch on a CPU")
+    parser.add_argument("--remark", default="", help="a sentence on the circumstances, for the page")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -209,7 +210,7 @@ def main() -> int:
                 learnt.append(measure_learning(*small))
                 print(learnt_line(learnt[-1]), flush=True)
     if options.output:
-        write(options.output, kept, learnt, left_out, options.threads)
+        write(options.output, kept, learnt, left_out, options.threads, options.remark)
     return 0
 
 
@@ -228,12 +229,17 @@ def learnt_line(row: dict[str, Any]) -> str:
 
 
 def write(
-    path: Path, kept: list[dict[str, Any]], learnt: list[dict[str, Any]], left_out: list[str], threads: int | None
+    path: Path,
+    kept: list[dict[str, Any]],
+    learnt: list[dict[str, Any]],
+    left_out: list[str],
+    threads: int | None,
+    remark: str,
 ) -> None:
     """JSON and tables."""
     from train.report import hardware, versions
 
-    machine: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "threads": threads}
+    machine: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "threads": threads, "remark": remark}
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**machine, "kept": kept, "learnt": learnt, "left_out": left_out}
     path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -243,7 +249,7 @@ def write(
     lines = [
         "# Optimizers: what they keep, how long they take, what they reach",
         "",
-        f"{', '.join(gpus) or 'No GPU'}; {where}; {used}. Written by `scripts/benchmarks/optimizers.py`.",
+        f"{', '.join(gpus) or 'No GPU'}; {where}; {used}. {remark} Written by `scripts/benchmarks/optimizers.py`.",
         "",
         f"## Bytes per parameter and time of a step, {kept[0]['num_parameters'] / 1e6:.1f} M parameters",
         "",
