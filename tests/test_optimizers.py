@@ -546,6 +546,10 @@ IN_BACKWARD_FLAGS = ("--optimizer_in_backward", True, "--max_grad_norm", None)
             "stochastic with optimizer_offload: the host updates fp32 originals already",
         ),
         (("--optimizer_in_backward", True, "--global_batch_size", 2), "max_grad_norm: 1.0: .* max_grad_norm: null"),
+        (
+            (*IN_BACKWARD_FLAGS, "--max_tokens_per_micro_batch", 64),
+            "with max_tokens_per_micro_batch: .* micro_batch_size",
+        ),
         ((*IN_BACKWARD_FLAGS, "--gradient_accumulation_steps", 4), "gradient_accumulation_steps: 4: .* give 1"),
         (IN_BACKWARD_FLAGS, "micro_batch_size: 2 and global_batch_size: 8: .* Give the same size"),
         ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--on_oom", "split"), "on_oom: split: .* on_oom: stop"),

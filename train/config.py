@@ -612,6 +612,11 @@ def check_optimizer(config: Config) -> None:
     if (optim.gradient_accumulation_steps or 1) > 1:
         asked = f"gradient_accumulation_steps: {optim.gradient_accumulation_steps}"
         raise UsageError(f"optimizer_in_backward with {asked}: there is no gradient to accumulate: give 1.")
+    if optim.max_tokens_per_micro_batch is not None:
+        raise UsageError(
+            "optimizer_in_backward with max_tokens_per_micro_batch: a step may have several micro-batches, and "
+            "there is no gradient to accumulate. Give micro_batch_size and gradient_accumulation_steps: 1 instead."
+        )
     if together is not None and size != together:
         raise UsageError(
             f"optimizer_in_backward with micro_batch_size: {size} and global_batch_size: {together}: there is no "
