@@ -22,10 +22,10 @@ from train.config import Config, Optimization
 from train.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UsageError
 from train.launch import Launch, check_launch
 from train.losses import ModelWithLoss
-from train.modeling import enable_checkpointing
 from train.optim import build_optimizer, step_function
 from train.optimizers.bf16 import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
+from train.recompute import enable_checkpointing
 from train.records import MicroBatch, Progress, StepOutcome
 from train.training_state import TrainingState
 

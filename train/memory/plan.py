@@ -577,7 +577,9 @@ class Search:
         accumulates = not question.config.optimization.optimizer_in_backward
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
         self._losses = LOSSES[:1] if question.num_labels else LOSSES
-        self._base = Setting(self._sizes[0], "none", question.precision, "full", tiled_mlp=question.config.architecture.tiled_mlp)
+        self._base = Setting(
+            self._sizes[0], "none", question.precision, "full", tiled_mlp=question.config.architecture.tiled_mlp
+        )
         self.ways: tuple[Recompute, ...] = CHECKPOINTING
         """How layers may recompute, each after those that are faster."""
         self.problems: dict[Setting, str] = {}
