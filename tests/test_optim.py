@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any, get_args, get_type_hints
 
@@ -12,6 +13,12 @@ from torch import nn
 
 from train.config import Optimization
 from train.optim import build_optimizer, learning_rate_at, peak_learning_rate, set_learning_rate
+
+HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+OPTIMIZERS = [
+    pytest.param(name, marks=pytest.mark.skipif(name == "adamw_8bit" and not HAS_BITSANDBYTES, reason="an extra"))
+    for name in get_args(get_type_hints(Optimization)["optimizer"])
+]
 
 
 def llama() -> nn.Module:
@@ -37,7 +44,7 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not() -> None:
         assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.1), name
 
 
-@pytest.mark.parametrize("optimizer", get_args(get_type_hints(Optimization)["optimizer"]))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weight_decay_shrinks_matrices_alone(optimizer: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     nn.init.ones_(model[0].bias)  # pyright: ignore[reportArgumentType]
@@ -67,7 +74,7 @@ def test_a_model_of_vectors_only_needs_no_decayed_group() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
 
 
-@pytest.mark.parametrize("optimizer", get_args(get_type_hints(Optimization)["optimizer"]))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_lowers_the_loss(optimizer: Any) -> None:
     model = llama()
     chosen = build_optimizer(model, Optimization(optimizer=optimizer, learning_rate=1e-2))

@@ -157,7 +157,16 @@ class Optimization:
     """Optimizer steps; default: num_epochs."""
     num_epochs: int | None = None
     """Passes over the training data; default 1 where max_steps is not given."""
-    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
+    """adamw_8bit: moments of one byte each (bitsandbytes); with whole weights on every process only."""
+    optimizer_offload: bool = False
+    """Keep adamw's state, and fp32 originals of bf16 weights, in host memory and update there; without sharding."""
+    optimizer_in_backward: bool = False
+    """Update each weight as soon as its gradient is there, and free that: gradients never exist all at once. For one
+    process and one micro-batch per step, with max_grad_norm: None."""
+    bf16_update: Literal["nearest", "stochastic", "kahan"] = "nearest"
+    """How adamw updates weights of dtype bfloat16: rounded to the nearest, by which small updates are lost; rounded up
+    or down at random; or to the nearest, with the error kept in 2 more bytes per weight (Kahan)."""
     learning_rate: float = 5e-5
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Scale learning_rate by global batch / learning_rate_reference_batch_size, or by its square root."""
@@ -257,7 +266,8 @@ class Memory:
     on_oom: Literal["auto", "split", "adapt", "stop"] = "auto"
     """Out of memory in a step: split the micro-batch and make the step again; adapt: where a single example does not
     fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process, stop with several,
-    for what keeps DDP able to recover also keeps it from summing gradients while it computes others."""
+    for what keeps DDP able to recover also keeps it from summing gradients while it computes others; and stop with
+    optimizer_in_backward."""
     memory_snapshot: bool = False
     """Record allocations on CUDA and write them to output_dir when memory runs out, for torch's memory viewer."""
 
@@ -525,6 +535,7 @@ def check(config: Config) -> None:
         raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
     if optim.warmup_steps is not None and optim.warmup_ratio > 0:
         raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
+    check_optimizer(config)
     if optim.learning_rate_scaling != "none" and optim.learning_rate_reference_batch_size is None:
         raise UsageError(
             f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
@@ -620,6 +631,55 @@ def _check_adapter(model: Architecture) -> None:
         raise UsageError(
             f"adapter: {model.adapter} needs {' and '.join(missing)}, not installed: "
             f"pip install -e '.[{model.adapter}]' (or pip install {' '.join(missing)})."
+        )
+
+
+def check_optimizer(config: Config) -> None:
+    """Stops where the options of the optimizer do not go with each other or with the batch.
+
+    Raises:
+        UsageError: naming the fields, their values and what would do.
+    """
+    optim, dtype = config.optimization, config.architecture.dtype
+    if optim.optimizer_offload and optim.optimizer != "adamw":
+        raise UsageError(f"optimizer_offload works with optimizer: adamw, not with {optim.optimizer}: leave one out.")
+    if optim.optimizer_offload and dtype == "float16":
+        raise UsageError("optimizer_offload with dtype: float16: use bfloat16, or float32 with mixed_precision: fp16.")
+    if optim.bf16_update != "nearest":
+        asked = f"bf16_update: {optim.bf16_update}"
+        if dtype != "bfloat16":
+            raise UsageError(f"{asked} is for weights of dtype: bfloat16, these are {dtype}: use nearest.")
+        if optim.optimizer != "adamw":
+            raise UsageError(f"{asked} works with optimizer: adamw, not with {optim.optimizer}: leave one out.")
+        if optim.optimizer_offload:
+            raise UsageError(f"{asked} with optimizer_offload: the host updates fp32 originals already: use nearest.")
+    if not optim.optimizer_in_backward:
+        return
+    size, together = optim.micro_batch_size, optim.global_batch_size
+    if (optim.gradient_accumulation_steps or 1) > 1:
+        asked = f"gradient_accumulation_steps: {optim.gradient_accumulation_steps}"
+        raise UsageError(f"optimizer_in_backward with {asked}: there is no gradient to accumulate: give 1.")
+    if optim.max_tokens_per_micro_batch is not None:
+        raise UsageError(
+            "optimizer_in_backward with max_tokens_per_micro_batch: a step may have several micro-batches, and "
+            "there is no gradient to accumulate. Give micro_batch_size and gradient_accumulation_steps: 1 instead."
+        )
+    if together is not None and size != together:
+        raise UsageError(
+            f"optimizer_in_backward with micro_batch_size: {size} and global_batch_size: {together}: there is no "
+            "gradient to accumulate. Give the same size, or gradient_accumulation_steps: 1 instead of the global one."
+        )
+    if optim.max_grad_norm is not None:
+        raise UsageError(
+            f"optimizer_in_backward with max_grad_norm: {optim.max_grad_norm}: the norm of all gradients is known only "
+            "after the updates. Give max_grad_norm: null (None on the command line); max_grad_value may be set."
+        )
+    if optim.mixed_precision == "fp16":
+        raise UsageError("optimizer_in_backward with mixed_precision: fp16: its loss scale needs all gradients: bf16.")
+    if config.memory.on_oom in ("split", "adapt"):
+        raise UsageError(
+            f"optimizer_in_backward with on_oom: {config.memory.on_oom}: a step whose weights are partly updated "
+            "cannot be made again. Give on_oom: stop, or leave it at auto."
         )
 
 

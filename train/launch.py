@@ -5,6 +5,7 @@ World size, sharding and precision live in ``accelerate_configs/``; everything e
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -174,6 +175,11 @@ def check_launch(launch: Launch, config: Config) -> None:
             "loss: liger is wrong with mixed_precision: fp16: it rounds gradients before loss scaling can save small "
             "ones. Give --loss auto or chunked, or use bf16."
         )
+    check_optimizer(launch, config)
+    if config.optimization.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UsageError(
+            "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
+        )
     _check_parallelism(launch, config)
     _check_rows(launch, config)
     if config.architecture.tiled_mlp and (launch.engine == "deepspeed" or launch.tensor_size > 1):
@@ -193,6 +199,45 @@ def check_launch(launch: Launch, config: Config) -> None:
             f"{config.architecture.gradient_checkpointing} in the training configuration. Give fsdp_activation_"
             "checkpointing: false and choose by --gradient_checkpointing: the launcher's own kind does not repeat "
             "dropout, so its gradients would be wrong."
+        )
+
+
+def check_optimizer(launch: Launch, config: Config) -> None:
+    """Stops where the optimizer needs more of the weights or gradients than a process holds.
+
+    Raises:
+        UsageError: with both names and values.
+    """
+    optim = config.optimization
+    options = {
+        "optimizer: adamw_8bit": optim.optimizer == "adamw_8bit",
+        "optimizer_offload: true": optim.optimizer_offload,
+        "optimizer_in_backward: true": optim.optimizer_in_backward,
+        f"bf16_update: {optim.bf16_update}": optim.bf16_update != "nearest",
+    }
+    remedies = {
+        "fsdp2": "fsdp2_offload.yaml keeps the state of sharded weights in host memory",
+        "deepspeed": "deepspeed_zero3_offload.yaml keeps the state of sharded weights in host memory",
+        "ddp": "use ddp.yaml or one process",
+    }
+    for option, is_set in options.items():
+        if is_set and not launch.weights_are_whole:
+            how = f"the engine {launch.engine}" if launch.engine != "ddp" else f"tensor parallel {launch.tensor_size}"
+            raise UsageError(
+                f"{option} needs whole weights on every process, and does not go with {how} in the launch file: "
+                f"{remedies[launch.engine]}; or take optimizer: adamw alone."
+            )
+    if not optim.optimizer_in_backward:
+        return
+    if launch.world_size > 1:
+        raise UsageError(
+            f"optimizer_in_backward: true does not go with {launch.world_size} processes: their gradients are summed "
+            "only after backward. Use one process, or leave it out."
+        )
+    if launch.precision == "fp16" and optim.mixed_precision is None:
+        raise UsageError(
+            "optimizer_in_backward: true does not go with mixed_precision: fp16 in the launch file: its loss scale "
+            "needs all gradients. Use bf16."
         )
 
 

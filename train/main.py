@@ -244,7 +244,7 @@ def share_out(
     with_loss = ModelWithLoss(network, choose_loss(optim.loss, network, place, objective), objective)
     divide_work(launch, accelerator, with_loss)
     shard_by_layer(accelerator, network)
-    optimizer: Any = build_optimizer(network, optim)
+    optimizer: Any = build_optimizer(network, optim, accelerator.device)
     if launch.engine == "deepspeed":
         model, optimizer = deepspeed_engine.prepare(accelerator, arithmetic, with_loss, optimizer)
         network = cast("ModelWithLoss", accelerator.unwrap_model(model)).model

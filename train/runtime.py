@@ -23,8 +23,8 @@ from train.compilation import check_compiler
 from train.config import Config
 from train.errors import UsageError, UserError
 from train.launch import Launch, segments_grow
+from train.optim import step_function
 from train.records import Meter, MicroBatch
-from train.step import optimizer_step
 from train.throughput import peak_flops_per_second
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
     lines = [f"device: {where}, precision {shown}"]
     if substitution:
         lines.append(substitution)
+    if config.optimization.optimizer_offload and device.type == "cpu":
+        lines.append("optimizer_offload: on a CPU the optimizer's state is in host memory already: nothing is changed")
     rate = peak_flops_per_second(_device_name(accelerator.device), arithmetic)
     return Runtime(accelerator, shown, tuple(lines), rate and rate * accelerator.num_processes)
 
@@ -273,7 +275,7 @@ class WithoutMemoryBranch:
             raise UserError(
                 "gradient_checkpointing: auto needs train/memory/, which is not there: give none, selective or full."
             )
-        self.step = optimizer_step
+        self.step = step_function(config.optimization)
         self.meter: Meter
 
     def describe(self, *args: Any) -> None: ...

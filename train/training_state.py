@@ -120,8 +120,11 @@ class TrainingState:
             name, _, key = full_name.rpartition(".")
             shape = blocks.whole_shape("optimizer", full_name)
             like = parameters[name]
-            value = torch.empty_like(like) if shape == tuple(like.shape) else torch.empty(shape)
-            state.setdefault(name, {})[key] = _filled(value, blocks, "optimizer", full_name)
+            if isinstance(like, DTensor) and shape == tuple(like.shape):
+                value = _filled(torch.empty_like(like), blocks, "optimizer", full_name)
+            else:  # in the type it was written in, which need not be the parameter's
+                value = blocks.block("optimizer", full_name, (0,) * len(shape), shape)
+            state.setdefault(name, {})[key] = value
         numbers = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         names = {id(p): name for name, p in parameters.items()}
         settings = {name: group for group in values["param_groups"] for name in group["params"]}

@@ -292,6 +292,33 @@ def test_a_budget_is_room(total_gib: float = 24) -> None:
     assert question(total_gib, memory_budget_gib=100.0).room_bytes == int(total_gib * GIB * (1 - MARGIN))
 
 
+def test_optimizers_that_need_whole_weights_are_never_sharded() -> None:
+    tight = Predictions([Synthetic(fixed=40 * GIB, launch_seconds=0)])
+    for flags in ({"optimizer": "adamw_8bit"}, {"optimizer_offload": True}):
+        assert make_plan(question(24, world_size=4, **flags), tight).best is None
+        roomy = make_plan(question(80, world_size=4, **flags), tight).best
+        assert roomy is not None and roomy.setting.sharding == "ddp"
+        asked = replace(question(24, world_size=4, **flags), sharding="fsdp2")
+        with pytest.raises(UserError, match=r"needs whole weights .* engine fsdp2"):
+            make_plan(asked, tight)
+
+
+def test_offloaded_optimizer_state_is_in_host_memory() -> None:
+    best = make_plan(question(24, optimizer_offload=True), Predictions([Synthetic()])).best
+    assert best is not None and best.host_bytes == 12 * 10**8  # fp32 weights and moments
+    beside = make_plan(question(24), Predictions([Synthetic()])).best
+    assert beside is not None and beside.host_bytes == 0
+
+
+def test_updates_in_backward_leave_nothing_to_accumulate() -> None:
+    flags = {"optimizer_in_backward": True, "max_grad_norm": None, "global_batch_size": 4, "micro_batch_size": 4}
+    predictor = Synthetic()
+    plan = make_plan(question(5, **flags), Predictions([predictor]))
+    assert plan.best is not None and plan.best.setting.micro_batch_size == 4
+    assert {job.micro_batch_size for job in predictor.jobs} == {4}
+    assert plan.best.setting.gradient_checkpointing != "none"
+
+
 @pytest.mark.parametrize("total_gib", [3, 8, 24, 80])
 def test_longest_length(total_gib: float) -> None:
     predictor = Synthetic()

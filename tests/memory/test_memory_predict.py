@@ -29,9 +29,9 @@ from train.memory.tracker import (
     held_by,
     tag_gradients,
 )
+from train.optim import step_function
 from train.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
 from train.runtime import resolve_precision
-from train.step import optimizer_step
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -92,7 +92,8 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
     if rest_on_host:
         mode, every = case.values["gradient_checkpointing"], case.values["gradient_checkpointing_every_n_layers"]
         enable_checkpointing(network, mode, every, offload=True, transfers_for=lambda device: elsewhere)
-    optimizer_step(accelerator, model, optimizer, window, config.optimization)
+    step = step_function(config.optimization)
+    step(accelerator, model, optimizer, window, config.optimization)
     with StorageTracker("cpu") as tracker:
         tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
         tracker.ignore(elsewhere.buffers)
@@ -100,12 +101,12 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
         tag_gradients(tracker, network.parameters())
         tracker.reset_peak()
-        optimizer_step(accelerator, model, optimizer, window, config.optimization, mark=tracker.mark)
+        step(accelerator, model, optimizer, window, config.optimization, mark=tracker.mark)
     return tracker.peak.num_bytes
 
 
 TWO_ALIKE = ((28, 100),) * 2
-CASES = {
+CASES: dict[str, Job] = {
     "plain": job(),
     "checkpointed, accumulated": job(gradient_checkpointing="full", gradient_accumulation_steps=2),
     "selective": job(gradient_checkpointing="selective"),
@@ -122,6 +123,18 @@ CASES = {
     "torch's": job({**LLAMA, "vocab_size": 1200}, loss="torch", length=64),
     "torch's in half precision": job({**LLAMA, "vocab_size": 2000}, loss="torch", length=64, dtype="bfloat16"),
     "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
+    "in backward": job({**LLAMA, "vocab_size": 9000}, optimizer_in_backward=True, max_grad_norm=None),
+    "in backward, tied, checkpointed": job(
+        {**LLAMA, "tie_word_embeddings": True},
+        optimizer_in_backward=True,
+        max_grad_norm=None,
+        gradient_checkpointing="full",
+    ),
+    "in backward, kahan": job(
+        optimizer_in_backward=True, max_grad_norm=None, max_grad_value=1.0, dtype="bfloat16", bf16_update="kahan"
+    ),
+    "stochastic": job(dtype="bfloat16", bf16_update="stochastic", length=16),
+    "kahan": job({**LLAMA, "vocab_size": 9000}, dtype="bfloat16", bf16_update="kahan", length=16),
     "masked and padded": job(BERT, auto_class="AutoModelForMaskedLM", padded=True),
     "packed, cut in their own ways": job(packing=True, documents=((40, 60, 28), (128,))),
     "packed, checkpointed, cut alike": job(
@@ -166,6 +179,41 @@ def test_inputs_too_small_to_move_stay_and_on_a_cpu_all_do(predictor: Predictor)
             for offload in (False, True)
         )
         assert (rested.peak_bytes, rested.offloaded_bytes) == (full.peak_bytes, 0)
+
+
+EIGHT_BIT = {
+    "8 bits": job({**LLAMA, "vocab_size": 2000}, optimizer="adamw_8bit"),
+    "8 bits in backward, bf16": job(
+        optimizer="adamw_8bit", dtype="bfloat16", optimizer_in_backward=True, max_grad_norm=None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_the_stand_in_for_bitsandbytes_takes_what_the_real_one_takes(name: str, predictor: Predictor) -> None:
+    pytest.importorskip("bitsandbytes")
+    case = EIGHT_BIT[name]
+    predictor.ask(case)
+    measured = tracked_peak(case)
+    assert predictor.answer().peak_bytes == pytest.approx(measured, rel=5e-4)
+
+
+def test_offload_leaves_weights_and_gradients_on_the_card(predictor: Predictor) -> None:
+    settings: dict[str, Any] = {"target": H100, "dtype": "bfloat16", "gradient_accumulation_steps": 2}
+    beside, offloaded = (predictor.predict(job(**settings, optimizer_offload=o)) for o in (False, True))
+    assert beside.bytes_by_kind[OPTIMIZER_STATE] >= 4 * beside.num_parameters
+    assert offloaded.bytes_by_kind[OPTIMIZER_STATE] == 0
+    for kind in (PARAMETERS, GRADIENTS):
+        assert offloaded.bytes_by_kind[kind] == beside.bytes_by_kind[kind]
+    saved = beside.peak_bytes - offloaded.peak_bytes
+    assert saved >= 4 * beside.num_parameters
+
+
+def test_in_backward_gradients_are_never_all_there(predictor: Predictor) -> None:
+    sized, settings = {**LLAMA, "num_hidden_layers": 8}, {"target": H100, "max_grad_norm": None, "length": 2}
+    plain, found = (predictor.predict(job(sized, optimizer_in_backward=b, **settings)) for b in (False, True))
+    gradients, largest = 4 * plain.num_parameters, 4 * 600 * 64
+    assert plain.peak_bytes - found.peak_bytes > gradients - 3 * largest
 
 
 def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictor) -> None:

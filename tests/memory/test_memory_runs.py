@@ -74,18 +74,33 @@ def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) 
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
-def test_rehearsal_moves_no_weight_whatever_the_optimizer(optimizer: str, recipe: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": "adafactor"},
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw_8bit"},
+        {"optimizer_offload": True},
+        {"optimizer_in_backward": True, "max_grad_norm": None},
+        {"bf16_update": "stochastic"},
+        {"bf16_update": "kahan"},
+    ],
+    ids=str,
+)
+def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any]) -> None:
+    if "adamw_8bit" in options.values():
+        pytest.importorskip("bitsandbytes")
     import torch
     from accelerate import Accelerator
 
     from train.config import Optimization
     from train.losses import ModelWithLoss
     from train.memory.rehearsal import rehearse
-    from train.optim import build_optimizer
+    from train.optim import build_optimizer, step_function
     from train.records import MicroBatch
     from train.runtime import DeviceMeter
-    from train.step import optimizer_step, seed_step
+    from train.step import seed_step
 
     class Network(torch.nn.Module):
         def __init__(self) -> None:
@@ -97,26 +112,32 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(optimizer: str, recipe
             hidden = torch.nn.functional.dropout(self.embedding(input_ids), 0.3, self.training)
             return self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
 
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.atleast_1d(tensor).view(torch.uint8)
+
     torch.manual_seed(0)
     accelerator, network = Accelerator(cpu=True), Network()
     with torch.no_grad():
         network.head.weight[0, :3] = torch.tensor([0.0, -0.0, 1e-40])  # what arithmetic might tidy up
-    config = Optimization(optimizer=optimizer, weight_decay=0.1, learning_rate=0.1)  # pyright: ignore
-    model, prepared = accelerator.prepare(ModelWithLoss(network), build_optimizer(network, config))
+    config = Optimization(weight_decay=0.1, learning_rate=0.1, **options)
+    if "bf16_update" in options:
+        network.bfloat16()
+    step, optimizer = step_function(config), build_optimizer(network, config, torch.device("cuda"))
+    model, prepared = accelerator.prepare(ModelWithLoss(network), optimizer)
     ids = torch.randint(11, (2, 7))
     batch = MicroBatch({"input_ids": ids}, ids, 14, (0, 1), 14)
     before = {k: v.clone() for k, v in network.state_dict().items()}
     random_before = torch.get_rng_state()
-    rehearse(accelerator, model, prepared, optimizer_step, [batch], batch, config, DeviceMeter(torch.device("cpu")))
+    rehearse(accelerator, model, prepared, step, [batch], batch, config, DeviceMeter(torch.device("cpu")))
     after = network.state_dict()
     for name, value in before.items():
-        assert value.numpy().tobytes() == after[name].numpy().tobytes(), name
+        assert torch.equal(bits(value), bits(after[name])), name
     assert torch.equal(random_before, torch.get_rng_state())
     assert len(prepared.optimizer.state) == 0
     assert {group["lr"] for group in prepared.param_groups} == {0.1}
     assert all(p.grad is None for p in network.parameters())
     seed_step(0, 0, 0)
-    optimizer_step(accelerator, model, prepared, [batch], config)
+    step(accelerator, model, prepared, [batch], config)
     assert not torch.equal(before["head.weight"], network.head.weight)
 
 

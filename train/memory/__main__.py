@@ -370,7 +370,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
         rows.append(("needed", outcome.needed_bytes, "reserved and what comes beside it"))
     rows.append(("room", question.room_bytes, margin))
     if outcome.host_bytes:
-        rows.append(("host memory", outcome.host_bytes, "for what is offloaded, pinned, per process"))
+        rows.append(("host memory", outcome.host_bytes, "for what is offloaded, per process"))
     lines = [f"{_settings(outcome.setting)}:"]
     for label, size, note in rows:
         lines.append(

@@ -402,6 +402,7 @@ _SAVERS = (
     _CHECKPOINTING,
     _EVALUATION,
     ("--mixed_precision bf16", "about halves activations; differs by rounding"),
+    ("--optimizer_offload True", "optimizer state to host memory; same result, slower"),
     ("--optimizer adafactor", "hardly any optimizer state; changes the result"),
     ("--dtype bfloat16", "halves weights, gradients and state; changes the result"),
     _LENGTH,

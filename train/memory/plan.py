@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 import yaml
 
-from train.config import Config, from_values, to_values
+from train.config import Config, check_optimizer, from_values, to_values
 from train.errors import UsageError, UserError
+from train.launch import Launch
+from train.launch import check_optimizer as check_optimizer_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.predict import ROOT, Job, Prediction, Target
 from train.memory.zero import MOMENTS, STAGE
@@ -386,12 +388,20 @@ class Question:
         """Ways to divide the work that may be chosen, the one that communicates least first."""
         if self.sharding is not None:
             return (self.sharding,)
-        return ("none",) if self.world_size == 1 else ("ddp", "fsdp2")
+        several = ("ddp",) if self.needs_whole_weights else ("ddp", "fsdp2")
+        return ("none",) if self.world_size == 1 else several
+
+    @property
+    def needs_whole_weights(self) -> bool:
+        """Whether the optimizer works on whole weights alone; :func:`train.launch.check_optimizer` says the same."""
+        optim = self.config.optimization
+        unusual = optim.optimizer == "adamw_8bit" or optim.bf16_update != "nearest"
+        return unusual or optim.optimizer_offload or optim.optimizer_in_backward
 
     @property
     def may_offload(self) -> bool:
         """Whether weights, gradients and optimizer state may go to host memory if nothing else helps."""
-        return self.sharding is None and self.device.name != "cpu"
+        return self.sharding is None and self.device.name != "cpu" and not self.needs_whole_weights
 
     @property
     def precision(self) -> str | None:
@@ -406,8 +416,15 @@ class Question:
         return asked if asked is not None or own_type else half
 
     def job(self, setting: Setting) -> Job:
-        """The step with ``setting``; on a device of unknown speed with rates that rank."""
+        """The step with ``setting``; on a device of unknown speed with rates that rank.
+
+        Raises:
+            UsageError: the optimizer asked for does not go with it.
+        """
         config = self.configured(setting)
+        engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
+        check_optimizer(config)
+        check_optimizer_launch(Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")), config)
         sizes = (self.num_labels, self.padded, self.world_size, setting.sharding)
         return job_of(config, _ranking_target(self.device), self.vocab_size, *sizes)
 
@@ -487,6 +504,8 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
         host = weights + (1 + MOMENTS[question.config.optimization.optimizer]) * trained
         # in for forward, in for backward, gradients out
         link = (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
+    elif question.config.optimization.optimizer_offload and question.device.name != "cpu":
+        host = 4 * (1 + MOMENTS["adamw"]) * prediction.num_trained_parameters  # fp32 weights and moments
     host += prediction.offloaded_bytes
     link += _waiting_for_inputs(prediction)
     return Outcome(setting, job.length, job.padded, prediction, needed, needed <= question.room_bytes, host, link)
@@ -578,8 +597,11 @@ class Search:
     def __init__(self, question: Question, predictions: Predictions) -> None:
         self.question, self._predictions = question, predictions
         per_rank = question.global_batch_size // question.world_size
-        self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        self._base = Setting(1, "none", question.precision, "full", tiled_mlp=question.config.architecture.tiled_mlp)
+        accumulates = not question.config.optimization.optimizer_in_backward
+        self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
+        self._base = Setting(
+            self._sizes[0], "none", question.precision, "full", tiled_mlp=question.config.architecture.tiled_mlp
+        )
         self.ways: tuple[Recompute, ...] = CHECKPOINTING
         """How layers may recompute, each after those that are faster."""
         self._losses = question.losses
@@ -588,15 +610,15 @@ class Search:
 
     def try_(self, setting: Setting) -> Outcome | None:
         """What is predicted of ``setting``; None where it cannot run, then ``problems`` says why."""
-        job = self.question.job(setting)
         try:
+            job = self.question.job(setting)
             return outcome_of(self.question, setting, job, self._predictions.of(job))
         except UserError as error:
             self.problems[setting] = str(error)
             return None
 
     def techniques(self, sharding: str) -> list[Setting]:
-        """All ways to compute one example at a time, each after those that are faster."""
+        """All ways to compute as few examples at a time as may be, each after those that are faster."""
         return [self._technique(way, loss, sharding) for way in self.ways for loss in self._losses]
 
     def _technique(self, way: Recompute, loss: str, sharding: str) -> Setting:

@@ -221,7 +221,7 @@ def predict(job: Job) -> Prediction:
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.loss_kernels import library_losses
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
-    from train.step import optimizer_step
+    from train.optim import step_function
 
     started = time.perf_counter()
     asked, target = job.values, job.target
@@ -299,7 +299,9 @@ def predict(job: Job) -> Prediction:
             tracker.tag(GRADIENTS, [p.grad for p in parameters])
         tracker.mark("idle")
         tracker.reset_peak()
-        optimizer_step(accelerator, model, optimizer, window, config.optimization, mark=tracker.mark)
+        step_function(config.optimization)(
+            accelerator, model, optimizer, window, config.optimization, mark=tracker.mark
+        )
         flops, seconds = (costs.flops, costs.seconds) if costs is not None else (None, None)
         tracker.mark("idle")
         if evaluated is not None:
@@ -400,9 +402,10 @@ def build(
 
     from train.cross_entropy import Objective
     from train.losses import ModelWithLoss, choose_loss, place_of
+    from train.memory.eight_bit import EightBitState
     from train.memory.fakes import fake_adapters
     from train.modeling import build_model
-    from train.optim import build_optimizer
+    from train.optim import build_optimizer, parameter_groups
     from train.runtime import shard_by_layer
 
     labels = [str(number) for number in range(job.num_labels)]
@@ -426,9 +429,13 @@ def build(
     if divide is not None:
         divide(with_loss)
     shard_by_layer(accelerator, network)
+    if config.optimization.optimizer == "adamw_8bit" and not initialised:
+        optimizer = EightBitState(parameter_groups(network, config.optimization), {})
+    else:
+        optimizer = build_optimizer(network, config.optimization, accelerator.device)
     model, optimizer = accelerator.prepare(
         with_loss,
-        build_optimizer(network, config.optimization),
+        optimizer,
         device_placement=[initialised, initialised],
     )
     return model, optimizer, network

@@ -70,7 +70,7 @@ class OutOfMemoryError(StepError):
             where += ", which cannot be split"
             remedy = "Try gradient_checkpointing, a smaller max_length or a smaller model"
         else:
-            remedy = "Try an optimizer with less state, such as adafactor, or shard it over several processes"
+            remedy = "Try optimizer_offload, an optimizer with less state (adamw_8bit, adafactor), or several processes"
         state = (
             "Weights and optimizer are as before this step."
             if weights_intact

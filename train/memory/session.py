@@ -22,10 +22,10 @@ from train.memory.plan import largest_fitting, target_of
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
 from train.memory.rehearsal import rehearse
+from train.optim import step_function
 from train.recompute import enable_checkpointing
 from train.records import Meter, MicroBatch, StepOutcome
 from train.runtime import DeviceMeter
-from train.step import optimizer_step
 from train.wording import gib
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class MemorySession:
         self._prediction: Prediction | None = None
         self._recovering: RecoveringStep | None = None
         self.meter: Meter = DeviceMeter(torch.device("cpu"))
-        self.step: Callable[..., StepOutcome] = optimizer_step
+        self.step: Callable[..., StepOutcome] = step_function(config.optimization)
 
     def close(self) -> None:
         """Ends the process that predicts."""
@@ -245,7 +245,8 @@ class MemorySession:
             self.meter = DeviceMeter(accelerator.device)
         on_oom = settings.on_oom
         if on_oom == "auto":
-            on_oom = "split" if accelerator.num_processes == 1 else "stop"
+            may_repeat = accelerator.num_processes == 1 and not self._config.optimization.optimizer_in_backward
+            on_oom = "split" if may_repeat else "stop"
         if on_oom != "stop" and can_recover(accelerator):
             measures = further_measures(inner, self._config) if on_oom == "adapt" else ()
             self.step = self._recovering = RecoveringStep(self._say, measures)
@@ -352,7 +353,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         )
 
     found = []
-    if job.micro_batch_size > 1:
+    if job.micro_batch_size > 1 and not job.values["optimizer_in_backward"]:
         half = job.micro_batch_size // 2
         found.append((f"--micro_batch_size {half}", "same update, more micro-batches", changed(size=half)))
     if not job.num_labels and job.values["loss"] == "full":
@@ -360,8 +361,18 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     if job.values["gradient_checkpointing"] != "full":
         flags = "--gradient_checkpointing full"
         found.append((flags, "same update, about a third more time", changed(gradient_checkpointing="full")))
-    if job.values["optimizer"] == "adamw":
-        found.append(("--optimizer adafactor", "another optimizer: tune it anew", changed(optimizer="adafactor")))
+    optimizer, shared = job.values["optimizer"], job.sharding not in ("none", "ddp")
+    plain = optimizer == "adamw" and not shared and job.values["bf16_update"] == "nearest"
+    if plain and not job.values["optimizer_offload"]:
+        if job.target.device_type != "cpu":
+            note = "same update, made by the host; its state in host memory"
+            found.append(("--optimizer_offload True", note, changed(optimizer_offload=True)))
+        found.append(
+            ("--optimizer adamw_8bit", "moments of a byte: differs by rounding", changed(optimizer="adamw_8bit"))
+        )
+    if optimizer == "adamw":
+        settings = {"optimizer": "adafactor", "optimizer_offload": False, "bf16_update": "nearest"}
+        found.append(("--optimizer adafactor", "another optimizer: tune it anew", changed(**settings)))
     half = job.length // 2
     found.append((f"--max_length {half}", "shorter examples: another task", changed(length=half)))
     return found

@@ -14,7 +14,7 @@ from train.parallel.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS
 
 STAGE = {"zero2": 2, "zero3": 3}
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
-MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
+MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}
 """Numbers per parameter that the optimizer keeps; Adafactor's rows and columns are few."""
 
 

@@ -1,0 +1,125 @@
+"""AdamW for bf16 weights whose updates do not get lost.
+
+A bf16 number has 8 significant bits: an update of less than half of a 256th of a weight leaves it as it is, however
+often it is repeated. Two remedies (arXiv 2010.06192): round up or down at random, so that the expectation is right; or
+keep what rounding added in a second number beside each weight, and take it off the next time (Kahan's summation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU = 2**22, 2**18
+"""Elements that are computed in fp32 at once: temporaries of some 100 MB, however large a parameter is; on a CPU what
+its caches hold."""
+ADDED = "added_by_rounding"
+"""Name of Kahan's compensation in a parameter's state: by how much the stored weight is too large."""
+
+
+class Bf16AdamW(torch.optim.AdamW):
+    """AdamW that computes in fp32 and stores in bf16; for parameters of other types, AdamW.
+
+    What is random is a function of (seed, step, parameter, element): the same on every rank and after a resume.
+
+    Args:
+        groups: parameters and their weight decay.
+        update: ``stochastic`` rounds weights and moments at random; ``kahan`` rounds them to the nearest and keeps
+            what that added.
+        seed: of the run.
+        settings: ``lr``, ``betas``, ``eps``.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], update: str, seed: int, **settings: Any) -> None:
+        super().__init__(groups, foreach=False, **settings)
+        self._update, self._seed = update, seed
+        self._numbers = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_of(parameter, group)
+        return loss
+
+    def _step_of(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, names = self.state[parameter], ["exp_avg", "exp_avg_sq"]
+        if self._update == "kahan" and parameter.dtype == torch.bfloat16:
+            names.append(ADDED)
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
+        for name in set(names) - state.keys():  # some of it may come from a checkpoint of another AdamW
+            state[name] = torch.zeros_like(parameter)
+        state["step"] += 1
+        steps = int(state["step"].item())  # on the host: nothing waits
+        beta1, beta2 = group["betas"]
+        step_size = group["lr"] / (1 - beta1**steps)
+        second_scale = 1 / math.sqrt(1 - beta2**steps)
+        tensors = [parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"], state.get(ADDED)]
+        for number, (gradient, weight, first, second, added) in enumerate(_chunks(tensors)):
+            gradient = gradient.float()
+            mean = first.float().lerp_(gradient, 1 - beta1)
+            square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            new = weight.float()
+            if added is not None:
+                new -= added
+            new.mul_(1 - group["lr"] * group["weight_decay"])
+            new.addcdiv_(mean, square.sqrt().mul_(second_scale).add_(group["eps"]), value=-step_size)
+            key = (self._seed, steps, self._numbers[parameter], number)
+            self._store(first, mean, (*key, 0))
+            self._store(second, square, (*key, 1))
+            self._store(weight, new, (*key, 2))
+            if added is not None:
+                added.copy_(new.neg_().add_(weight))
+
+    def _store(self, target: Tensor, value: Tensor, key: tuple[int, ...]) -> None:
+        if self._update == "stochastic" and target.dtype == torch.bfloat16:
+            round_at_random_(value, key)
+        target.copy_(value)
+
+
+def _chunks(tensors: list[Tensor | None]) -> Iterator[list[Any]]:
+    """Views of the same rows of each of ``tensors``, which are of one shape."""
+    rows = [None if tensor is None else torch.atleast_1d(tensor.detach()) for tensor in tensors]
+    whole = next(tensor for tensor in rows if tensor is not None)
+    elements = CHUNK_ELEMENTS_ON_CPU if whole.device.type == "cpu" else CHUNK_ELEMENTS
+    size = max(1, elements * len(whole) // max(1, whole.numel()))
+    for start in range(0, len(whole), size):
+        yield [None if tensor is None else tensor[start : start + size] for tensor in rows]
+
+
+def round_at_random_(value: Tensor, key: tuple[int, ...]) -> Tensor:
+    """Rounds fp32 ``value`` in place to numbers that bf16 holds, up or down such that the mean is ``value``.
+
+    bf16 is the upper half of fp32's bits: adding a random lower half, and dropping it, carries with the right chance.
+
+    Args:
+        key: names the random numbers; the same key gives the same.
+    """
+    noise = random_halves(value.numel(), key, value.device).view(value.shape)
+    value.view(torch.int32).add_(noise).bitwise_and_(-(2**16))
+    return value
+
+
+def random_halves(count: int, key: tuple[int, ...], device: torch.device) -> Tensor:
+    """(count,) int32, numbers below 2^16 that are a hash of ``key`` and of their position, the same on any device."""
+    start, factor = np.random.SeedSequence(key).generate_state(2, np.uint32).tolist()
+    numbers = torch.arange(count, dtype=torch.int32, device=device)
+    numbers.mul_(_signed(factor | 1)).add_(_signed(start))
+    for multiplier in (0x7FEB352D, 0x846CA68B):
+        numbers.bitwise_xor_((numbers >> 16).bitwise_and_(0xFFFF)).mul_(_signed(multiplier))
+    return (numbers >> 16).bitwise_and_(0xFFFF)
+
+
+def _signed(number: int) -> int:
+    return number - 2**32 if number >= 2**31 else number

@@ -1,0 +1,188 @@
+"""AdamW with its state in host memory: the device holds weights and gradients alone.
+
+A step copies one gradient after the other to the host, updates there, and copies the new weights back; while one
+parameter is updated, the gradient of the next is on its way (arXiv 2101.06840 describes the idea).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+MASTER = "master_weight"
+"""Name of a weight's fp32 original in the state of a parameter of half precision."""
+
+
+class Link(Protocol):
+    """Carries gradients to the host and weights back, through two slots."""
+
+    def fetch(self, slot: int, gradient: Tensor) -> None:
+        """Begins to copy ``gradient`` to the host."""
+        ...
+
+    def arrived(self, slot: int) -> Tensor:
+        """The gradient on the host, once it is there; valid until the slot's next use."""
+        ...
+
+    def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
+        """Begins to copy ``weight`` from the host into ``parameter``, rounded to its type."""
+        ...
+
+    def finish(self) -> None:
+        """What the device does from here on sees the weights that were sent."""
+        ...
+
+
+class DirectLink:
+    """Copies at once: for a device that is the host itself, and for tensors without data."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[int, Tensor] = {}
+
+    def fetch(self, slot: int, gradient: Tensor) -> None:
+        self._gradients[slot] = gradient.to("cpu", copy=True)
+
+    def arrived(self, slot: int) -> Tensor:
+        return self._gradients.pop(slot)
+
+    def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
+        parameter.copy_(weight)
+
+    def finish(self) -> None: ...
+
+
+class CudaLink:
+    """Copies on a stream of its own, through page-locked memory.
+
+    All copies of a slot are on that one stream, so a gradient enters it only after the weights before have left; and
+    the host writes to it only after it has seen the gradient arrive.
+
+    Args:
+        num_bytes: of the largest parameter.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+        self._slots: dict[int, tuple[Tensor, Any]] = {}
+
+    def fetch(self, slot: int, gradient: Tensor) -> None:
+        buffer = self._buffers[slot][: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(gradient, non_blocking=True)
+            self._slots[slot] = buffer, self._stream.record_event()
+
+    def arrived(self, slot: int) -> Tensor:
+        buffer, event = self._slots[slot]
+        event.synchronize()
+        return buffer
+
+    def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
+        buffer = self._buffers[slot][: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        buffer.copy_(weight)
+        with torch.cuda.stream(self._stream):
+            parameter.copy_(buffer, non_blocking=True)
+
+    def finish(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def make_link(device: torch.device, num_bytes: int) -> Link:
+    """The link between the host and ``device``."""
+    return CudaLink(device, num_bytes) if device.type == "cuda" else DirectLink()
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW on the host for parameters on a device: bit for bit the update of torch's fused AdamW on a CPU.
+
+    Weights of half precision have an fp32 original on the host, which is what gets updated; the device receives it
+    rounded. The state of fp32 weights is that of ``torch.optim.AdamW``: a checkpoint goes on with either.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        for group in self.param_groups:  # only now: a scaler would else leave it to this class to skip steps
+            group["fused"] = True
+        self._weights: dict[Tensor, Tensor] = {}
+        """fp32 weights as they are on the device; only a copy, so no part of the state."""
+        self._largest_bytes = max(p.nbytes for group in self.param_groups for p in group["params"])
+        self._link: Link | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not work:
+            return loss
+        if self._link is None:
+            self._link = make_link(work[0][1].device, self._largest_bytes)
+        link = self._link
+        link.fetch(0, work[0][1].grad)
+        for number, (group, parameter) in enumerate(work):
+            slot = number % 2
+            if number + 1 < len(work):
+                link.fetch(1 - slot, work[number + 1][1].grad)
+            weight = self._weight_of(parameter)
+            self._update(group, self.state[parameter], weight, link.arrived(slot))
+            link.send(slot, weight, parameter)
+        link.finish()
+        return loss
+
+    def _weight_of(self, parameter: nn.Parameter) -> Tensor:
+        """The weight on the host, in at least fp32; makes the state where there is none."""
+        state = self.state[parameter]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.dtype == dtype:
+            if not state or parameter not in self._weights:
+                self._weights[parameter] = parameter.detach().to("cpu", copy=True)
+            weight = self._weights[parameter]
+        else:
+            if MASTER not in state:
+                state[MASTER] = parameter.detach().to("cpu", dtype)
+            weight = state[MASTER]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        return weight
+
+    def _update(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, gradient: Tensor) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            [weight],
+            [gradient.to(weight.dtype)],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state onto the host, in fp32; torch's own would put it beside the parameters, in their type."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.state = defaultdict(dict)
+        for number, entries in state_dict["state"].items():
+            dtype = torch.promote_types(parameters[number].dtype, torch.float32)
+            self.state[parameters[number]] = {
+                name: value.to("cpu", torch.float32 if name == "step" else dtype) for name, value in entries.items()
+            }
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        self._weights.clear()
