@@ -111,9 +111,12 @@ def test_causal_lm_padding_without_mask_changes_neither_loss_nor_gradients(model
 
     together, together_gradients = loss_and_gradients(model, task, rows)
     alone = [loss_and_gradients(model, task, [row]) for row in rows]
-    assert together == pytest.approx(sum(loss for loss, _ in alone), rel=1e-12)
+    # transformers' eager attention takes its softmax in fp32, whose rounding depends on the length of a row
+    loose = attention == "eager"
+    assert together == pytest.approx(sum(loss for loss, _ in alone), rel=1e-7 if loose else 1e-12)
     for name, gradient in together_gradients.items():
-        torch.testing.assert_close(gradient, sum(gradients[name] for _, gradients in alone), rtol=1e-9, atol=1e-12)
+        apart = sum(gradients[name] for _, gradients in alone)
+        torch.testing.assert_close(gradient, apart, rtol=1e-5 if loose else 1e-9, atol=1e-6 if loose else 1e-12)
 
 
 def loss_and_gradients(model: nn.Module, task: Task, rows: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:

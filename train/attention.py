@@ -102,10 +102,25 @@ def attend(
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return _attend_within(query, key, value, documents, dropout, scaling, causal, sliding_window), None
+
+
+@torch.compiler.disable(reason="each batch has other lengths: each would be compiled anew")
+def _attend_within(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    sliding_window: int | None,
+) -> Tensor:
+    """(B, S, H, D) attention within documents; arguments as of :func:`attend`."""
     if sliding_window is not None and sliding_window >= documents.longest:
         sliding_window = None
     if dropout == 0.0 and (flash := _flash_of_lengths()) is not None and _suits_flash(query, value):
-        return _attend_at_once(flash, query, key, value, documents, scaling, causal, sliding_window), None
+        return _attend_at_once(flash, query, key, value, documents, scaling, causal, sliding_window)
 
     def within(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if sliding_window is None or sliding_window >= query.shape[2]:
@@ -118,7 +133,7 @@ def attend(
             dim=2,
         )
 
-    return _one_by_one(within, query, key, value, documents).transpose(1, 2), None
+    return _one_by_one(within, query, key, value, documents).transpose(1, 2)
 
 
 def _one_by_one(

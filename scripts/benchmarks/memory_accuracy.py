@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from train.config import Config, from_values, to_values  # noqa: E402
 from train.errors import UserError  # noqa: E402
+from train.launch import let_segments_grow  # noqa: E402
 from train.memory.predict import Job, Prediction, Predictor, Target  # noqa: E402
 
 AUTO_CLASS = {
@@ -339,6 +340,7 @@ def main() -> int:
     parser.add_argument("--budget_seconds", type=float, default=3600, help="begin no case after this time")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    let_segments_grow()  # as a run does
     if options.measure:
         from train.memory.predict import job_from
 

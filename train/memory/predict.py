@@ -115,6 +115,7 @@ class Predictor:
         self._process: subprocess.Popen[str] | None = None
         self._hides_cards = True  # no memory of a card is to be taken by a process that only plans
         self._asked: list[Job] = []
+        self._device_type: str | None = None
 
     def __enter__(self) -> Predictor:
         return self
@@ -154,6 +155,9 @@ class Predictor:
 
     def ask(self, job: Job) -> None:
         """Hands over a job without waiting for the answer."""
+        if not self._asked and self._device_type not in (None, job.target.device_type):
+            self.close()  # a process whose autograd has begun on a CPU alone takes no card afterwards
+        self._device_type = job.target.device_type
         self.start()
         assert self._process is not None and self._process.stdin is not None
         self._asked.append(job)
@@ -291,7 +295,7 @@ def predict(job: Job) -> Prediction:
         tracker.restart_trace()  # a run builds on the CPU and moves what is left of each tensor to the device
         # The first update makes the optimizer's state, so only from the second step on the peak is what it stays.
         tracker.mark("optimizer")
-        _zero_step(optimizer, parameters)
+        _zero_step(optimizer, parameters, one_by_one=config.optimization.optimizer_in_backward)
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
         if job.accumulates and job.sharding != "zero2":
             for parameter in parameters:
@@ -441,13 +445,16 @@ def build(
     return model, optimizer, network
 
 
-def _zero_step(optimizer: AcceleratedOptimizer, parameters: list[nn.Parameter]) -> None:
+def _zero_step(optimizer: AcceleratedOptimizer, parameters: list[nn.Parameter], one_by_one: bool) -> None:
+    """Makes the optimizer's state, by gradients of zeros: all together, or each for itself, as a run will."""
     import torch
 
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.optimizer.step()
-    optimizer.optimizer.zero_grad()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for some in [[parameter] for parameter in trained] if one_by_one else [trained]:
+        for parameter in some:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.optimizer.step()
+        optimizer.optimizer.zero_grad()
 
 
 def random_batch(job: Job, size: int) -> MicroBatch:
