@@ -153,19 +153,6 @@ def predicted_longest(rung: Rung, device: Device, predictions: Predictions) -> i
     return largest_fitting(range(1024, LONGEST + 1, 1024), needs, room, 8192) or 0
 
 
-def flops_per_token(model: str, length: int) -> float:
-    """Of forward and backward; see :mod:`train.throughput`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = dict(MODELS[model])
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    found = model_flops_per_token(network, length)
-    assert found is not None
-    return found
-
-
 # ---- predicted -------------------------------------------------------------------------------------------------------
 
 
@@ -181,10 +168,7 @@ def predicted_row(rung: Rung, device: Device, predictions: Predictions) -> dict[
         "bytes_by_kind": outcome.prediction.bytes_by_kind,
     }
     if longest and outcome.prediction.seconds:
-        per_second = 1 / outcome.seconds_per_token
-        row["tokens_per_second"] = per_second
-        peak = peak_flops_per_second(device.name, "bf16")
-        row["mfu"] = mfu(per_second, flops_per_token(rung.model, longest), peak)
+        row["tokens_per_second"] = 1 / outcome.seconds_per_token
     return row
 
 
@@ -204,20 +188,19 @@ def predicted_ladder(options: Options, device: Device) -> list[dict[str, Any]]:
 
 
 PREDICTED_HEAD = (
-    "| model | rung, with those above it | longest, tokens | host memory, GiB | tokens/s, estimated | MFU |",
-    "| --- | --- | ---: | ---: | ---: | ---: |",
+    "| model | rung, with those above it | longest, tokens | host memory, GiB | tokens/s, estimated |",
+    "| --- | --- | ---: | ---: | ---: |",
 )
 
 
 def predicted_line(row: dict[str, Any]) -> str:
     """A row of the predicted ladder."""
     if "error" in row:
-        return f"| {NAMES[row['model']]} | {row['rung']} | {row['error']} | | | |"
+        return f"| {NAMES[row['model']]} | {row['rung']} | {row['error']} | | |"
     longest = f"{row['length']:,}" if row["length"] else f"none: {row['needed_bytes'] / 2**30:,.1f} GiB at 1,024"
     host = f"{row['host_bytes'] / 2**30:,.0f}" if row["host_bytes"] else ""
     speed = f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""
-    share = f"{row['mfu']:.0%}" if row.get("mfu") else ""
-    return f"| {NAMES[row['model']]} | {row['rung']} | {longest} | {host} | {speed} | {share} |"
+    return f"| {NAMES[row['model']]} | {row['rung']} | {longest} | {host} | {speed} |"
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------
@@ -371,10 +354,14 @@ def measured_ladder(options: Options, device: Device, results: Results, about: d
             predictions = Predictions([predictor])
             for rung in [Rung(model, TRAINER, dict(NOTHING)), *rungs_of(model)]:
                 tries = results.of("longest", rung.key)
-                if any(row["outcome"] in ("error", "slow") for row in tries):
+                if any(row["outcome"] in ("error", "slow", "does not fit") for row in tries):
                     continue
-                guess = predicted_longest(rung, device, predictions)
+                if is_late():
+                    return False
+                guess = tries[0]["predicted_longest"] if tries else predicted_longest(rung, device, predictions)
                 if guess == 0:
+                    row = {"kind": "longest", "key": rung.key, "model": model, "rung": rung.name, "length": 1024}
+                    results.add({**row, "outcome": "does not fit", "predicted_longest": 0}, about)
                     continue
                 while (length := next_length(tries, guess)) is not None:
                     if is_late():
