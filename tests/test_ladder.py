@@ -108,6 +108,22 @@ def test_slow_steps_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "not run: 4,096 s a step by estimate" in ladder.measured_line(results.tries[0])
 
 
+def test_host_memory_bounds_what_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome(rung: Any, device: Any, length: int, predictions: Any) -> Any:
+        prediction = SimpleNamespace(peak_bytes=1, seconds=1.0)
+        return SimpleNamespace(prediction=prediction, host_bytes=length * 2**20, seconds_per_token=1e-6, fits=True)
+
+    monkeypatch.setattr(ladder, "tried_apart", lambda *_: {"outcome": "ok", "seconds": 1.0})
+    monkeypatch.setattr(ladder, "outcome_at", outcome)
+    monkeypatch.setattr(ladder, "predicted_longest", lambda *_: 64 * 1024)
+    monkeypatch.setattr(ladder, "free_host_bytes", lambda: 40 * 2**30)
+    results = ladder.Results(tmp_path / "ladder.json")
+    assert ladder.measured_ladder(ladder.Options(model="1b", speed=False), find_device("h200"), results, {})
+    best = max(row["length"] for row in results.tries if row["outcome"] == "ok")
+    assert 31 * 1024 <= best <= 32 * 1024  # 32 GiB of the 40 may be taken
+    assert "not run: 64 GiB of host memory" in ladder.measured_line(results.tries[0])
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"optimizer_in_backward": True, "max_grad_norm": None, "dtype": "bfloat16", "tiled_mlp": True}]
 )

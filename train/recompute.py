@@ -170,7 +170,7 @@ class OffloadedInputs:
         checkpoint: Callable[..., Any],
         transfers_for: Callable[[torch.device], Transfers | None],
         min_bytes: int = MIN_OFFLOADED_BYTES,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
     ) -> None:
         self._checkpoint, self._transfers_for = checkpoint, transfers_for
         self._min_bytes, self._piece_bytes = min_bytes, piece_bytes
@@ -218,10 +218,16 @@ class OffloadedInputs:
             before.leave()
         transfers = self._transfers[tensor.device]
         assert transfers is not None
-        resting = _Resting(tensor, transfers, self._free, self._piece_bytes, before)
+        piece_bytes = self._piece_bytes or piece_bytes_for(tensor.nbytes)
+        resting = _Resting(tensor, transfers, self._free, piece_bytes, before)
         self._last = weakref.ref(resting)
         tensor._rests_as = (tensor._version, self._last)  # pyright: ignore[reportAttributeAccessIssue]
         return resting
+
+
+def piece_bytes_for(num_bytes: int) -> int:
+    """Bytes of a piece of pinned memory, some of which a tensor of ``num_bytes`` takes."""
+    return PIECE_BYTES
 
 
 def _storage_key(tensor: Tensor) -> int:

@@ -78,6 +78,8 @@ QLORA = (
 )
 LONGEST = 16 * 2**20
 """Tokens beyond which nobody is asked."""
+HOST_MARGIN_BYTES = 8 * 2**30
+"""Of host memory, for the process itself."""
 CLOSE = 1.03
 """What trained and what did not may differ by this factor in the end."""
 SPEED_LENGTHS = {"0.5b": (4096, 32768), "1b": (4096, 32768), "8b": (4096, 32768)}
@@ -143,22 +145,35 @@ def outcome_at(rung: Rung, device: Device, length: int, predictions: Predictions
     return predicted(question_of(rung, device, length), predictions)
 
 
-def predicted_longest(rung: Rung, device: Device, predictions: Predictions) -> int:
-    """The longest sequence that is predicted to fit, a multiple of 1,024; 0: not even those."""
+def lengths_to_try() -> list[int]:
+    """Multiples of 1,024, each about 1 % more than the one before it."""
+    lengths = [1024]
+    while lengths[-1] < LONGEST:
+        lengths.append(max(lengths[-1] + 1024, int(lengths[-1] * 1.01) // 1024 * 1024))
+    return lengths
+
+
+def predicted_longest(rung: Rung, device: Device, predictions: Predictions, near: int = 8192) -> int:
+    """The longest of :func:`lengths_to_try` that is predicted to fit; 0: not even the shortest.
+
+    Args:
+        near: where to begin.
+    """
 
     def needs(length: int) -> int:
         return outcome_at(rung, device, length, predictions).needed_bytes
 
     room = question_of(rung, device, 1024).room_bytes
-    return largest_fitting(range(1024, LONGEST + 1, 1024), needs, room, 8192) or 0
+    lengths = lengths_to_try()
+    return largest_fitting(lengths, needs, room, min(lengths, key=lambda length: abs(length - near))) or 0
 
 
 # ---- predicted -------------------------------------------------------------------------------------------------------
 
 
-def predicted_row(rung: Rung, device: Device, predictions: Predictions) -> dict[str, Any]:
+def predicted_row(rung: Rung, device: Device, predictions: Predictions, near: int) -> dict[str, Any]:
     """The predicted figures of one rung."""
-    longest = predicted_longest(rung, device, predictions)
+    longest = predicted_longest(rung, device, predictions, near)
     row: dict[str, Any] = {"model": rung.model, "rung": rung.name, "settings": rung.settings, "length": longest}
     outcome = outcome_at(rung, device, longest or 1024, predictions)
     row |= {
@@ -178,9 +193,11 @@ def predicted_ladder(options: Options, device: Device) -> list[dict[str, Any]]:
     for model in chosen_models(options):
         with Predictor() as predictor:
             predictions = Predictions([predictor])
+            near = 8192
             for rung in rungs_of(model, with_qlora=device.total_bytes < 48 * 2**30):
                 try:
-                    rows.append(predicted_row(rung, device, predictions))
+                    rows.append(predicted_row(rung, device, predictions, near))
+                    near = rows[-1]["length"] or near
                 except UserError as error:
                     rows.append({"model": model, "rung": rung.name, "settings": rung.settings, "error": str(error)})
                 print(predicted_line(rows[-1]), flush=True)
@@ -272,6 +289,13 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
     return row
 
 
+def free_host_bytes() -> int:
+    """Host memory that a new process may take."""
+    import psutil  # comes with accelerate
+
+    return psutil.virtual_memory().available
+
+
 def synchronize() -> None:
     """Waits for the accelerator, where there is one."""
     import torch
@@ -326,7 +350,7 @@ def work(mode: str, steps: int) -> None:
 def next_length(tries: Sequence[dict[str, Any]], guess: int) -> int | None:
     """What to try after ``tries``, beginning with ``guess``; None: the bracket is close enough, or there is nothing."""
     low = max((row["length"] for row in tries if row["outcome"] == "ok"), default=0)
-    high = min((row["length"] for row in tries if row["outcome"] == "oom"), default=None)
+    high = min((row["length"] for row in tries if row["outcome"] in ("oom", "host")), default=None)
     if high is None:
         length = guess if not low else math.ceil(low * 1.05 / 1024) * 1024
     elif not low:
@@ -371,7 +395,9 @@ def measured_ladder(options: Options, device: Device, results: Results, about: d
                     row |= {"length": length, "predicted_peak_bytes": outcome.prediction.peak_bytes}
                     row |= {"predicted_longest": guess, "predicted_host_bytes": outcome.host_bytes}
                     seconds = outcome.seconds_per_token * length
-                    if seconds > options.step_seconds:
+                    if outcome.host_bytes > free_host_bytes() - HOST_MARGIN_BYTES:
+                        row |= {"outcome": "host", "free_host_bytes": free_host_bytes()}
+                    elif seconds > options.step_seconds:
                         row |= {"outcome": "slow", "predicted_seconds": seconds}
                     else:
                         question = question_of(rung, device, length)
@@ -432,6 +458,8 @@ def measured_line(row: dict[str, Any]) -> str:
     outcome = row["outcome"]
     if outcome == "slow":
         outcome = f"not run: {row['predicted_seconds']:,.0f} s a step by estimate"
+    elif outcome == "host":
+        outcome = f"not run: {row['predicted_host_bytes'] / 2**30:,.0f} GiB of host memory"
     elif outcome == "error":
         outcome = f"error: {row['message']}"
     cells = [
@@ -512,7 +540,7 @@ def main() -> int:
             "",
             f"Predicted, not measured: {device.total_bytes / 2**30:.1f} GiB of which "
             f"{question_of(rungs_of('1b')[0], device, 1024).room_bytes / 2**30:.1f} may be taken; one sequence, bf16 "
-            "arithmetic. Speeds are a roofline's estimate of forward and backward.",
+            "arithmetic. The longest is found to 1 %. Speeds are a roofline's estimate of forward and backward.",
             "",
             *PREDICTED_HEAD,
             *map(predicted_line, rows),

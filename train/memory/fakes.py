@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from train import chunked_loss, tiling
+from train import chunked_loss, recompute, tiling
 from train.memory.costs import Costs
 from train.memory.kernels import temporary_bytes
 from train.memory.tracker import StorageTracker
@@ -147,6 +147,20 @@ def few_tiles(tracker: FakeTracker) -> Iterator[None]:
 
     all_tiles = tiling.tiles
     with patch.object(tiling, "tiles", some_tiles):
+        yield
+
+
+@contextmanager
+def one_piece() -> Iterator[None]:
+    """Inside it, an input that rests on the host is copied in one go, of as many bytes as its pieces have together.
+
+    The device sees no difference, and a longer sequence takes no longer to predict.
+    """
+
+    def whole(num_bytes: int) -> int:
+        return -(-num_bytes // recompute.PIECE_BYTES) * recompute.PIECE_BYTES
+
+    with patch.object(recompute, "piece_bytes_for", whole):
         yield
 
 

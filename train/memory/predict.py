@@ -221,7 +221,7 @@ def predict(job: Job) -> Prediction:
     from train.memory import fake_cuda, ranks, zero
     from train.memory.allocator import replay
     from train.memory.costs import Costs
-    from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles
+    from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles, one_piece
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.loss_kernels import library_losses
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
@@ -268,6 +268,7 @@ def predict(job: Job) -> Prediction:
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_chunks(tracker))
         stack.enter_context(few_tiles(tracker))
+        stack.enter_context(one_piece())
         stack.enter_context(library_losses(target.capability, costs))
         attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
         model, optimizer, network = build(job, architecture, config, accelerator)
