@@ -122,7 +122,7 @@ class Architecture:
     gradient_checkpointing_offload: bool = False
     """Keep the inputs of checkpointed layers in pinned host memory; copies overlap with the computation."""
     tiled_mlp: bool = False
-    """Compute the MLPs some tokens at a time: their wide activations are never all there."""
+    """Compute MLPs and norms some tokens at a time: their wide activations are never all there."""
     mlp_tile_tokens: int | None = None
     """Tokens of such a tile; default: about as many as the hidden size, at least 512."""
     compile: bool = False

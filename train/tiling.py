@@ -1,11 +1,11 @@
-"""MLPs that compute their tokens in tiles, so that the wide activations of only one tile are there at a time.
+"""MLPs and norms that compute their tokens in tiles, so that the activations of only one tile are there at a time.
 
 An MLP treats each token by itself. Its activations are some I / H times as wide as the hidden states, and in a model
-that recomputes its layers those of one layer outgrow everything else at long sequences (arXiv 2506.13996, ALST).
+that recomputes its layers those of one layer outgrow everything else at long sequences (arXiv 2506.13996, ALST). A norm
+keeps copies of the hidden states in fp32, and makes more of them in backward: after the MLP they are the largest.
 
-Other parts that treat tokens one by one are not tiled: norms keep what they are given, which is as wide as the hidden
-states; queries, keys and values have to be there whole for attention; the loss has chunks of its own
-(``train.losses``).
+Other parts that treat tokens one by one are not tiled: queries, keys and values have to be there whole for attention;
+the loss has chunks of its own (``train.losses``).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MIN_TILE_TOKENS = 512
 
 
 def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> None:
-    """Makes the MLPs of all layers compute in tiles. Parameters, their names and module hooks stay as they are.
+    """Makes MLPs and the norms beside them compute in tiles. Parameters, their names and module hooks stay.
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
     alone. Mixtures of experts do not: what of a token goes where depends on others, and their experts have parts of
     the tokens already.
 
     Args:
-        tile_tokens: see :class:`TiledMLP`.
+        tile_tokens: see :class:`Tiled`.
 
     Raises:
         UserError: there is none.
@@ -47,9 +47,9 @@ def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> None:
         blocks = sorted({type(m.mlp).__name__ for m in _layers(model)})
         reason = f"its blocks are {', '.join(blocks)}" if blocks else "it has no layers with an mlp that are known"
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
-    for mlp in found:
-        mlp.__class__ = _tiled(type(mlp))
-        cast("TiledMLP", mlp).tile_tokens = tile_tokens
+    for part in [*found, *norms(model)]:
+        part.__class__ = _tiled(type(part))
+        cast("Tiled", part).tile_tokens = tile_tokens
 
 
 def mlps(model: nn.Module) -> list[nn.Module]:
@@ -57,14 +57,23 @@ def mlps(model: nn.Module) -> list[nn.Module]:
     return [m for layer in _layers(model) if (m := cast("nn.Module", layer.mlp)) and _treats_tokens_alone(m)]
 
 
+def norms(model: nn.Module) -> list[nn.Module]:
+    """The norms of hidden states beside these MLPs, and the last one, after the layers."""
+    layers = [layer for layer in _layers(model) if _treats_tokens_alone(layer.mlp)]
+    stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
+    around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
+    beside = [child for module in (*layers, *around) for child in module.children()]
+    return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
+
+
 def describe(network: nn.Module, architecture: Architecture) -> list[str]:
-    """For a person: how many MLPs compute in tiles, and what does not."""
+    """For a person: how many parts compute in tiles, and what does not."""
     if not architecture.tiled_mlp:
         return []
-    tiled, blocks = sum(isinstance(m, TiledMLP) for m in network.modules()), len(list(_layers(network)))
+    tiled, blocks = len(mlps(network)), len(list(_layers(network)))
     left = f"; {blocks - tiled} other blocks are left whole" if blocks > tiled else ""
     size = architecture.mlp_tile_tokens or "about hidden-size"
-    return [f"tiled_mlp: {tiled} MLPs compute in tiles of {size} tokens{left}"]
+    return [f"tiled_mlp: {tiled} MLPs and {len(norms(network))} norms compute in tiles of {size} tokens{left}"]
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
@@ -76,15 +85,15 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _treats_tokens_alone(mlp: nn.Module) -> bool:
-    if isinstance(mlp, TiledMLP):
+    if isinstance(mlp, Tiled):
         return True
     given = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
     required = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return type(mlp).__name__.endswith("MLP") and len(required) == 1
 
 
-class TiledMLP(nn.Module):
-    """An MLP whose forward and backward compute some tokens at a time.
+class Tiled(nn.Module):
+    """An MLP or a norm whose forward and backward compute some tokens at a time.
 
     Backward computes each tile's forward once more, so an MLP costs a third more arithmetic, as if it were
     checkpointed. In a layer that is checkpointed it costs only its last product more, since that one is not needed
@@ -120,12 +129,12 @@ class TiledMLP(nn.Module):
 
 
 @cache
-def _tiled(original: type[nn.Module]) -> type[TiledMLP]:
-    """``original`` with :class:`TiledMLP` before it."""
-    if issubclass(original, TiledMLP):
+def _tiled(original: type[nn.Module]) -> type[Tiled]:
+    """``original`` with :class:`Tiled` before it."""
+    if issubclass(original, Tiled):
         return original
     body = {"compute_whole": lambda self, hidden: original.forward(self, hidden)}
-    return type(f"Tiled{original.__name__}", (TiledMLP, original), body)
+    return type(f"Tiled{original.__name__}", (Tiled, original), body)
 
 
 class _Keep(torch.autograd.Function):
@@ -151,13 +160,13 @@ def _keep(hidden: Tensor) -> tuple[Tensor, Any]:
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mlp: TiledMLP, size: int, keeper: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.mlp, ctx.size, ctx.keeper = mlp, size, keeper
+    def forward(ctx: Any, part: Tiled, size: int, keeper: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.part, ctx.size, ctx.keeper = part, size, keeper
         if keeper is None:
             ctx.save_for_backward(hidden)
         ctx.autocast = _autocast_of(hidden)
         ctx.draws = []
-        return _in_tiles(mlp, hidden, size, ctx.draws)
+        return _in_tiles(part, hidden, size, ctx.draws)
 
     @staticmethod
     @once_differentiable
@@ -166,7 +175,7 @@ class _Tiles(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors if ctx.keeper is None else ctx.keeper.saved_tensors
         tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
-        weights = ctx.mlp.trained()
+        weights = ctx.part.trained()
         sums: list[Tensor | None] = [None] * len(weights)
         for number, rows in enumerate(tiles(len(tokens), ctx.size)):
             with torch.enable_grad(), ExitStack() as stack:
@@ -174,7 +183,7 @@ class _Tiles(torch.autograd.Function):
                 if ctx.draws:
                     stack.enter_context(_drawing_again(ctx.draws[number], hidden.device))
                 tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
-                out = ctx.mlp.compute_whole(tile.unsqueeze(0)).squeeze(0)
+                out = ctx.part.compute_whole(tile.unsqueeze(0)).squeeze(0)
             asked = [*([tile] if to_hidden is not None else []), *weights]
             found = list(torch.autograd.grad(out, asked, gradients[rows], allow_unused=True))
             del out
@@ -188,18 +197,18 @@ class _Tiles(torch.autograd.Function):
         return None, None, None, to_hidden, *to_weights
 
 
-def _in_tiles(mlp: TiledMLP, hidden: Tensor, size: int, draws: list[Any] | None) -> Tensor:
-    """(..., H) the MLP of ``hidden``; ``draws`` is given the random state before each tile, if any draws."""
+def _in_tiles(part: Tiled, hidden: Tensor, size: int, draws: list[Any] | None) -> Tensor:
+    """(..., H) what ``part`` makes of ``hidden``; ``draws`` gets the random state before each tile, if any draws."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     out: Tensor | None = None
     for rows in tiles(len(tokens), size):
         before = _random_state(hidden.device) if draws is not None else None
-        part = mlp.compute_whole(tokens[rows].unsqueeze(0)).squeeze(0)
+        tile = part.compute_whole(tokens[rows].unsqueeze(0)).squeeze(0)
         if out is None:
-            out = part.new_empty((len(tokens), part.shape[-1]))
+            out = tile.new_empty((len(tokens), tile.shape[-1]))
             if draws is not None and _same(before, _random_state(hidden.device)):
                 draws = None  # no dropout here: nothing to remember
-        out[rows] = part
+        out[rows] = tile
         if draws is not None:
             draws.append(before)
     assert out is not None
