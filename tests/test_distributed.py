@@ -101,7 +101,8 @@ def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Pa
         assert left.get("examples") == right.get("examples") in (None, 5)
 
 
-@pytest.mark.parametrize("engine", [{}, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{}, FSDP2], ids=["ddp", "fsdp2"])
 def test_packed_rows_by_tokens_and_cut_are_the_same_on_two_ranks(
     llama_recipe: Path, tmp_path: Path, engine: dict[str, str]
 ) -> None:
