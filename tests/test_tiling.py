@@ -44,11 +44,13 @@ def step(model: nn.Module, times: int = 1, length: int = 100) -> tuple[float, di
     return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10) -> None:
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10, norms_in_fp32: bool = False
+) -> None:
     assert found.keys() == expected.keys() and len(found) > 2
     for name, gradient in found.items():
         # Gemma's norms sum the gradient of their weights in fp32, whatever the type: tiles in another order
-        own = max(rtol, 1e-5) if "norm" in name else rtol
+        own = max(rtol, 1e-5) if norms_in_fp32 and "norm" in name else rtol
         torch.testing.assert_close(gradient, expected[name], rtol=own, atol=own * 1e-2, msg=name)
 
 
@@ -62,7 +64,7 @@ def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int) -> None:
     assert all(isinstance(module, Tiled) for module in (*mlps(model), *norms(model)))
     loss, found = step(model, times=2)
     assert loss == pytest.approx(expected[0], rel=1e-12)
-    assert_same(found, expected[1])
+    assert_same(found, expected[1], norms_in_fp32=name == "gemma2")
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -77,7 +79,7 @@ def test_all_together_change_neither_loss_nor_gradients(name: str, every: int, m
     loss, found = step(model, times=2)
     assert transfers.log.count("out") == 2 * (3 if every == 1 else 2)
     assert loss == pytest.approx(expected[0], rel=1e-12)
-    assert_same(found, expected[1])
+    assert_same(found, expected[1], norms_in_fp32=name == "gemma2")
 
 
 def test_in_fp32_and_bf16_gradients_are_as_near_the_truth_as_without_tiles() -> None:
