@@ -23,7 +23,7 @@ from train.batching import micro_batches, without_targets
 from train.config import Config, Optimization
 from train.launch import read_launch
 from train.losses import ModelWithLoss
-from train.optim import set_learning_rate
+from train.optimizers import set_learning_rate
 from train.parallel.deepspeed_engine import deepspeed_plugin, optimizer_step, prepare
 from train.parallel.deepspeed_state import DeepSpeedState
 from train.records import BatchArithmetic, MicroBatch

@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train import chunked_loss
 from train.config import Optimization
-from train.cross_entropy import PLAIN, Objective
 from train.launch import read_launch
-from train.losses import ModelWithLoss
-from train.optim import build_optimizer
+from train.layers.recompute import enable_checkpointing
+from train.losses import ModelWithLoss, chunked
+from train.losses.cross_entropy import PLAIN, Objective
+from train.optimizers import build_optimizer
 from train.parallel.context import check_model, positions_of
 from train.parallel.tensor import split_weights
-from train.recompute import enable_checkpointing
 from train.records import IGNORE, MicroBatch
 from train.runtime import make_accelerator, meet_over_gloo, shard_by_layer
 from train.step import optimizer_step
@@ -56,7 +55,7 @@ def main(output: str) -> None:
     accelerator = make_accelerator(launch, "no", accumulation_steps=2, on_cpu=True)
     found: dict[str, Any] = {}
     for name, settings in (TENSOR if launch.tensor_size > 1 else CONTEXT).items():
-        with patch.multiple(chunked_loss, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
+        with patch.multiple(chunked, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
             found[name] = compared(accelerator, name.split(",")[0], **settings)
     if launch.context_size > 1:
         found["positions"] = positions_as_torch_divides_them(accelerator)

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from train import attention
+from train.batching.packing import collate_packed, joined
 from train.errors import UserError
+from train.layers import attention
 from train.losses import ModelWithLoss
 from train.modeling import enable_checkpointing
-from train.packing import collate_packed, joined
 from train.records import Documents, MicroBatch
 from train.tasks.base import attention_inputs, pad
 

@@ -14,8 +14,8 @@ from test_main import train as train_run
 from test_modeling import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
 
-from train.compilation import Compilation, check_compiler, compile_layers, uncompiled
 from train.errors import EXIT_DONE, EXIT_USAGE, UsageError, UserError
+from train.layers.compilation import Compilation, check_compiler, compile_layers, uncompiled
 from train.losses import ModelWithLoss
 
 DROPOUT = {**GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
@@ -99,9 +99,9 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch never compiles a function that it first met while operators were watched."""
-    import train.compilation
+    import train.layers.compilation
 
-    monkeypatch.setattr(train.compilation, "compile_layers", lambda model: compile_layers(model, EAGER))
+    monkeypatch.setattr(train.layers.compilation, "compile_layers", lambda model: compile_layers(model, EAGER))
     monkeypatch.setattr("train.memory.meter.TRACK_EVERY_STEPS", 1000)
     assert train_run(recipe, tmp_path / "run", "--compile", "True", "--num_epochs", 3) == EXIT_DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from test_losses import OBJECTIVES, by_definition, error, full_sum, gradients, head_example, network
 from torch import Tensor, nn
 
-from train import fused_losses
 from train.config import from_values, parse
-from train.cross_entropy import PLAIN, Objective
 from train.errors import UsageError, UserError
-from train.fused_losses import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
 from train.launch import Launch, check_launch
-from train.losses import MIN_CHUNKED_CLASSES, ModelWithLoss, choose_loss, describe_loss, place_of
+from train.losses import MIN_CHUNKED_CLASSES, ModelWithLoss, choose_loss, describe_loss, fused, place_of
+from train.losses.cross_entropy import PLAIN, Objective
+from train.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
 from train.records import IGNORE
 
 CPU = Place("cpu", torch.float32)
@@ -117,8 +116,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, package: str, content: Any) -> None
         module = ModuleType(name)
         module.__dict__.update(vars(content))
         monkeypatch.setitem(sys.modules, name, module)
-    here = fused_losses.find_spec
-    monkeypatch.setattr(fused_losses, "find_spec", lambda name: name if name in (package, "triton") else here(name))
+    here = fused.find_spec
+    monkeypatch.setattr(fused, "find_spec", lambda name: name if name in (package, "triton") else here(name))
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -178,7 +177,7 @@ def test_liger_is_asked_for_the_objective_and_fp32_sums(objective: Objective, mo
 def test_what_a_kernel_cannot_do_is_said_with_what_would_do(
     kernel: str, place: Place, objective: Objective, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_losses, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
     model = network("llama")
     with pytest.raises(UserError, match=f"^loss: {kernel} .*{message}.*(chunked|auto)"):
         choose_loss(kernel, model, place, objective)
@@ -190,7 +189,7 @@ def test_an_old_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_losses, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert best_kernel(H100, False) == best_kernel(CPU, False) == "chunked"
     pretend(monkeypatch, "liger_kernel", Liger())
     assert best_kernel(H100, False) == "liger" and best_kernel(CPU, False) == "chunked"
@@ -281,7 +280,7 @@ def test_kernels_on_a_card_are_as_good_as_all_logits(kernel: str, dtype: torch.d
             *(leaf.grad.double() * 1548 / scale for leaf in leaves if leaf.grad is not None),
         ]
 
-    from train.chunked_loss import chunked_sum
+    from train.losses.chunked import chunked_sum
 
     sums = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
     exact = found(full_sum, torch.float64, None)

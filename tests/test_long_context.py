@@ -13,9 +13,9 @@ from test_main import _own_signals as _own_signals
 from test_main import train
 from transformers import AutoModelForCausalLM
 
-from train import attention
 from train.config import Architecture
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
+from train.layers import attention
 from train.modeling import build_model
 from train.tokenization import load_tokenizer
 

@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_outputs import CausalLMOutput
 
-from train import chunked_loss, losses
-from train.answering_head import logits_of, obstacle_to_chunks
-from train.chunked_loss import chunked_scores, chunked_sum
-from train.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
+from train import losses
 from train.errors import UserError
-from train.fused_losses import Place
-from train.losses import ModelWithLoss, choose_loss
-from train.recompute import enable_checkpointing
+from train.layers.recompute import enable_checkpointing
+from train.losses import ModelWithLoss, choose_loss, chunked
+from train.losses.answering_head import logits_of, obstacle_to_chunks
+from train.losses.chunked import chunked_scores, chunked_sum
+from train.losses.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
+from train.losses.fused import Place
 from train.records import IGNORE
 
 
@@ -158,8 +158,8 @@ CPU = Place("cpu", torch.float32)
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four tokens, so that small tensors are several chunks and a rest."""
-    monkeypatch.setattr(chunked_loss, "CHUNK_LOGITS_BYTES", 0)
-    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS_BYTES", 0)
+    monkeypatch.setattr(chunked, "MIN_CHUNK_TOKENS", 4)
 
 
 Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
@@ -389,17 +389,17 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 def test_chunks_hold_a_few_chunks_of_logits_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width, classes = 1024, 16, 4000
-    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_TOKENS", 64)
-    monkeypatch.setattr(chunked_loss, "CHUNK_LOGITS_BYTES", 0)
+    monkeypatch.setattr(chunked, "MIN_CHUNK_TOKENS", 64)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS_BYTES", 0)
     hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(classes, width, requires_grad=True)
     labels = torch.randint(classes, (tokens,))
     few, all_logits = 4 * 64 * classes, 4 * tokens * classes
     gradient = 4 * (tokens + classes) * width
-    chunked = peak_bytes(lambda: chunked_sum(hidden, weight, None, labels).backward())
+    in_chunks = peak_bytes(lambda: chunked_sum(hidden, weight, None, labels).backward())
     full = peak_bytes(lambda: full_sum(hidden, weight, None, labels).backward())
     assert full > 2 * all_logits
-    assert chunked < 2 * few + gradient + 100_000  # logits and their softmax
-    assert chunked < full / 7
+    assert in_chunks < 2 * few + gradient + 100_000  # logits and their softmax
+    assert in_chunks < full / 7
     scored = peak_bytes(lambda: chunked_scores(hidden, weight, None, labels.view(2, -1)))
     assert scored < 2 * few + 100_000
     with torch.autocast("cpu", torch.bfloat16):

@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from train.config import Architecture
 from train.errors import UserError
+from train.layers.recompute import enable_checkpointing
 from train.losses import ModelWithLoss
 from train.modeling import build_model, pad_token_id
-from train.recompute import enable_checkpointing
 from train.records import IGNORE
 from train.tokenization import load_tokenizer
 

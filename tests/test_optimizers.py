@@ -21,11 +21,11 @@ from train import checkpoint
 from train.config import Config, Optimization
 from train.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UsageError
 from train.launch import Launch, check_launch
+from train.layers.recompute import enable_checkpointing
 from train.losses import ModelWithLoss
-from train.optim import build_optimizer, step_function
+from train.optimizers import build_optimizer, step_function
 from train.optimizers.bf16 import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
-from train.recompute import enable_checkpointing
 from train.records import MicroBatch, Progress, StepOutcome
 from train.training_state import TrainingState
 
@@ -505,7 +505,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         recipe.write_text(recipe.read_text().replace("n_embd: 16", "n_embd: 32"))  # else all is too small for 8 bits
     if name.startswith("offloaded"):
         monkeypatch.setattr(
-            "train.optim.build_optimizer", lambda model, config, _: build_optimizer(model, config, DEVICE)
+            "train.optimizers.build_optimizer", lambda model, config, _: build_optimizer(model, config, DEVICE)
         )
     flags = (*RUNS[name], "--max_steps", 4, "--rehearse", False)
     assert train(recipe, tmp_path / "whole", *flags) == EXIT_DONE

@@ -18,14 +18,14 @@ from test_main import _own_signals as _own_signals
 from test_main import checkpoint_digests, stopping_after, train, trained_losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train import attention, packing
-from train.batching import MapBatches, StreamBatches, evaluation_batches
+from train.batching import MapBatches, StreamBatches, evaluation_batches, packing
+from train.batching.packing import best_fit, collate_packed, in_order, pack_split, pack_stream
 from train.config import Config, Data, Optimization, from_values
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UsageError, UserError
 from train.launch import Launch, check_launch
+from train.layers import attention
 from train.losses import ModelWithLoss
 from train.memory.recovery import halves
-from train.packing import best_fit, collate_packed, in_order, pack_split, pack_stream
 from train.records import IGNORE, BatchArithmetic, Documents, MicroBatch, column
 from train.step import optimizer_step
 from train.tasks.base import Task

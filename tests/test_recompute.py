@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from train.config import check, from_values
 from train.errors import UsageError
+from train.layers.recompute import OffloadedInputs, StreamTransfers, enable_checkpointing
 from train.losses import ModelWithLoss
 from train.memory.recovery import free_memory
-from train.recompute import OffloadedInputs, StreamTransfers, enable_checkpointing
 
 PIECE_BYTES = 4096
 DEEP = {**LLAMA, "num_hidden_layers": 4}

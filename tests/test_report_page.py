@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from train.report import write_report
-from train.report_charts import charts, points, thinned
-from train.report_page import page
+from train.report.charts import charts, points, thinned
+from train.report.page import page
 
 METRICS: list[dict[str, Any]] = [
     {

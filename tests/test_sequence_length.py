@@ -13,15 +13,15 @@ from test_attention import CAUSAL, MASKED, batches, built, loss_and_gradients
 from test_main import _own_signals as _own_signals
 from test_main import checkpoint_digests, stopping_after, train
 
-from train import attention
+from train.batching.sequence_length import cut, sequence_length_at
 from train.config import Config, from_values
 from train.errors import EXIT_DONE, EXIT_STOPPED, UsageError
 from train.launch import Launch, check_launch
+from train.layers import attention
 from train.losses import ModelWithLoss
 from train.memory.tracker import StorageTracker
 from train.records import IGNORE, MicroBatch
 from train.report import read_metrics
-from train.sequence_length import cut, sequence_length_at
 from train.step import optimizer_step
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train.config import Optimization
 from train.launch import let_segments_grow, segments_grow
 from train.losses import ModelWithLoss
-from train.optim import build_optimizer
+from train.optimizers import build_optimizer
 from train.records import MicroBatch, unmarked
 from train.runtime import set_fp32_products
 from train.step import accumulate_gradients, count_targets, optimizer_step

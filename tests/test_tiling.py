@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.config import Architecture
 from train.errors import UserError
+from train.layers.tiling import MIN_TILE_TOKENS, Tiled, describe, mlps, norms, tile_mlps
 from train.losses import ModelWithLoss
-from train.tiling import MIN_TILE_TOKENS, Tiled, describe, mlps, norms, tile_mlps
 
 built = partial(built_for, max_length=128)
 MODELS = {

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from train.batching import Collate, MapBatches, StreamBatches, evaluation_batches
+from train.batching.packing import collate_packed, pack
 from train.config import LORA_FIELDS, Config, to_values
 from train.corpora import load_corpus
 from train.modeling import pad_token_id
-from train.packing import collate_packed, pack
 from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch
 from train.tasks.base import Task
 from train.tokenization import load_tokenizer, tokenize, tokenizer_digest

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from train.batching.sequence_length import cut, sequence_length_at
 from train.config import Config
 from train.errors import StepError, UserError
 from train.launch import Launch
-from train.optim import learning_rate_at, set_learning_rate
+from train.optimizers import learning_rate_at, set_learning_rate
 from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
-from train.sequence_length import cut, sequence_length_at
 from train.step import seed_step
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from torch import nn
 
-    from train.compilation import Compilation
     from train.data import PreparedData
     from train.evaluation import Evaluator
+    from train.layers.compilation import Compilation
     from train.loop import Goal
     from train.losses import ModelWithLoss
     from train.memory.session import MemorySession
@@ -65,7 +65,7 @@ def tell_error(message: str, rank: int) -> None:
 def train(config: Config, launch: Launch) -> int:
     """Opens what a run needs from its start to its end, and explains what ended it early; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
-    from train.compilation import Compilation
+    from train.layers.compilation import Compilation
     from train.outputs import Outputs
     from train.parallel.lost_rank import RankWatch
     from train.runtime import StopRequest, start_runtime
@@ -108,13 +108,13 @@ def run(
     import torch
 
     from train.adapters import parameter_counts
-    from train.compilation import compile_layers
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
+    from train.layers.compilation import compile_layers
     from train.loop import Goal, Parts, fit, is_done
     from train.losses import describe_loss
     from train.modeling import build_model
-    from train.optim import peak_learning_rate
+    from train.optimizers import peak_learning_rate
     from train.parallel import deepspeed_engine
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
@@ -231,9 +231,9 @@ def share_out(
 ) -> tuple[nn.Module, AcceleratedOptimizer, RunState]:
     """The model with its loss, its optimizer and what a checkpoint holds of them, shared among ranks as launched."""
     from train.adapters import AdapterState, has_adapter
-    from train.cross_entropy import Objective
     from train.losses import ModelWithLoss, choose_loss, place_of
-    from train.optim import build_optimizer
+    from train.losses.cross_entropy import Objective
+    from train.optimizers import build_optimizer
     from train.parallel import deepspeed_engine
     from train.parallel.deepspeed_state import DeepSpeedState
     from train.runtime import shard_by_layer
@@ -287,7 +287,7 @@ def finish(
 ) -> None:
     """Evaluates what is left to evaluate, and writes ``final/``, the summary and the report."""
     from train import report
-    from train.compilation import uncompiled
+    from train.layers.compilation import uncompiled
     from train.model_card import model_card
 
     step = progress.step
@@ -375,7 +375,7 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
 
 def describe_network(network: nn.Module, config: Config, device_type: str) -> list[str]:
     """How ``network`` saves memory, where that needs a word."""
-    from train import recompute, tiling
+    from train.layers import recompute, tiling
 
     return [*recompute.describe(config.architecture, device_type), *tiling.describe(network, config.architecture)]
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from train import adapters, attention
+from train import adapters
 from train.config import Architecture
 from train.errors import UserError
-from train.long_context import extend
-from train.recompute import enable_checkpointing
-from train.tiling import tile_mlps
+from train.layers import attention
+from train.layers.recompute import enable_checkpointing
+from train.layers.rope import extend
+from train.layers.tiling import tile_mlps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -39,7 +40,8 @@ def build_model(
         max_length: positions that the data will use.
         label_names: classes of a classifier; empty where the vocabulary is the classes.
         weights: load a pretrained model's weights; without them its configuration is enough.
-        packing: rows hold several documents, and the model is told where each begins, see :mod:`train.attention`.
+        packing: rows hold several documents, and the model is told where each begins
+            (:mod:`train.layers.attention`).
         precision: of autocast, in which layers kept in 4 bits multiply; ``no``: in the type of the weights.
 
     Raises:

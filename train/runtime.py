@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from train.compilation import check_compiler
 from train.config import Config
 from train.errors import UsageError, UserError
 from train.launch import Launch, segments_grow
-from train.optim import step_function
+from train.layers.compilation import check_compiler
+from train.optimizers import step_function
 from train.records import Meter, MicroBatch
 from train.throughput import peak_flops_per_second
 

@@ -248,9 +248,9 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
     import torch
     from accelerate import Accelerator
 
-    from train.compilation import compile_layers
+    from train.layers.compilation import compile_layers
     from train.memory.predict import build, random_batch
-    from train.optim import step_function
+    from train.optimizers import step_function
     from train.runtime import resolve_precision
 
     config = from_values(job.values)

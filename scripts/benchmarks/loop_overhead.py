@@ -185,7 +185,7 @@ def run_template(job: Job) -> None:
     from train.launch import Launch
     from train.loop import Goal, Parts, fit
     from train.losses import ModelWithLoss, choose_loss, place_of
-    from train.optim import build_optimizer, peak_learning_rate
+    from train.optimizers import build_optimizer, peak_learning_rate
     from train.outputs import Outputs
     from train.records import Evaluation, Progress
     from train.runtime import DeviceMeter, StopRequest, start_runtime

@@ -32,7 +32,7 @@ from torch import Tensor, nn  # noqa: E402
 from train.config import Optimization  # noqa: E402
 from train.losses import ModelWithLoss  # noqa: E402
 from train.memory.tracker import StorageTracker  # noqa: E402
-from train.optim import build_optimizer, learning_rate_at, set_learning_rate, step_function  # noqa: E402
+from train.optimizers import build_optimizer, learning_rate_at, set_learning_rate, step_function  # noqa: E402
 from train.records import MicroBatch  # noqa: E402
 
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": None}

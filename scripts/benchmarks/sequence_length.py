@@ -42,9 +42,9 @@ def padding_rows() -> list[dict[str, Any]]:
     import numpy as np
 
     from train.batching import epoch_order, micro_batches, micro_batches_by_tokens
+    from train.batching.packing import best_fit
     from train.config import Config, from_values, to_values
     from train.data import prepare_data
-    from train.packing import best_fit
     from train.records import column
     from train.tasks import build_task
 

@@ -24,7 +24,7 @@ from train.memory.meter import (
     census,
 )
 from train.memory.tracker import ACTIVATIONS, GRADIENTS, KINDS, LOGITS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE
-from train.optim import build_optimizer
+from train.optimizers import build_optimizer
 from train.records import Mark, MicroBatch
 from train.step import optimizer_step
 

@@ -554,15 +554,15 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 def test_the_loss_without_all_logits_is_the_one_asked_for_or_the_best_that_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from train import fused_losses
+    from train.losses import fused
 
-    monkeypatch.setattr(fused_losses, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert question().losses == ("full", "chunked") and question().automatic_loss == "chunked"
     assert question(loss="torch").losses == ("full", "torch") and question(loss="torch").asked.loss == "torch"
     assert replace(question(), num_labels=3).losses == ("full",)
-    monkeypatch.setattr(fused_losses, "find_spec", lambda name: name)
-    monkeypatch.setattr(fused_losses, "cce_sums_in_fp32", lambda: True)
-    monkeypatch.setattr(fused_losses, "_cce_parameters", lambda: {"bias": None})
+    monkeypatch.setattr(fused, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused, "cce_sums_in_fp32", lambda: True)
+    monkeypatch.setattr(fused, "_cce_parameters", lambda: {"bias": None})
     assert question().losses == ("full", "cce") and question().asked.loss == "cce"
     assert "loss" not in question().changes(Setting(1, "none", "bf16", "cce"))
     assert question(z_loss=1e-4).losses == ("full", "liger")

@@ -36,7 +36,7 @@ from train.memory.recovery import (
     reset_scaler,
     split,
 )
-from train.optim import build_optimizer
+from train.optimizers import build_optimizer
 from train.records import IGNORE, MicroBatch, StepOutcome
 from train.step import optimizer_step
 

@@ -97,7 +97,7 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any
     from train.config import Optimization
     from train.losses import ModelWithLoss
     from train.memory.rehearsal import rehearse
-    from train.optim import build_optimizer, step_function
+    from train.optimizers import build_optimizer, step_function
     from train.records import MicroBatch
     from train.runtime import DeviceMeter
     from train.step import seed_step

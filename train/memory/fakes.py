@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from train import chunked_loss, recompute, tiling
+from train.layers import recompute, tiling
+from train.losses import chunked
 from train.memory.costs import Costs
 from train.memory.kernels import temporary_bytes
 from train.memory.tracker import StorageTracker
@@ -118,7 +119,7 @@ def few_chunks(tracker: FakeTracker) -> Iterator[None]:
     """
 
     def some_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        chunks = chunked_loss.rows_by_chunk(len(hidden), len(weight))
+        chunks = chunked.rows_by_chunk(len(hidden), len(weight))
         chosen = chunks if len(chunks) <= 3 else [*chunks[:2], chunks[-1]]
         try:
             for number, rows in enumerate(chosen):
@@ -127,7 +128,7 @@ def few_chunks(tracker: FakeTracker) -> Iterator[None]:
         finally:
             tracker.repeats = 1
 
-    with patch.object(chunked_loss, "logits_by_chunk", some_logits):
+    with patch.object(chunked, "logits_by_chunk", some_logits):
         yield
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train import fused_losses
-from train.cross_entropy import Objective
+from train.losses import fused
+from train.losses.cross_entropy import Objective
 from train.memory.costs import Costs
 
 LIGER_FUSED_SUM_CAPABILITY = (8, 0)
@@ -28,8 +28,8 @@ LIGER_FUSED_SUM_CAPABILITY = (8, 0)
 def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator[None]:
     """Inside it, ``cce`` and ``liger`` take what they would take on a card of this compute capability."""
     with (
-        patch.object(fused_losses, "cut_cross_entropy", partial(_cut_cross_entropy, costs)),
-        patch.object(fused_losses, "liger_cross_entropy", partial(_liger, capability, costs)),
+        patch.object(fused, "cut_cross_entropy", partial(_cut_cross_entropy, costs)),
+        patch.object(fused, "liger_cross_entropy", partial(_liger, capability, costs)),
     ):
         yield
 

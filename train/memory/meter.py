@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from train.compilation import uncompiled
+from train.layers.compilation import uncompiled
 from train.memory.predict import CUDA_GRANULE_BYTES
 from train.memory.recovery import shape_of
 from train.memory.tracker import (

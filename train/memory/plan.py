@@ -374,8 +374,8 @@ class Question:
         """The loss without all logits that a run would choose, with the packages that are installed here."""
         import torch
 
-        from train.cross_entropy import Objective
-        from train.fused_losses import Place, best_kernel
+        from train.losses.cross_entropy import Objective
+        from train.losses.fused import Place, best_kernel
 
         target, optim = target_of(self.device), self.config.optimization
         names = {"fp16": "float16", "bf16": "bfloat16"}

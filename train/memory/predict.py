@@ -225,7 +225,7 @@ def predict(job: Job) -> Prediction:
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.loss_kernels import library_losses
     from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
-    from train.optim import step_function
+    from train.optimizers import step_function
 
     started = time.perf_counter()
     asked, target = job.values, job.target
@@ -405,12 +405,12 @@ def build(
     from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
 
-    from train.cross_entropy import Objective
     from train.losses import ModelWithLoss, choose_loss, place_of
+    from train.losses.cross_entropy import Objective
     from train.memory.eight_bit import EightBitState
     from train.memory.fakes import fake_adapters
     from train.modeling import build_model
-    from train.optim import build_optimizer, parameter_groups
+    from train.optimizers import build_optimizer, parameter_groups
     from train.runtime import shard_by_layer
 
     labels = [str(number) for number in range(job.num_labels)]

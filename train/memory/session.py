@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from train.answering_head import obstacle_to_chunks
 from train.config import Config, Optimization, to_values
 from train.errors import UserError
+from train.layers.recompute import enable_checkpointing
 from train.losses import ModelWithLoss
+from train.losses.answering_head import obstacle_to_chunks
 from train.memory.choice import choose
 from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, is_out_of_memory, post_mortem
@@ -22,8 +23,7 @@ from train.memory.plan import largest_fitting, target_of
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
 from train.memory.rehearsal import rehearse
-from train.optim import step_function
-from train.recompute import enable_checkpointing
+from train.optimizers import step_function
 from train.records import Meter, MicroBatch, StepOutcome
 from train.runtime import DeviceMeter
 from train.wording import gib

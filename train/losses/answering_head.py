@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from train.chunked_loss import chunked_sum
-from train.cross_entropy import Scores
+from train.losses.chunked import chunked_sum
+from train.losses.cross_entropy import Scores
 
 if TYPE_CHECKING:
     from train.parallel.vocabulary import VocabularyPart

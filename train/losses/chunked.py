@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum, wide_dtype
+from train.losses.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum, wide_dtype
 from train.records import IGNORE
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def chunked_sum(
     part: VocabularyPart | None = None,
     objective: Objective = PLAIN,
 ) -> Tensor:
-    """() what :func:`train.cross_entropy.cross_entropy_sum` says of the logits, which are never all there.
+    """() what :func:`train.losses.cross_entropy.cross_entropy_sum` says of the logits, which are never all there.
 
     Args:
         hidden: (B, S, H) what the output embedding is given.

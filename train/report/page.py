@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from train.report_charts import Chart, Row, charts
+from train.report.charts import Chart, Row, charts
 from train.wording import count, duration, gib, number, percent, scalars, shown, words
 
 CSS = """

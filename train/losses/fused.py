@@ -2,7 +2,7 @@
 
 ``torch`` is ``torch.nn.functional.linear_cross_entropy``; ``cce`` Cut Cross-Entropy (arXiv 2411.09009), which keeps no
 logits outside the chip; ``liger`` Liger Kernel's fused loss (arXiv 2410.10989). What each cannot do is in
-:func:`obstacle_to`. Arguments as of :func:`train.chunked_loss.chunked_sum`.
+:func:`obstacle_to`. Arguments as of :func:`train.losses.chunked.chunked_sum`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.chunked_loss import own_dtypes, product_dtype, rows_to_compute
-from train.cross_entropy import PLAIN, Objective, wide_dtype
+from train.losses.chunked import own_dtypes, product_dtype, rows_to_compute
+from train.losses.cross_entropy import PLAIN, Objective, wide_dtype
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}

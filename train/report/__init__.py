@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from train import __version__
 from train.config import Config, to_values
 from train.errors import UserError
-from train.report_page import page
+from train.report.page import page
 from train.wording import count, gib, percent, shown
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def write_report(
         output_dir: the run's folder.
         title: heading of the page.
         config_yaml: the resolved configuration.
-        summary: as in ``summary.json``; :func:`train.report_page.page` lists the keys it shows, all optional.
+        summary: as in ``summary.json``; :func:`train.report.page.page` lists the keys it shows, all optional.
         metrics: the rows of ``metrics.jsonl``.
         sample: text that the trained model wrote.
 

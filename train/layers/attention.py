@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.answering_head import without_weights
 from train.errors import UserError
+from train.losses.answering_head import without_weights
 from train.records import Documents
 
 NAME = "documents"

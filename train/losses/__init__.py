@@ -4,8 +4,8 @@ The sum, not the mean: an optimizer step divides once by the number of targets o
 forward: the logits never leave it, so nothing casts them to fp32 a second time, gathers them or keeps them alive.
 
 With a large vocabulary the logits are the largest tensor of a step. All losses but ``full`` never hold all of them: the
-model's output embedding answers with the loss instead of the logits (:mod:`train.answering_head`), which comes from
-:mod:`train.chunked_loss` or from a library (:mod:`train.fused_losses`).
+model's output embedding answers with the loss instead of the logits (:mod:`train.losses.answering_head`), which comes
+from :mod:`train.losses.chunked` or from a library (:mod:`train.losses.fused`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from train.answering_head import AnsweringHead, head_of, logits_of, obstacle_to_chunks
-from train.chunked_loss import chunked_scores, chunked_sum
-from train.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum
 from train.errors import UserError
-from train.fused_losses import Place, best_kernel, cce_sum, cce_sums_in_fp32, liger_sum, obstacle_to, torch_sum
+from train.losses.answering_head import AnsweringHead, head_of, logits_of, obstacle_to_chunks
+from train.losses.chunked import chunked_scores, chunked_sum
+from train.losses.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum
+from train.losses.fused import Place, best_kernel, cce_sum, cce_sums_in_fp32, liger_sum, obstacle_to, torch_sum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from train.answering_head import Answer
+    from train.losses.answering_head import Answer
 
 MIN_CHUNKED_CLASSES = 4096
 """From here on ``auto`` never holds all logits; below, a position's are smaller than what the layers keep of it."""
@@ -36,7 +36,7 @@ class ModelWithLoss(nn.Module):
 
     Args:
         loss: full, chunked, torch, cce or liger, as :func:`choose_loss` says; all but full need a model that
-            :func:`train.answering_head.obstacle_to_chunks` finds nothing against.
+            :func:`train.losses.answering_head.obstacle_to_chunks` finds nothing against.
         objective: what is minimised beside cross-entropy; torch and cce have none of it.
     """
 
