@@ -37,7 +37,7 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     Args:
         causal: whether padding at the end needs no mask, since nothing sees what stands behind it.
     """
-    _, width = batch.labels.shape
+    width = batch.inputs["input_ids"].shape[1]  # labels may be one a row
     if width <= length:
         return batch
     missing = -width % length
