@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types, tests. --all runs the slow tests too; other arguments go to pytest.
+# Lint, types, tests. --all runs the slow tests too, and tries more inputs; other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,8 +8,9 @@ bin=.venv/bin
 if [ "${1:-}" = "--all" ]; then
     shift
     set -- -m "not gpu" "$@"
+    export FUZZ_INPUTS=${FUZZ_INPUTS:-1000} FLIPPED_BYTES=${FLIPPED_BYTES:-2000}
 fi
 $bin/ruff check .
 $bin/ruff format --check .
 $bin/basedpyright --level error --pythonpath $bin/python
-$bin/python -m pytest "$@"
+$bin/python -m pytest -n 2 --dist loadfile "$@"

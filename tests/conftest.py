@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,25 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT, Run
+from support import ROOT, Run, write_recipe
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test file first imports a library
-RECIPE = """
-task: causal_lm
-dataset: {data}
-tokenizer: bytes
-max_length: 64
-validation_fraction: 0.2
-model_config:
-  {{model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, resid_pdrop: 0.1, embd_pdrop: 0.1, attn_pdrop: 0.0}}
-micro_batch_size: 2
-global_batch_size: 8
-num_epochs: 2
-learning_rate: 0.01
-log_every_steps: 1
-cpu_threads: 1
-predict_memory: false
-"""
 LLAMA = (
     "  {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
     "num_key_value_heads: 2, tie_word_embeddings: true}"
@@ -51,13 +34,7 @@ def _no_network_and_own_cache(tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A recipe that trains in a second: 25 documents of different lengths, dropout on, a short last window."""
-    documents = tmp_path / "documents.jsonl"
-    with documents.open("w") as file:
-        for number in range(25):
-            file.write(json.dumps({"text": f"document {number}: " + "abc def " * (number % 7)}) + "\n")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(data=documents))
-    return path
+    return write_recipe(tmp_path)
 
 
 @pytest.fixture

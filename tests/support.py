@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,3 +12,38 @@ ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
 """``accelerate launch``, whether or not it is on the PATH."""
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+RECIPE = """
+task: causal_lm
+dataset: {data}
+tokenizer: bytes
+max_length: 64
+validation_fraction: 0.2
+model_config:
+  {{model_type: gpt2, n_embd: 16, n_layer: 2, n_head: 2, resid_pdrop: 0.1, embd_pdrop: 0.1, attn_pdrop: 0.0}}
+micro_batch_size: 2
+global_batch_size: 8
+num_epochs: 2
+learning_rate: 0.01
+log_every_steps: 1
+cpu_threads: 1
+predict_memory: false
+"""
+
+
+def write_recipe(folder: Path) -> Path:
+    """A recipe that trains in a second: 25 documents of different lengths, dropout on, a short last window."""
+    path = folder / "recipe.yaml"
+    if path.exists():  # a file that is written anew is another one to a run that resumes
+        return path
+    documents = folder / "documents.jsonl"
+    with documents.open("w") as file:
+        for number in range(25):
+            file.write(json.dumps({"text": f"document {number}: " + "abc def " * (number % 7)}) + "\n")
+    path.write_text(RECIPE.format(data=documents))
+    return path
+
+
+def checkpoint_digests(output: Path, step: int) -> dict[str, str]:
+    """Digests of a checkpoint's tensors, by file."""
+    manifest = json.loads((output / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+    return {name: file["sha256"] for name, file in manifest["files"].items() if name != "state.json"}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, checkpoint_digests
 from test_distributed import FSDP2, killed_at_step_4, torchrun
 from test_fsdp2 import launched, run
 from test_launch import sizes
-from test_main import STEPS, checkpoint_digests, trained_losses
+from test_main import STEPS, trained_losses
 from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values

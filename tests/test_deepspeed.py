@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import ROOT
+from support import ROOT, checkpoint_digests
 from test_distributed import killed_at_step_4, torchrun
 from test_fsdp2 import final_weights, largest_difference, metrics
-from test_main import STEPS, checkpoint_digests, trained_losses
+from test_main import STEPS, trained_losses
 
 from train.errors import EXIT_DONE, EXIT_USAGE
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import ACCELERATE_LAUNCH, ROOT
+from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests
 from test_distributed import FSDP2, killed_at_step_4
-from test_main import STEPS, checkpoint_digests, trained_losses
+from test_main import STEPS, trained_losses
 
 from train.errors import EXIT_DONE, EXIT_USAGE
 from train.report import read_metrics

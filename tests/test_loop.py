@@ -82,7 +82,8 @@ class Recorder:
             stop=self.stop,
             step=optimizer_step,
             evaluate=self.evaluate,
-            save=self.saved.append,
+            save=lambda progress, wait: self.saved.append(progress),
+            restore=lambda step: None,
             report=lambda kind, step, values: self.lines.append((kind, step, values)),
             tick=lambda step: None,
         )

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from support import ROOT
-from test_main import checkpoint_digests
+from support import ROOT, checkpoint_digests
 
 from train.checkpoint import verify
 from train.errors import EXIT_DONE, EXIT_ERROR

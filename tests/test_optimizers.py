@@ -14,7 +14,8 @@ import torch
 import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from test_main import _own_signals, checkpoint_digests, stopping_after, train
+from support import checkpoint_digests
+from test_main import _own_signals, stopping_after, train
 from torch import Tensor, nn
 
 from train import checkpoint

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, checkpoint_digests
 from test_distributed import killed_at_step_4, torchrun
 from test_fsdp2 import final_weights, largest_difference, launched, metrics, run
 from test_launch import sizes
-from test_main import STEPS, checkpoint_digests, trained_losses
+from test_main import STEPS, trained_losses
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 

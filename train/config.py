@@ -12,6 +12,7 @@ import difflib
 import importlib.util
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -192,6 +193,11 @@ class Optimization:
     """Clip each gradient element to +- this value instead (max_grad_norm: None)."""
     max_consecutive_nonfinite_steps: int = 25
     """Stop after this many steps in a row whose gradient was not finite."""
+    loss_spike_factor: float | None = None
+    """Stop where the loss between two log lines is above so many times the usual; null: at no loss."""
+    max_rollbacks: int = 0
+    """Instead of stopping for either reason, go back to the last checkpoint from before and past the data seen since,
+    at most so many times in a run."""
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     """Default: what the launcher says. fp16 where the device cannot do it becomes bf16 or no, and says so."""
     tf32: bool = True
@@ -228,6 +234,8 @@ class Output:
     """Go on from a checkpoint although data, model, batch or seed are not those it was made with."""
     save_every_steps: int | None = None
     """A checkpoint also every n steps; one is always written at the end."""
+    save_in_background: bool = True
+    """Copy the state to host memory and write it while training goes on; False: wait for the disk and copy nothing."""
     save_total_limit: int = 2
     """Checkpoints kept, the best one apart."""
     eval_every_steps: int | None = None
@@ -487,6 +495,7 @@ def check(config: Config) -> None:
         "mlp_tile_tokens": 1,
         "lora_rank": 1,
         "max_consecutive_nonfinite_steps": 1,
+        "max_rollbacks": 0,
         "sequence_length_warmup_steps": 0,
         "sequence_length_warmup_start": 2,
         "sliding_window": 1,
@@ -541,6 +550,10 @@ def check(config: Config) -> None:
             f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
             "the global batch that learning_rate was chosen for."
         )
+    if optim.loss_spike_factor is not None and not 1 < optim.loss_spike_factor < math.inf:
+        raise UsageError(f"loss_spike_factor: {optim.loss_spike_factor} is times the usual loss: more than 1, as 2.")
+    if optim.max_rollbacks and output.save_every_steps is None:
+        raise UsageError(f"max_rollbacks: {optim.max_rollbacks} needs save_every_steps: nothing to go back to.")
     if optim.loss in ("torch", "cce") and (optim.label_smoothing or optim.z_loss):
         raise UsageError(
             f"loss: {optim.loss} has no label_smoothing ({optim.label_smoothing}) and no z_loss ({optim.z_loss}): give "
@@ -612,10 +625,22 @@ def check(config: Config) -> None:
     _check_adapter(model)
     if data.tokenizer is None and (model.model is None or ":" in model.model):
         raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
+    _check_names(output)
     if output.push_to_hub and output.hub_model_id is None:
         raise UsageError("push_to_hub needs hub_model_id (user/name).")
     if output.early_stopping_patience is not None and output.eval_every_steps is None:
         raise UsageError("early_stopping_patience needs eval_every_steps.")
+
+
+def _check_names(output: Output) -> None:
+    """Names that become paths lead nowhere but into the run's folder."""
+    name, hub = output.run_name, output.hub_model_id
+    if name is not None and (name.strip(". ") == "" or any(c in name for c in "/\\\0")):
+        raise UsageError(f"run_name: {name!r} is a name and no path: leave out slashes, and give more than dots.")
+    if hub is not None and not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", hub):
+        raise UsageError(f"hub_model_id: {hub!r}: write user/name.")
+    if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
+        raise UsageError(f"output_dir: {output.output_dir!r} climbs out of where it begins: give it without '..'.")
 
 
 def _check_adapter(model: Architecture) -> None:

@@ -72,7 +72,7 @@ class PreparedData:
             max_tokens=config.optimization.max_tokens_per_micro_batch if by_tokens else None,
         )
 
-    def identity(self, config: Config, global_batch_size: int) -> dict[str, Any]:
+    def identity(self, config: Config, global_batch_size: int, precision: str) -> dict[str, Any]:
         """What a checkpoint and a run that resumes from it must have in common."""
         values = to_values(config)
         same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
@@ -81,13 +81,14 @@ class PreparedData:
         if config.architecture.adapter != "none":
             same += ("adapter", *LORA_FIELDS)
         train = self.examples.train
-        stream = "stream, packed" if config.data.packing else "stream"
         return {
             **{name: values[name] for name in same},
             **changed,
             "tokenizer": tokenizer_digest(self.tokenizer),
-            "training data": getattr(train, "_fingerprint", None) if isinstance(train, datasets.Dataset) else stream,
+            "training data": getattr(train, "_fingerprint", None) if isinstance(train, datasets.Dataset) else "stream",
+            "packing": config.data.packing,
             "global_batch_size": global_batch_size,
+            "mixed_precision": precision,
         }
 
 

@@ -5,6 +5,8 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 85
 """Stopped by a signal; a checkpoint was written; the same command goes on from it."""
+EXIT_INTERRUPTED = 130
+"""Ended at once by a second interrupt, as shells say it."""
 
 
 class UserError(Exception):

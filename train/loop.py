@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from train.errors import StepError, UserError
 from train.launch import Launch
 from train.optimizers import learning_rate_at, set_learning_rate
 from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
+from train.rollback import DivergenceError, go_back, is_spike, usual_loss
 from train.step import seed_step
 
 if TYPE_CHECKING:
@@ -43,7 +45,10 @@ class Parts:
     """:func:`train.step.optimizer_step`, or a function that guards it."""
     evaluate: Callable[[int], Evaluation]
     """Evaluates after the given step, and records it."""
-    save: Callable[[Progress], None]
+    save: Callable[[Progress, bool], None]
+    """Writes a checkpoint, and waits until it is on the disk if the second argument says so."""
+    restore: Callable[[int], Progress | None]
+    """Takes back the newest good checkpoint not after a step and forgets later ones; None where there is none."""
     report: Callable[[str, int, dict[str, Any]], None]
     """(kind, step, values) of a line of ``metrics.jsonl``."""
     tick: Callable[[int], None]
@@ -68,9 +73,19 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
 
     Raises:
         StepError: a step cannot be made; where that left the weights alone, the steps before it are saved.
-        UserError: no target in a whole global batch, or too many steps in a row without a finite gradient.
+        DivergenceError: too many steps in a row without a finite gradient or a loss far above the usual, too often.
+        UserError: no target in a whole global batch.
     """
-    optim, interval, saved = config.optimization, Interval(parts, goal), progress.step
+    while True:
+        try:
+            return go_on(parts, config, goal, progress)
+        except DivergenceError as error:
+            progress = go_back(error, config.optimization.max_rollbacks, parts.restore, parts.report)
+
+
+def go_on(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progress:
+    """The same, up to where training leaves the rails."""
+    optim, interval, saved = config.optimization, Interval(parts, goal, progress.step), progress.step
     progress = evaluate_if_due(parts, config, goal, progress)
     while not is_done(config, goal, progress):
         epoch = progress.epoch
@@ -86,7 +101,7 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
                     outcome = parts.step(parts.accelerator, parts.model, parts.optimizer, window, optim, stop, mark)
             except StepError as error:
                 if error.weights_intact and progress.step > saved:
-                    parts.save(progress)
+                    parts.save(progress, True)
                 raise
             progress = advance(progress, outcome)
             interval.add(outcome)
@@ -96,12 +111,12 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
 
             ends = outcome.stop_requested or progress.step == goal.total_steps
             if ends or progress.step % config.output.log_every_steps == 0:
-                progress = interval.close(progress, learning_rate, length)
+                progress = interval.close(progress, learning_rate, length, optim.loss_spike_factor)
             if not outcome.stop_requested:
                 progress = evaluate_if_due(parts, config, goal, progress)
                 ends = ends or is_done(config, goal, progress)
             if ends or is_due(config.output.save_every_steps, progress) or progress.best_step == progress.step:
-                parts.save(progress)
+                parts.save(progress, ends)
                 saved = progress.step
             interval.restart()
             if ends:
@@ -178,24 +193,29 @@ def report_skipped(
         progress.step,
         {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(set(examples))},
     )
+    last_finite = progress.step - progress.consecutive_nonfinite_steps
     if scale is not None and scale <= MIN_LOSS_SCALE:
-        raise UserError(
+        raise DivergenceError(
             f"step {progress.step}: the gradients overflow fp16 even at a loss scale of {scale}. Try "
-            "--mixed_precision bf16 or no, a lower learning rate or a longer warm-up."
+            "--mixed_precision bf16 or no, a lower learning rate or a longer warm-up.",
+            progress,
+            last_finite,
         )
     if progress.consecutive_nonfinite_steps >= config.optimization.max_consecutive_nonfinite_steps:
-        raise UserError(
+        raise DivergenceError(
             f"step {progress.step}: no finite gradient in {progress.consecutive_nonfinite_steps} steps in a row; the "
             "weights were left alone. Look at the examples named in metrics.jsonl, lower the learning rate, or raise "
-            "--max_consecutive_nonfinite_steps."
+            "--max_consecutive_nonfinite_steps.",
+            progress,
+            last_finite,
         )
 
 
 class Interval:
     """Sums over the steps between two log lines; tensors stay on the device until then."""
 
-    def __init__(self, parts: Parts, goal: Goal) -> None:
-        self._parts, self._goal = parts, goal
+    def __init__(self, parts: Parts, goal: Goal, step: int) -> None:
+        self._parts, self._goal, self._sound_step = parts, goal, step
         self._clear()
         self.restart()
 
@@ -220,8 +240,14 @@ class Interval:
         self._grad_norm = outcome.grad_norm
         self._seconds += time.perf_counter() - self._started
 
-    def close(self, progress: Progress, learning_rate: float, sequence_length: int) -> Progress:
-        """Reports the interval and begins the next."""
+    def close(
+        self, progress: Progress, learning_rate: float, sequence_length: int, spike_factor: float | None
+    ) -> Progress:
+        """Reports the interval and begins the next.
+
+        Raises:
+            DivergenceError: its loss is above ``spike_factor`` times the usual.
+        """
         accelerator, goal = self._parts.accelerator, self._goal
         loss_sum = cast("torch.Tensor", accelerator.reduce(self._loss_sum, reduction="sum")).item()
         tokens_per_second = self._tokens / self._seconds
@@ -230,7 +256,7 @@ class Interval:
             mfu = tokens_per_second * goal.flops_per_token / goal.peak_flops_per_second
         values = {
             "epoch": progress.epoch,
-            "loss": loss_sum / self._targets if self._targets else None,
+            "loss": (loss := loss_sum / self._targets if self._targets else None),
             "learning_rate": learning_rate,
             "sequence_length": sequence_length,
             "grad_norm": self._grad_norm,
@@ -247,4 +273,15 @@ class Interval:
         progress = replace(progress, training_seconds=progress.training_seconds + self._seconds)
         self._clear()
         self._parts.report("train", progress.step, values)
-        return progress
+        if loss is None:
+            return progress
+        if is_spike(progress.usual_loss, loss, spike_factor):
+            raise DivergenceError(
+                f"step {progress.step}: the loss since step {self._sound_step} is {loss:.4g}, usual is "
+                f"{progress.usual_loss or math.nan:.4g}. Lower the learning rate, warm up longer, look at the data, or "
+                "raise --loss_spike_factor.",
+                progress,
+                self._sound_step,
+            )
+        self._sound_step = progress.step
+        return replace(progress, usual_loss=usual_loss(progress.usual_loss, loss))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -13,10 +14,11 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from train.config import Config, Optimization, parse
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UserError
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, UserError
 from train.launch import Launch, check_launch, let_segments_grow, read_launch
 from train.parent import follow_launcher
 from train.tasks import check_task
+from train.wording import without_secrets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from train.training_state import RunState
 
 STARTED = time.perf_counter()
+OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+"""What the system says of a disk that takes nothing more."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,11 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
         if rank == 0 or error.exit_status != EXIT_USAGE:  # a usage error is the same on every rank: said once
             tell_error(str(error), rank)
         return error.exit_status
+    except KeyboardInterrupt:
+        tell_error("interrupted: ended at once. The same command goes on from the newest checkpoint.", 0)
+        return EXIT_INTERRUPTED
 
 
 def tell_error(message: str, rank: int) -> None:
     """Shows what ended the run, on the error output."""
-    print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+    print(f"error{f' (rank {rank})' if rank else ''}: {without_secrets(message)}", file=sys.stderr, flush=True)
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -88,10 +95,15 @@ def train(config: Config, launch: Launch) -> int:
                     outputs.stop_bar()
                     if watch.concludes(error):
                         return EXIT_ERROR
+                    if isinstance(error, OSError) and error.errno in OF_A_DISK:
+                        where = error.filename or outputs.folder
+                        reason = f"{where} cannot be written: {error.strerror}."
+                        raise UserError(f"{reason} {outputs.how_to_go_on()}") from None
                     if (explanation := memory.explain(error, outputs.folder)) is None:
                         raise
                     raise UserError(explanation) from None
         finally:
+            outputs.let_writing_end()
             memory.close()
 
 
@@ -151,7 +163,7 @@ def run(
     outputs.note(*describe_network(network, config, accelerator.device.type))
     num_trained, num_parameters = parameter_counts(network)  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
-    identity = prepared.identity(config, arithmetic.global_batch_size)
+    identity = prepared.identity(config, arithmetic.global_batch_size, accelerator.mixed_precision)
     if config.architecture.compile:
         compile_layers(network)
     model, optimizer, state = share_out(launch, accelerator, network, optim, arithmetic, identity)
@@ -192,7 +204,8 @@ def run(
         stop=stop,
         step=deepspeed_engine.optimizer_step if launch.engine == "deepspeed" else memory.step,
         evaluate=lambda step: outputs.record_evaluation(evaluator.validation(step)),
-        save=lambda now: outputs.save(state, now),
+        save=lambda now, wait: outputs.save(state, now, wait),
+        restore=lambda step: outputs.go_back(state, step),
         report=outputs.record,
         tick=outputs.tick,
     )
@@ -335,9 +348,12 @@ def finish(
         "training_seconds": progress.training_seconds,
         "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
         "seconds_to_first_step": outputs.seconds_to_first_step(STARTED),
+        "checkpoints_beside_training": outputs.saves_beside_training,
+        "longest_save_stall_seconds": max(outputs.save_stalls_seconds, default=None),
         **memory.summary(),
         **compilation.summary(),
         "nonfinite_steps": progress.nonfinite_steps,
+        "rollbacks": progress.rollbacks,
         "label_names": list(examples.label_names),
         "notes": outputs.notes,
         "hardware": report.hardware(),

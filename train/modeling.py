@@ -6,9 +6,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from train import adapters
@@ -21,6 +23,20 @@ from train.layers.tiling import tile_mlps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    KeyError,
+    SafetensorError,
+    UnpicklingError,
+)
+"""What transformers raises at a model that it cannot make; the last: weights that would run code."""
 
 
 def build_model(
@@ -121,7 +137,7 @@ def _from_transformers(
             model = factory.from_pretrained(
                 config.model, config=model_config, trust_remote_code=config.trust_remote_code, **options
             )
-    except (OSError, ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"model {config.model or model_config.model_type!r} cannot be built: {' '.join(str(error).split())[:500]}"
         ) from None

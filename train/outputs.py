@@ -17,11 +17,14 @@ from train.config import Config, dump
 from train.errors import UserError
 from train.records import Evaluation, Progress
 from train.training_state import RunState
-from train.wording import count, duration, gib, scalars
+from train.wording import count, duration, gib, scalars, without_secrets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
+
+
+SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 
 
 class Outputs:
@@ -38,6 +41,12 @@ class Outputs:
         self._log = report.MetricsLog(self.folder / "metrics.jsonl", enabled=self._is_main)
         self._first_step: float | None = None
         self._evaluations: dict[int, Evaluation] = {}
+        self._writing: checkpoint.Writing | None = None
+        self._best_step: int | None = None
+        self._last_save_failed = False
+        self.save_stalls_seconds: list[float] = []
+        """How long training stood still for each checkpoint on the way."""
+        self.saves_beside_training = 0
 
     def use(self, config: Config) -> None:
         """``config`` is what the run's choices came to."""
@@ -51,9 +60,9 @@ class Outputs:
 
     def note(self, *lines: str) -> None:
         """Lines that also belong into the summary."""
-        for line in lines:
+        for line in map(without_secrets, lines):
             self.say(line)
-        self.notes += lines
+            self.notes.append(line)
 
     def prepare(self) -> None:
         """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first.
@@ -115,18 +124,94 @@ class Outputs:
                 for problem in problems:
                     self.note(f"damaged checkpoint passed over: {problem}")
                 return found
-            problem = checkpoint.verify(Path(resume))
+            named = Path(resume).resolve()  # a link that a person names is what that person wants
+            problem = checkpoint.verify(named)
             if problem is not None:
                 raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
-            return Path(resume)
+            return named
         except UserError as error:
             return error
 
-    def save(self, state: RunState, progress: Progress) -> None:
-        """A checkpoint, and then the removal of those that are no longer needed."""
-        checkpoint.save(self.checkpoints, state, progress, self._accelerator.process_index, self._exchange)
+    def save(self, state: RunState, progress: Progress, wait: bool) -> None:
+        """A checkpoint, and then the removal of those that are no longer needed.
+
+        Args:
+            wait: until it is on the disk; otherwise it is written while the run goes on, and the next call sees to
+                it. One that cannot be written then is told aloud, and only the next one after it ends the run.
+
+        Raises:
+            UserError: it cannot be written, nor could the one before it.
+        """
+        started, beside = time.perf_counter(), self._config.output.save_in_background and not wait
+        self._finish_saving(forgives=True)
+        exchange, rank = self._exchange, self._accelerator.process_index
+        try:
+            self._writing = checkpoint.Writing(self.checkpoints, state, progress, rank, exchange, copies=beside)
+        except UserError as error:
+            self._save_failed(error, forgives=beside)
+        self._best_step = progress.best_step
+        self.saves_beside_training += beside
+        if not beside:
+            self._finish_saving(forgives=False)
+        if not wait:
+            self.save_stalls_seconds.append(time.perf_counter() - started)
+
+    def _finish_saving(self, forgives: bool) -> None:
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.finish()
+        except UserError as error:
+            self._save_failed(error, forgives)
+            return
+        self._last_save_failed = False
         if self._is_main:
-            checkpoint.rotate(self.checkpoints, self._config.output.save_total_limit, progress.best_step)
+            try:
+                checkpoint.rotate(self.checkpoints, self._config.output.save_total_limit, self._best_step)
+            except OSError as error:  # the other ranks go on, and the next rotation tries again
+                self.note(f"an old checkpoint in {self.checkpoints} could not be removed: {error.strerror or error}")
+
+    def _save_failed(self, error: UserError, forgives: bool) -> None:
+        """Tells of a failure; raises it where it is the second in a row, or the run cannot go on from it."""
+        again, self._last_save_failed = self._last_save_failed, True
+        if again or not forgives:
+            raise error
+        self.note(f"{error} Training goes on, and the next checkpoint is tried.")
+
+    def go_back(self, state: RunState, until_step: int) -> Progress | None:
+        """Restores the newest good checkpoint not after ``until_step``, and removes later ones; None: there is none.
+
+        Called by all ranks together.
+
+        Raises:
+            UserError: there are such checkpoints, but none is intact.
+        """
+        self._finish_saving(forgives=True)
+        choice: Path | UserError | None = None
+        if self._is_main:
+            try:
+                choice, problems = checkpoint.newest_good(self.checkpoints, until_step)
+                self.note(*(f"damaged checkpoint passed over: {problem}" for problem in problems))
+                if choice is not None:
+                    checkpoint.remove_after(self.checkpoints, choice)
+            except UserError as error:
+                choice = error
+            except OSError as error:
+                choice = UserError(f"a checkpoint in {self.checkpoints} could not be removed: {error.strerror}.")
+        found = self._exchange(choice)[0]
+        if isinstance(found, UserError):
+            raise found
+        if found is None:
+            return None
+        progress = checkpoint.restore(found, state)
+        self._log.rewind(progress.step)
+        return progress
+
+    def let_writing_end(self) -> None:
+        """Gives a checkpoint that is being written a moment to get there; for a run that ends in another way."""
+        if self._writing is not None:
+            self._writing.wait(SECONDS_FOR_A_LAST_CHECKPOINT)
 
     def _exchange(self, value: Any) -> list[Any]:
         from accelerate.utils import gather_object
@@ -167,6 +252,8 @@ class Outputs:
         prefix = values.get("split", kind)
         scalars = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
         report.log_to_trackers(self._accelerator, scalars, step)
+        if kind == "rollback":
+            self.note(f"{values['reason']} Went back to the checkpoint of step {step}, and past the data since.")
         if kind == "train" and self._bar is not None:
             self._bar.set_postfix_str(report.progress_text(values))
 

@@ -187,6 +187,9 @@ class Progress:
     evaluated_step: int = 0
     evaluations_without_improvement: int = 0
     training_seconds: float = 0.0
+    usual_loss: float | None = None
+    """A moving mean over the intervals of logging."""
+    rollbacks: int = 0
 
 
 @dataclass(frozen=True)

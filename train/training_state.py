@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from train.errors import UserError
+
 
 @dataclass(frozen=True)
 class Part:
@@ -198,7 +200,17 @@ def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
 
 @torch.no_grad()
 def _filled(tensor: Tensor, blocks: Blocks, section: str, name: str) -> Tensor:
-    """``tensor`` with its part of the stored one."""
+    """``tensor`` with its part of the stored one.
+
+    Raises:
+        UserError: that is of another shape.
+    """
+    whole = blocks.whole_shape(section, name)
+    if whole != tuple(tensor.shape):
+        raise UserError(
+            f"{name} has the shape {whole} in the checkpoint and {tuple(tensor.shape)} in this model: give the old "
+            "settings, or start afresh with --resume never."
+        )
     local = _local(tensor)
     offsets = _offsets(tensor) if isinstance(tensor, DTensor) else (0,) * local.ndim
     if offsets is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,21 @@ _NAMES = {
     "causal_lm": "causal language",
     "masked_lm": "masked language",
 }
+
+
+_SECRETS = (
+    (re.compile(r"(?<=:/)(/?)[^/\s@'\"]+@"), r"\1…@"),
+    (re.compile(r"(?i)([?&;](?:[\w-]*(?:token|key|secret|password|signature)|sig)=)[^&\s'\"]+"), r"\1…"),
+    (re.compile(r"\bhf_\w{20,}"), "hf_…"),
+)
+"""User and password of a URL, what its parameters keep secret, and the Hub's tokens."""
+
+
+def without_secrets(text: str) -> str:
+    """``text`` that may be shown and kept."""
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def gib(size_bytes: float) -> str:

@@ -226,7 +226,8 @@ def run_template(job: Job) -> None:
             stop=stop,
             step=optimizer_step,
             evaluate=lambda step: Evaluation("validation", step, {"loss": 0.0}),
-            save=lambda progress: None,
+            save=lambda progress, wait: None,
+            restore=lambda step: None,
             report=outputs.record,
             tick=tick,
         )

@@ -257,6 +257,11 @@ _BAD_BYTE = re.compile("[\udc80-\udcff]")
 
 
 def _check_names(path: Path, names: Sequence[str]) -> list[str]:
+    for name in names:
+        if bad := _BAD_BYTE.search(name):
+            raise UserError(
+                f"{path}: the header line is not UTF-8 (byte 0x{ord(bad[0]) - 0xDC00:02x}). Store the file as UTF-8."
+            )
     twice = sorted({name for name in names if name and names.count(name) > 1})
     if twice:
         raise UserError(f"{path}: the column {', '.join(map(repr, twice))} stands twice. Rename one.")
@@ -284,7 +289,7 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
                 for index in range(batch.num_rows):
                     number += 1
                     yield number, _parquet_record(batch, index, columns)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files bring them up
         if isinstance(error, OSError) and error.errno:
             raise
         reason = (

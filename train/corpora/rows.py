@@ -89,7 +89,8 @@ def _check(record: Mapping[str, Any], text_column: str, label_column: str | None
 
 
 def _without(column: str, record: Mapping[str, Any]) -> Problem:
-    return Problem(f"without {column!r}", f"the columns are {', '.join(map(str, record)) or 'none'}")
+    names = ", ".join(map(str, record)) or "none"
+    return Problem(f"without {column!r}", f"the columns are {_shown(names)}")
 
 
 def _label(value: Any, column: str) -> str | int | Problem:
@@ -104,6 +105,11 @@ def _label(value: Any, column: str) -> str | int | Problem:
     if isinstance(value, str):
         return value
     return Problem(f"{column!r} is neither text nor a whole number", f"but {type(value).__name__}")
+
+
+def _shown(text: str) -> str:
+    """``text`` with what is no character written out, so that a message can be stored and printed."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _encodable(value: str) -> bool:

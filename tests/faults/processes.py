@@ -1,0 +1,163 @@
+"""Runs of ``train/main.py`` in real processes that are really killed, forked from one that has loaded the libraries.
+
+Loading torch and 🤗 takes seconds; a fork has them at once, so hundreds of runs fit into minutes. What a run meets is
+a *fault*: a function of this folder that is called in the new process with its rank, before ``main``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any
+
+from support import ROOT
+from torch.distributed import TCPStore
+
+Fault = Callable[[int], None]
+KILLED = -signal.SIGKILL
+PATIENCE_SECONDS = 120.0
+"""For the end of a run that takes one or two."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of one process."""
+
+    status: int | None
+    """As of ``subprocess``: negative for a signal; None where it did not end in time."""
+    said: str
+
+
+@dataclass
+class Job:
+    """The processes of one run."""
+
+    processes: Sequence[ForkServerProcess]
+    logs: Sequence[Path]
+    store: TCPStore | None = None
+
+    def said(self, rank: int = 0) -> str:
+        """What a process has written to its outputs so far."""
+        return self.logs[rank].read_text(errors="replace") if self.logs[rank].exists() else ""
+
+    def signal(self, number: int, rank: int = 0) -> None:
+        """Sends a signal to one process."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> None:
+        """Waits for something that the run does; an error if it ends before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.said()
+            assert any(process.is_alive() for process in self.processes), self.said()
+            time.sleep(0.01)
+
+    def end(self, seconds: float = PATIENCE_SECONDS, of_ranks: Sequence[int] | None = None) -> list[Ended]:
+        """Waits for all processes, or some; those that have not ended then are killed."""
+        deadline, ended = time.monotonic() + seconds, []
+        for rank in range(len(self.processes)) if of_ranks is None else of_ranks:
+            self.processes[rank].join(max(0.0, deadline - time.monotonic()))
+        for rank, process in enumerate(self.processes):
+            status = process.exitcode
+            if status is None:
+                process.kill()
+                process.join()
+            ended.append(Ended(status, self.said(rank)))
+        return ended
+
+
+def context() -> ForkServerContext:
+    """The server of processes that have the libraries loaded; the first call starts it."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(["faults.preload"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *([before] if before else [])])
+    try:
+        ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before:
+            os.environ["PYTHONPATH"] = before
+    return forkserver
+
+
+def start(
+    arguments: Sequence[Any],
+    logs: Path,
+    ranks: int = 1,
+    fault: Fault | None = None,
+    environment: dict[str, str] | None = None,
+) -> Job:
+    """Starts the ranks of a run, which find each other over gloo; ``logs`` is a folder for what they write."""
+    logs.mkdir(parents=True, exist_ok=True)
+    variables = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **(environment or {})}
+    store = None
+    if ranks > 1:  # they meet through a store that outlives each of them, as under a launcher
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    number = len(list(logs.glob("*.rank-0")))
+    processes, files = [], []
+    for rank in range(ranks):
+        own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else variables
+        files.append(logs / f"{number:03d}.rank-{rank}")
+        process = context().Process(target=_child, args=([str(a) for a in arguments], own, files[-1], rank, fault))
+        process.start()
+        processes.append(process)
+    return Job(processes, files, store)
+
+
+def run(
+    arguments: Sequence[Any],
+    logs: Path,
+    ranks: int = 1,
+    fault: Fault | None = None,
+    environment: dict[str, str] | None = None,
+) -> list[Ended]:
+    """The same, to its end."""
+    with started(arguments, logs, ranks, fault, environment) as job:
+        return job.end()
+
+
+@contextmanager
+def started(*arguments: Any, **options: Any) -> Iterator[Job]:
+    """A run that is killed at the end of the block if it has not ended."""
+    job = start(*arguments, **options)
+    try:
+        yield job
+    finally:
+        job.end(0.0)
+
+
+def _child(arguments: list[str], variables: dict[str, str], log: Path, rank: int, fault: Fault | None) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.environ.update(variables)
+    multiprocessing.set_start_method("fork", force=True)  # as it is in a process that nobody has forked
+    status = 70
+    try:
+        from train.main import main
+
+        if fault is not None:
+            fault(rank)
+        status = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,206 @@
+"""Disks that are full, read-only or slow, on all ranks or one: earlier checkpoints stay, and nobody waits forever."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.injections import (
+    at_call,
+    at_change,
+    counting_changes,
+    disk_is_full,
+    disk_is_slow,
+    on_rank,
+    quick_roll_call,
+    several,
+    without_privileges,
+)
+from faults.processes import Ended, run
+from support import checkpoint_digests, write_recipe
+
+from train.checkpoint import verify
+from train.errors import EXIT_DONE, EXIT_ERROR
+
+STEPS = 6
+FOREVER = 10**6
+
+
+def arguments(folder: Path, output: Path, *more: Any) -> tuple[Any, ...]:
+    return ("--config", write_recipe(folder), "--output_dir", output, "--save_every_steps", 1, *more)
+
+
+def names(output: Path) -> list[str]:
+    """What lies among the checkpoints; each whole one is intact."""
+    folder = output / "checkpoints"
+    found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    assert all(verify(folder / name) is None for name in found if name.startswith("step-"))
+    return found
+
+
+def assert_no_traceback(ended: list[Ended]) -> None:
+    for end in ended:
+        assert end.status is not None, f"it hangs: {end.said}"
+        assert "Traceback" not in end.said, end.said
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[list[str]]]]:
+    """A run without a fault, and what each of its ranks changed among the checkpoints."""
+    made: dict[int, tuple[Path, list[list[str]]]] = {}
+
+    def of(ranks: int) -> tuple[Path, list[list[str]]]:
+        if ranks not in made:
+            folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+            output, log = folder / "run", folder / "changes"
+            fault = counting_changes(output / "checkpoints", log)
+            ended = run(arguments(folder, output), folder / "logs", ranks, fault)
+            assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+            made[ranks] = output, [Path(f"{log}.{rank}").read_text().splitlines() for rank in range(ranks)]
+        return made[ranks]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("ranks", "victim", "every"),
+    [
+        (1, 0, 31),
+        pytest.param(1, 0, 3, marks=pytest.mark.slow),
+        (2, 1, 4),
+        pytest.param(2, 0, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_one_write_that_fails_costs_one_checkpoint(
+    tmp_path: Path, whole: Callable[[int], tuple[Path, list[list[str]]]], ranks: int, victim: int, every: int
+) -> None:
+    """The run says so, goes on, and ends like any other."""
+    output, changes = whole(ranks)
+    at_the_end = next((n for n, line in enumerate(changes[0]) if "step-00000006" in line), 0) if victim == 0 else 0
+    numbers = range(1, at_the_end or len(changes[victim]) * 4 // STEPS)
+    for number in numbers[::every]:
+        folder, name = tmp_path / "runs" / str(number), tmp_path / str(number)
+        name.mkdir()
+        fault = on_rank(victim, at_change(number, folder / "checkpoints", disk_is_full))
+        ended = run(arguments(name, folder), name / "logs", ranks, fault)
+        assert_no_traceback(ended)
+        assert {end.status for end in ended} == {EXIT_DONE}, (changes[victim][number - 1], ended[0].said)
+        assert checkpoint_digests(folder, STEPS) == checkpoint_digests(output, STEPS)
+        assert names(folder) == ["step-00000005", "step-00000006"] or "could not be" in ended[0].said
+        assert not [n for n in names(folder) if not n.startswith("step-")]
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 1)])
+def test_disk_that_stays_full_ends_the_run_and_keeps_what_was_there(
+    tmp_path: Path, whole: Callable[[int], tuple[Path, list[list[str]]]], ranks: int, victim: int
+) -> None:
+    output, changes = whole(ranks)
+    first = next((n for n, line in enumerate(changes[victim], 1) if "step-00000004" in line), len(changes[victim]) // 2)
+    folder = tmp_path / "run"
+    fault = on_rank(victim, at_change(first, folder / "checkpoints", disk_is_full, until=FOREVER))
+    ended = run(arguments(tmp_path, folder), tmp_path / "logs", ranks, fault)
+    assert_no_traceback(ended)
+    assert {end.status for end in ended} == {EXIT_ERROR}
+    assert "No space left on device" in ended[0].said
+    assert "Earlier checkpoints are untouched" in ended[0].said
+    assert "step-00000003" in names(folder) or "step-00000002" in names(folder)
+    assert {end.status for end in run(arguments(tmp_path, folder), tmp_path / "logs", ranks)} == {EXIT_DONE}
+    assert checkpoint_digests(folder, STEPS) == checkpoint_digests(output, STEPS)
+    assert names(folder) == ["step-00000005", "step-00000006"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 KiB; a checkpoint of the tests' model takes 130."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True)
+    if done.returncode:
+        pytest.skip("no right to mount a small disk")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_that_is_really_full(tmp_path: Path, small_disk: Path) -> None:
+    keep_all = ("--save_total_limit", 100)
+    [end] = run(arguments(tmp_path, small_disk / "run", *keep_all), tmp_path / "logs")
+    assert end.status == EXIT_ERROR
+    assert "No space left on device" in end.said
+    assert "Traceback" not in end.said
+    kept = names(small_disk / "run")
+    assert kept and all(name.startswith("step-") for name in kept)
+    for name in kept[:-1]:  # as a person would
+        subprocess.run(["rm", "-r", small_disk / "run" / "checkpoints" / name], check=True)
+    [end] = run(arguments(tmp_path, small_disk / "run", "--save_total_limit", 1), tmp_path / "logs")
+    assert f"at step {int(kept[-1][5:])}" in end.said
+
+
+def make_read_only(folder: Path) -> None:
+    folder.chmod(0o555)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_directory_that_becomes_read_only(tmp_path: Path, ranks: int) -> None:
+    output = tmp_path / "run"
+    lock = at_call("train.checkpoint:rotate", partial(make_read_only, output / "checkpoints"), 2, after=True)
+    fault = several(without_privileges(), on_rank(0, lock))
+    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault)
+    (output / "checkpoints").chmod(0o777)
+    assert_no_traceback(ended)
+    assert {end.status for end in ended} == {EXIT_ERROR}, ended[0].said
+    assert "Permission denied" in ended[0].said
+    assert names(output) == ["step-00000001", "step-00000002"]
+
+
+def test_directory_that_cannot_be_written_is_said_before_training(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked").chmod(0o555)
+    [end] = run(arguments(tmp_path, tmp_path / "locked" / "run"), tmp_path / "logs", fault=without_privileges())
+    assert end.status == EXIT_ERROR
+    assert "output_dir" in end.said and "Permission denied" in end.said
+    assert "Traceback" not in end.said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_slow_disk_does_not_stop_training(
+    tmp_path: Path, whole: Callable[[int], tuple[Path, list[list[str]]]], ranks: int
+) -> None:
+    """Each change takes 50 ms longer, a checkpoint a second: steps go on meanwhile, and the end is the same."""
+    output = tmp_path / "run"
+    fault = on_rank(ranks - 1, at_change(1, output / "checkpoints", disk_is_slow, until=FOREVER))
+    few = ("--save_every_steps", 3)
+    ended = run(arguments(tmp_path, output, *few), tmp_path / "logs", ranks, fault)
+    assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+    assert checkpoint_digests(output, STEPS) == checkpoint_digests(whole(ranks)[0], STEPS)
+    assert json.loads((output / "summary.json").read_text())["checkpoints_beside_training"] == 1
+
+
+def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
+    """One checkpoint is kept, and every second save fails: at any time the newest good one is still there."""
+    output = tmp_path / "run"
+    few = ("--save_total_limit", 1)
+    for number in (2, 4):
+        fault = at_call("train.checkpoint:_complete", disk_is_full, number)
+        [end] = run(arguments(tmp_path, output, *few, "--max_steps", STEPS - 1), tmp_path / "logs", fault=fault)
+        assert end.status == EXIT_DONE, end.said
+        assert re.search(r"step \d could not be written", end.said)
+        assert len(names(output)) == 1
+        subprocess.run(["rm", "-r", output], check=True)
+
+
+@pytest.mark.parametrize("what", ["train.report:MetricsLog.write", "train.outputs:Outputs.write_final"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int, what: str) -> None:
+    output = tmp_path / "run"
+    fault = several(quick_roll_call(), on_rank(0, at_call(what, disk_is_full, 4 if "Log" in what else 1)))
+    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault)
+    assert_no_traceback(ended)
+    assert ended[0].status == EXIT_ERROR
+    assert ended[-1].status == EXIT_ERROR or "final" in what  # where the other ranks have nothing left to do
+    assert "cannot be written: No space left on device. Restart with the same command" in ended[0].said

@@ -1,0 +1,181 @@
+"""A run that is killed anywhere, and started again by the same command, ends as if nothing had been.
+
+The same means equal bytes of weights and optimizer, equal schedule and progress, and the same examples at every step.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.injections import (
+    Places,
+    at_change,
+    at_step,
+    counting_changes,
+    examples_to,
+    on_rank,
+    quick_roll_call,
+    several,
+)
+from faults.processes import KILLED, Ended, Fault, Job, started
+from support import checkpoint_digests, write_recipe
+
+from train.checkpoint import verify
+from train.errors import EXIT_DONE, EXIT_ERROR
+
+STEPS = 6
+"""Two epochs of 20 examples in global batches of 8: windows of 8, 8 and 4."""
+PACKED_STEPS = 4
+VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
+    "1 rank": (1, (), STEPS),
+    "1 rank, 2 workers": (1, ("--dataloader_num_workers", 2), STEPS),
+    "1 rank, packing": (1, ("--packing", True), PACKED_STEPS),
+    "2 ranks": (2, (), STEPS),
+    "2 ranks, 2 workers": (2, ("--dataloader_num_workers", 2), STEPS),
+    "2 ranks, packing": (2, ("--packing", True, "--dataloader_num_workers", 2), PACKED_STEPS),
+}
+"""Ranks, flags and steps."""
+QUICK = ("1 rank, packing", "2 ranks, packing")
+
+
+class Runs:
+    """Runs of one variant in folders of their own, beside one that nothing happens to."""
+
+    def __init__(self, folder: Path, ranks: int, flags: tuple[Any, ...], steps: int) -> None:
+        self.folder, self.ranks, self.steps = folder, ranks, steps
+        self._flags = ("--config", write_recipe(folder), "--save_every_steps", 1, *flags)
+        self.whole = folder / "whole"
+        assert [end.status for end in self.run("whole")] == [EXIT_DONE] * ranks
+
+    def run(self, name: str, fault: Fault | None = None) -> list[Ended]:
+        """All processes of a run in the folder of that name, to their end."""
+        with self.started(name, fault) as job:
+            return job.end()
+
+    def started(self, name: str, fault: Fault | None = None, timeout_seconds: int = 600) -> AbstractContextManager[Job]:
+        """The same, not waited for."""
+        faults = several(quick_roll_call(), examples_to(self.folder / f"{name}-examples"), *([fault] if fault else []))
+        arguments = (*self._flags, "--output_dir", self.folder / name, "--distributed_timeout_seconds", timeout_seconds)
+        return started(arguments, self.folder / f"{name}-logs", self.ranks, faults)
+
+    def assert_ended_as_the_whole(self, name: str) -> None:
+        """Compares weights, optimizer, schedule, progress and the examples of every step."""
+        output = self.folder / name
+        assert checkpoint_digests(output, self.steps) == checkpoint_digests(self.whole, self.steps)
+        assert state(output, self.steps) == state(self.whole, self.steps)
+        for rank in range(self.ranks):
+            expected, seen = (dict(examples(self.folder / f"{run}-examples", rank)) for run in ("whole", name))
+            assert sorted(seen) == list(range(self.steps))
+            assert seen == expected
+            for step, ids in examples(self.folder / f"{name}-examples", rank):  # what was done again, too
+                assert ids == expected[step]
+
+
+def state(output: Path, step: int) -> dict[str, Any]:
+    """What of a checkpoint is no tensor, without the time that was taken."""
+    values = json.loads((output / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+    values["progress"].pop("training_seconds")
+    return values
+
+
+def examples(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
+    return [tuple(json.loads(line)) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runs]:
+    made: dict[str, Runs] = {}
+
+    def of(variant: str) -> Runs:
+        if variant not in made:
+            made[variant] = Runs(tmp_path_factory.mktemp(variant.replace(" ", "-")), *VARIANTS[variant])
+        return made[variant]
+
+    return of
+
+
+def assert_died(ended: list[Ended], victim: int) -> None:
+    """One process was killed, and the others said so and ended."""
+    assert ended[victim].status == KILLED, ended[victim].said
+    for rank, end in enumerate(ended):
+        assert rank == victim or end.status == EXIT_ERROR, end.said
+        assert "Traceback" not in end.said, end.said
+    if len(ended) > 1:
+        assert f"rank {victim}" in "".join(end.said for end in ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("place", Places)
+def test_killed_at_any_step_and_started_again(runs: Callable[[str], Runs], variant: str, place: str) -> None:
+    its = runs(variant)
+    for step in range(its.steps):
+        name, victim = f"{place}-{step}", step % its.ranks
+        assert_died(its.run(name, on_rank(victim, at_step(step, place))), victim)
+        assert [end.status for end in its.run(name)] == [EXIT_DONE] * its.ranks
+        its.assert_ended_as_the_whole(name)
+
+
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=() if v in QUICK else pytest.mark.slow) for v in VARIANTS])
+def test_killed_again_and_again(runs: Callable[[str], Runs], variant: str) -> None:
+    its = runs(variant)
+    for step in range(1, its.steps):
+        victim = step % its.ranks
+        assert_died(its.run("again", on_rank(victim, at_step(step, "middle"))), victim)
+    assert [end.status for end in its.run("again")] == [EXIT_DONE] * its.ranks
+    its.assert_ended_as_the_whole("again")
+    once = dict(examples(its.folder / "again-examples", 0)).values()
+    if its.ranks == 1:
+        per_epoch = its.steps // 2
+        for epoch in range(2):
+            ids = sorted(i for step, ids in enumerate(once) if step // per_epoch == epoch for i in ids)
+            assert ids == sorted(set(ids))
+
+
+def stop_answering() -> None:
+    signal.raise_signal(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_rank_that_stops_answering_is_named_and_the_restart_is_exact(runs: Callable[[str], Runs], victim: int) -> None:
+    its, name = runs("2 ranks, packing"), f"silent-{victim}"
+    with its.started(name, on_rank(victim, at_step(2, "middle", stop_answering)), timeout_seconds=4) as job:
+        ended = job.end(60.0, of_ranks=[1 - victim])
+    assert ended[1 - victim].status == EXIT_ERROR, ended[1 - victim].said
+    assert f"rank {victim} (host" in ended[1 - victim].said
+    assert ended[victim].status is None
+    assert [end.status for end in its.run(name)] == [EXIT_DONE] * 2
+    its.assert_ended_as_the_whole(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["1 rank", "2 ranks"])
+def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], variant: str) -> None:
+    """Every write, half of a write, sync, rename and removal of the third save and of the rotation that follows."""
+    its, step = runs(variant), 3
+    log, checkpoints = its.folder / "changes", its.folder / "counted" / "checkpoints"
+    assert [end.status for end in its.run("counted", counting_changes(checkpoints, log))] == [EXIT_DONE] * its.ranks
+    tried = 0
+    for rank in range(its.ranks):
+        changes = [line.split(" ", 1) for line in Path(f"{log}.{rank}").read_text().splitlines()]
+        first = (
+            next(int(n) for n, what in changes if f"{step - 1:08d}" in what and "partial" in what) if rank == 0 else 1
+        )
+        last = next((int(n) for n, what in changes if f"{step + 1:08d}" in what), len(changes))
+        for number in range(first, last + 1):
+            name = f"killed-{rank}-{number}"
+            folder = its.folder / name / "checkpoints"
+            ended = its.run(name, on_rank(rank, at_change(number, folder)))
+            assert_died(ended, rank)
+            good = [path for path in folder.glob("step-*") if verify(path) is None]
+            assert good or number < first + 10
+            assert [end.status for end in its.run(name)] == [EXIT_DONE] * its.ranks
+            its.assert_ended_as_the_whole(name)
+            tried += 1
+    assert tried > 20 * its.ranks

@@ -1,0 +1,129 @@
+"""Losses and gradients that are not numbers, or far too large: no weight and no checkpoint is poisoned."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.injections import at_step, losses_of, on_rank, several, shown_loss_of
+from faults.processes import KILLED, run
+from safetensors.torch import load_file
+from support import checkpoint_digests, write_recipe
+
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
+from train.report import read_metrics
+
+
+def arguments(folder: Path, output: Path, *more: Any) -> tuple[Any, ...]:
+    saves = ("--save_every_steps", 1, "--save_total_limit", 100, "--num_epochs", 4)
+    return ("--config", write_recipe(folder), "--output_dir", output, *saves, *more)
+
+
+def rows(output: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(output / "metrics.jsonl") if row["kind"] == kind]
+
+
+def weights(output: Path, step: int) -> list[str]:
+    return [digest for name, digest in checkpoint_digests(output, step).items() if name.startswith("model-")]
+
+
+def assert_all_finite(output: Path) -> int:
+    files = [*output.rglob("*.safetensors")]
+    for path in files:
+        for name, tensor in load_file(path).items():
+            assert torch.isfinite(tensor).all(), f"{path}: {name}"
+    return len(files)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_bad_loss_skips_one_step_on_all_ranks(tmp_path: Path, value: float, ranks: int) -> None:
+    output = tmp_path / "run"
+    fault = on_rank(ranks - 1, losses_of(4, value))
+    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault)
+    assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+    [skipped] = rows(output, "skipped")
+    assert skipped["step"] == 5
+    assert len(skipped["examples"]) == 8
+    assert weights(output, 5) == weights(output, 4) != weights(output, 6)
+    assert assert_all_finite(output) > 20
+    assert json.loads((output / "summary.json").read_text())["nonfinite_steps"] == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bad_losses_without_end_stop_the_run_and_keep_its_weights(tmp_path: Path, ranks: int) -> None:
+    output, bound = tmp_path / "run", ("--max_consecutive_nonfinite_steps", 3)
+    fault = on_rank(ranks - 1, losses_of(4, math.nan, last=1000))
+    ended = run(arguments(tmp_path, output, *bound), tmp_path / "logs", ranks, fault)
+    assert {end.status for end in ended} == {EXIT_ERROR}
+    assert "step 7: no finite gradient in 3 steps in a row" in ended[0].said
+    assert "Traceback" not in ended[0].said
+    assert weights(output, 6) == weights(output, 4)
+    assert assert_all_finite(output)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_goes_back_past_the_data_that_led_there(tmp_path: Path, ranks: int) -> None:
+    """Not finite at steps 5 to 7, counted from 1: back to 4, and on with the data of step 8."""
+    output = tmp_path / "run"
+    flags = ("--max_consecutive_nonfinite_steps", 3, "--max_rollbacks", 1)
+    ended = run(arguments(tmp_path, output, *flags), tmp_path / "logs", ranks, losses_of(4, math.nan, last=6))
+    assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+    [row] = rows(output, "rollback")
+    assert (row["step"], row["from_step"], row["rollbacks"]) == (4, 7, 1)
+    assert [row["step"] for row in rows(output, "train")] == list(range(1, 13))
+    assert "Went back to the checkpoint of step 4" in ended[0].said
+    progress = json.loads((output / "checkpoints" / "step-00000005" / "state.json").read_text())["progress"]
+    assert (progress["epoch"], progress["step_in_epoch"], progress["rollbacks"]) == (2, 2, 1)
+    assert_all_finite(output)
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["rollbacks"], summary["nonfinite_steps"], summary["steps"]) == (1, 3, 12)
+
+
+def test_rollbacks_are_bounded(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    flags = ("--max_consecutive_nonfinite_steps", 2, "--max_rollbacks", 2)
+    [end] = run(arguments(tmp_path, output, *flags), tmp_path / "logs", fault=losses_of(4, math.nan, last=1000))
+    assert end.status == EXIT_ERROR
+    assert end.said.count("Went back to the checkpoint of step 4") == 2
+    assert assert_all_finite(output)
+
+
+@pytest.mark.parametrize("max_rollbacks", [0, 1])
+def test_loss_spike_ends_the_run_or_goes_back(tmp_path: Path, max_rollbacks: int) -> None:
+    output = tmp_path / "run"
+    flags = ("--loss_spike_factor", 3, "--max_rollbacks", max_rollbacks)
+    [end] = run(arguments(tmp_path, output, *flags), tmp_path / "logs", fault=shown_loss_of(7, 100.0))
+    if max_rollbacks:
+        assert end.status == EXIT_DONE, end.said
+        [row] = rows(output, "rollback")
+        assert (row["step"], row["from_step"]) == (7, 8)
+    else:
+        assert end.status == EXIT_ERROR
+        assert "step 8: the loss since step 7 is" in end.said
+        assert "--loss_spike_factor" in end.said
+    assert max(row["loss"] for row in rows(output, "train") if row["step"] != 8) < 10
+
+
+def test_killed_after_going_back_ends_the_same(tmp_path: Path) -> None:
+    flags = ("--max_consecutive_nonfinite_steps", 2, "--max_rollbacks", 1)
+    fault = losses_of(4, math.nan, last=5)
+    [end] = run(arguments(tmp_path, tmp_path / "whole", *flags), tmp_path / "logs", fault=fault)
+    assert end.status == EXIT_DONE, end.said
+    killed = several(fault, at_step(8, "begin"))
+    [end] = run(arguments(tmp_path, tmp_path / "killed", *flags), tmp_path / "logs", fault=killed)
+    assert end.status == KILLED
+    [end] = run(arguments(tmp_path, tmp_path / "killed", *flags), tmp_path / "logs", fault=fault)
+    assert end.status == EXIT_DONE, end.said
+    assert checkpoint_digests(tmp_path / "killed", 12) == checkpoint_digests(tmp_path / "whole", 12)
+
+
+def test_going_back_needs_checkpoints(tmp_path: Path) -> None:
+    its = ("--config", write_recipe(tmp_path), "--output_dir", tmp_path / "run", "--max_rollbacks", 1)
+    [end] = run(its, tmp_path / "logs")
+    assert end.status == EXIT_USAGE
+    assert "max_rollbacks: 1 needs save_every_steps" in end.said

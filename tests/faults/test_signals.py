@@ -1,0 +1,166 @@
+"""Requests to stop at any moment: a valid checkpoint, the documented status, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.injections import at_call, at_change, at_step, disk_is_slow, on_rank, send_itself, several
+from faults.processes import run, started
+from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, write_recipe
+
+from train.checkpoint import verify
+from train.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
+
+STEPS = 6
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+MOMENTS = {
+    "data": ("train.data:load_corpus", 1),
+    "model": ("train.modeling:build_model", 1),
+    "forward": ("train.losses:ModelWithLoss.forward", 3),
+    "evaluation": ("train.evaluation:Evaluator.validation", 1),
+    "saving": ("train.checkpoint:_write_parts", 1),
+    "completing": ("train.checkpoint:_complete", 1),
+}
+"""What is about to be called when the signal comes."""
+
+
+def arguments(recipe: Path, output: Path, *more: Any) -> tuple[Any, ...]:
+    every_two = ("--eval_every_steps", 2, "--save_every_steps", 2)
+    return ("--config", recipe, "--output_dir", output, *every_two, *more)
+
+
+def good(output: Path) -> list[str]:
+    folder = output / "checkpoints"
+    for path in folder.iterdir():
+        assert verify(path) is None, path
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs that nothing happened to, by their number of ranks."""
+    made = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        ended = run(arguments(write_recipe(folder), folder / "run"), folder / "logs", ranks)
+        assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+        made[ranks] = folder / "run"
+    return made
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stops_with_a_checkpoint_and_goes_on(
+    tmp_path: Path, whole: dict[int, Path], moment: str, number: signal.Signals, ranks: int
+) -> None:
+    """With several ranks only the last one is asked; all stop."""
+    if ranks == 1 and number != signal.SIGTERM and moment != "saving":
+        pytest.skip("each signal once, and SIGTERM everywhere")
+    target, call = MOMENTS[moment]
+    victim = 0 if moment == "completing" else ranks - 1
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    fault = on_rank(victim, at_call(target, send_itself(number), call))
+    for end in run(its, tmp_path / "logs", ranks, fault):
+        assert end.status == EXIT_STOPPED, end.said
+    assert good(tmp_path / "run")
+    assert {end.status for end in run(its, tmp_path / "logs", ranks)} == {EXIT_DONE}
+    assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[ranks], STEPS)
+
+
+def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole: dict[int, Path]) -> None:
+    """SIGTERM a second and a third time changes nothing."""
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    fault = several(
+        at_step(2, "begin", send_itself(signal.SIGTERM)),
+        at_call("train.checkpoint:_complete", send_itself(signal.SIGTERM, 2), 2),
+        at_change(1, tmp_path / "run" / "checkpoints", disk_is_slow, until=1000),
+    )
+    [end] = run(its, tmp_path / "logs", fault=fault)
+    assert end.status == EXIT_STOPPED, end.said
+    assert good(tmp_path / "run") == ["step-00000002", "step-00000003"]
+    assert [end.status for end in run(its, tmp_path / "logs")] == [EXIT_DONE]
+    assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[1], STEPS)
+
+
+def test_second_interrupt_ends_at_once_and_costs_no_checkpoint(tmp_path: Path) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run", "--save_in_background", False)
+    [end] = run(its, tmp_path / "logs", fault=at_step(3, "middle", send_itself(signal.SIGINT, 2)))
+    assert end.status == EXIT_INTERRUPTED, end.said
+    assert "Traceback" not in end.said
+    assert "ended at once" in end.said
+    assert good(tmp_path / "run") == ["step-00000002"]
+
+
+def test_signal_before_anything_is_loaded_ends_the_process(tmp_path: Path) -> None:
+    """Python's own answer: there is nothing to save."""
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    [end] = run(its, tmp_path / "logs", fault=at_call("train.main:parse", send_itself(signal.SIGTERM)))
+    assert end.status == -signal.SIGTERM
+    assert not (tmp_path / "run").exists()
+
+
+def processes_of(output: Path) -> list[int]:
+    """Processes that have the folder on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(output).encode() in command:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_launcher_that_is_signalled_leaves_a_checkpoint_and_no_process(tmp_path: Path, number: int) -> None:
+    output = tmp_path / "run"
+    command = [*ACCELERATE_LAUNCH, "--num_processes", "2", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
+    its = arguments(write_recipe(tmp_path), output, "--num_epochs", 100000)
+    line = [str(part) for part in (*command, "train/main.py", *its)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    launcher = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    deadline = time.monotonic() + 120
+    while not list((output / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    launcher.send_signal(number)
+    said = launcher.communicate(timeout=120)[0].decode()
+    while processes_of(output) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(output) == []
+    assert launcher.returncode != 0
+    newest = good_after_partials(output)[-1]
+    assert (
+        number == signal.SIGKILL
+        or re.search(r"stopped by \w+ .*after step \d+", said)
+        or (output / "stopped.json").exists()
+    )
+    assert int(newest[5:]) >= 2
+
+
+def good_after_partials(output: Path) -> list[str]:
+    """Checkpoints, each of which is intact; a partial one may be beside them."""
+    folder = output / "checkpoints"
+    found = sorted(path for path in folder.glob("step-*"))
+    assert all(verify(path) is None for path in found)
+    return [path.name for path in found]
+
+
+def test_signal_to_a_running_process_from_outside(tmp_path: Path) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run", "--num_epochs", 100000)
+    with started(its, tmp_path / "logs", 2) as job:
+        job.wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")))
+        job.signal(signal.SIGUSR1, rank=1)
+        ended = job.end()
+    assert [end.status for end in ended] == [EXIT_STOPPED] * 2, ended[0].said
+    assert good(tmp_path / "run")
