@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from train import checkpoint
+from train import checkpoint, saving
 from train.checkpoint import StoredBlocks
 from train.errors import UserError
 from train.records import Progress
+from train.saving import save
 from train.training_state import Part, TrainingState
 
 IDENTITY = {"dataset": "stdlib", "seed": 1}
@@ -61,7 +62,7 @@ def assert_equal_states(one: TrainingState, other: TrainingState) -> None:
 def test_restored_state_goes_on_exactly_like_the_saved_one(optimizer: Any, tmp_path: Path) -> None:
     saved = trained(training_state(optimizer), 3)
     progress = Progress(step=3, epoch=1, tokens_seen=15, best_metric=0.5, training_seconds=1.25)
-    folder = checkpoint.save(tmp_path, saved, progress)
+    folder = save(tmp_path, saved, progress)
     fresh = training_state(optimizer, seed=1)
     assert checkpoint.restore(folder, fresh) == progress
     assert_equal_states(saved, fresh)
@@ -73,7 +74,7 @@ def test_scaler_is_restored(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     state = training_state()
-    folder = checkpoint.save(tmp_path, TrainingState(state.model, state.optimizer, scaler, IDENTITY), Progress(step=1))
+    folder = save(tmp_path, TrainingState(state.model, state.optimizer, scaler, IDENTITY), Progress(step=1))
     other = torch.amp.GradScaler("cpu", init_scale=2.0)
     checkpoint.restore(folder, TrainingState(state.model, state.optimizer, other, IDENTITY))
     other.scale(torch.ones(()))
@@ -81,7 +82,7 @@ def test_scaler_is_restored(tmp_path: Path) -> None:
 
 
 def test_holds_nothing_that_unpickles(tmp_path: Path) -> None:
-    folder = checkpoint.save(tmp_path, trained(training_state(), 1), Progress(step=1))
+    folder = save(tmp_path, trained(training_state(), 1), Progress(step=1))
     assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".json"}
 
 
@@ -90,7 +91,7 @@ def two(tmp_path: Path) -> Path:
     """A folder with the checkpoints of steps 1 and 2."""
     state = training_state()
     for step in (1, 2):
-        checkpoint.save(tmp_path, trained(state, 1), Progress(step=step))
+        save(tmp_path, trained(state, 1), Progress(step=step))
     return tmp_path
 
 
@@ -164,9 +165,9 @@ def test_failed_save_leaves_the_earlier_one_and_no_rest(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, failing, full)
+    monkeypatch.setattr(saving, failing, full)
     with pytest.raises(UserError, match=r"step 3 could not be written.*No space left"):
-        checkpoint.save(two, training_state(), Progress(step=3))
+        save(two, training_state(), Progress(step=3))
     assert sorted(p.name for p in two.iterdir()) == ["step-00000001", "step-00000002"]
     assert checkpoint.newest_good(two)[0] == two / "step-00000002"
 
@@ -182,7 +183,7 @@ def test_other_settings_are_refused_by_name_unless_allowed(two: Path) -> None:
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in range(1, 6):
-        checkpoint.save(tmp_path, training_state(), Progress(step=step))
+        save(tmp_path, training_state(), Progress(step=step))
     (tmp_path / ".partial-step-00000009").mkdir()
     checkpoint.rotate(tmp_path, keep=2, best_step=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000004", "step-00000005"]
@@ -211,7 +212,7 @@ class Cut:
 def test_blocks_and_stretches_are_read_from_each_other(stored: str, tmp_path: Path) -> None:
     """Engines that cut rows, and those that cut the flattened tensor, go on from each other."""
     state: Any = Cut()
-    blocks = StoredBlocks(checkpoint.save(tmp_path, state, Progress(step=1)))
+    blocks = StoredBlocks(save(tmp_path, state, Progress(step=1)))
     assert torch.equal(blocks.block("model", stored, (0, 0), (4, 3)), state.whole)
     assert torch.equal(blocks.block("model", stored, (1, 1), (2, 2)), state.whole[1:3, 1:3])
     assert torch.equal(blocks.block("model", stored, (5,), (4,)), state.whole.flatten()[5:9])

@@ -28,6 +28,7 @@ from train.optimizers import build_optimizer, step_function
 from train.optimizers.bf16 import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
 from train.records import MicroBatch, Progress, StepOutcome
+from train.saving import save
 from train.training_state import TrainingState
 
 __all__ = ["_own_signals"]
@@ -126,7 +127,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         whole.step(batch)
     for batch in batches(4)[:2]:
         first.step(batch)
-    saved = checkpoint.save(tmp_path, state, Progress(step=2))
+    saved = save(tmp_path, state, Progress(step=2))
     second, state = new()
     second.step(batches(1)[0])  # as a rehearsal does; nothing of it may stay
     for parameter in second.network.parameters():
@@ -179,7 +180,7 @@ def test_a_checkpoint_goes_on_with_or_without_offload(tmp_path: Path) -> None:
         states = [TrainingState(t.network, t.optimizer.optimizer, None, {}) for t in (first, second)]
         for batch in batches(4)[:2]:
             first.step(batch)
-        checkpoint.restore(checkpoint.save(tmp_path / str(before), states[0], Progress(step=2)), states[1])
+        checkpoint.restore(save(tmp_path / str(before), states[0], Progress(step=2)), states[1])
         for batch in batches(4)[2:]:
             second.step(batch)
         assert_same(second.weights, expected.weights)

@@ -75,7 +75,7 @@ def train(config: Config, launch: Launch) -> int:
     from train.layers.compilation import Compilation
     from train.outputs import Outputs
     from train.parallel.lost_rank import RankWatch
-    from train.runtime import StopRequest, start_runtime
+    from train.runtime import StopAtOnce, StopRequest, start_runtime
 
     with StopRequest().listening() as stop:
         runtime = start_runtime(config, launch, arithmetic_of(config, launch.data_size, 1).accumulation_steps)
@@ -91,6 +91,9 @@ def train(config: Config, launch: Launch) -> int:
             ):
                 try:
                     return run(config, launch, runtime, outputs, memory, stop, compilation)
+                except StopAtOnce:
+                    outputs.stopped_before_training(stop.received)
+                    return EXIT_STOPPED
                 except Exception as error:
                     outputs.stop_bar()
                     if watch.concludes(error):
@@ -133,7 +136,7 @@ def run(
 
     accelerator, data = runtime.accelerator, config.data
     task = build_task(data)
-    with accelerator.local_main_process_first():
+    with stop.at_once(), accelerator.local_main_process_first():
         prepared = prepare_data(config, task, outputs.folder, accelerator.is_local_main_process)
     tokenizer, examples = prepared.tokenizer, prepared.examples
     outputs.note(*prepared.lines)

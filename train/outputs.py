@@ -16,6 +16,7 @@ from train.adapters import AdapterState
 from train.config import Config, dump
 from train.errors import UserError
 from train.records import Evaluation, Progress
+from train.saving import Writing
 from train.training_state import RunState
 from train.wording import count, duration, gib, scalars, without_secrets
 
@@ -41,7 +42,7 @@ class Outputs:
         self._log = report.MetricsLog(self.folder / "metrics.jsonl", enabled=self._is_main)
         self._first_step: float | None = None
         self._evaluations: dict[int, Evaluation] = {}
-        self._writing: checkpoint.Writing | None = None
+        self._writing: Writing | None = None
         self._best_step: int | None = None
         self._last_save_failed = False
         self.save_stalls_seconds: list[float] = []
@@ -146,7 +147,7 @@ class Outputs:
         self._finish_saving(forgives=True)
         exchange, rank = self._exchange, self._accelerator.process_index
         try:
-            self._writing = checkpoint.Writing(self.checkpoints, state, progress, rank, exchange, copies=beside)
+            self._writing = Writing(self.checkpoints, state, progress, rank, exchange, copies=beside)
         except UserError as error:
             self._save_failed(error, forgives=beside)
         self._best_step = progress.best_step
@@ -276,14 +277,23 @@ class Outputs:
 
         Launchers do not hand on the exit status that would tell them.
         """
-        if self._is_main:
-            sign = {"step": step, "signal": received}
-            (self.folder / "stopped.json").write_text(json.dumps(sign), encoding="utf-8")
+        self._leave_sign(received, step)
         self.say(
             f"stopped by {received or 'a signal to another process'} after step {step}; a checkpoint is written and "
             "the same command goes on from it."
         )
         self.close()
+
+    def stopped_before_training(self, received: str | None) -> None:
+        """The same while the data was prepared: there is nothing new to save."""
+        step = checkpoint.newest_step(self.checkpoints) or 0
+        self._leave_sign(received, step)
+        self.say(f"stopped by {received} while the data was prepared; the same command goes on from step {step}.")
+
+    def _leave_sign(self, received: str | None, step: int) -> None:
+        if self._is_main:
+            sign = {"step": step, "signal": received}
+            (self.folder / "stopped.json").write_text(json.dumps(sign), encoding="utf-8")
 
     def stop_bar(self) -> None:
         """Ends the progress line."""

@@ -239,11 +239,16 @@ def keep_freed_memory() -> None:
         libc.mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
 
 
+class StopAtOnce(BaseException):  # none of the libraries that it goes through shall take it for an error of theirs
+    """Someone asked this process to stop where there is nothing to save."""
+
+
 class StopRequest:
     """Whether someone asked this process to stop: SIGTERM, SIGINT or SIGUSR1. A second SIGINT ends it at once."""
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._at_once = False
 
     def __bool__(self) -> bool:
         return self.received is not None
@@ -252,6 +257,19 @@ class StopRequest:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
+        if self._at_once:
+            raise StopAtOnce
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A request raises :class:`StopAtOnce` while the context is open: for long work that leaves nothing behind."""
+        self._at_once = True
+        try:
+            if self.received is not None:
+                raise StopAtOnce
+            yield
+        finally:
+            self._at_once = False
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:

@@ -1,6 +1,6 @@
 """How long training stands still for a checkpoint that is written beside it, and for one that is waited for.
 
-    python scripts/benchmarks/saving.py             # about 5 minutes on two idle cores
+    python scripts/benchmarks/saving.py             # about 4 minutes on two idle cores
 
 Runs of ``train/main.py``, one after the other in turns, the same steps in each; the state is weights and AdamW's two
 moments in fp32. A stall is from the end of a step to the beginning of the next one, as ``summary.json`` has it.
@@ -35,7 +35,7 @@ class Options:
 
     hidden_size: int = 768
     layers: int = 6
-    length: int = 512
+    length: int = 128
     steps: int = 12
     save_every_steps: int = 4
     rounds: int = 3

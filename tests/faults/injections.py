@@ -134,9 +134,9 @@ class Changes:
 
     def listen(self) -> None:
         """From now on, for as long as the process lives."""
-        import train.checkpoint as checkpoint
+        import train.saving as saving
 
-        save_file, fsync = checkpoint.save_file, os.fsync
+        save_file, fsync = saving.save_file, os.fsync
 
         def save(tensors: Any, path: Any) -> None:
             self.count(f"open {Path(path).name}")
@@ -154,7 +154,7 @@ class Changes:
                 self.count(f"sync {Path(path).name}")
             fsync(descriptor)
 
-        checkpoint.save_file, os.fsync = save, sync
+        saving.save_file, os.fsync = save, sync
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -186,7 +186,7 @@ def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
     output = tmp_path / "run"
     few = ("--save_total_limit", 1)
     for number in (2, 4):
-        fault = at_call("train.checkpoint:_complete", disk_is_full, number)
+        fault = at_call("train.saving:_complete", disk_is_full, number)
         [end] = run(arguments(tmp_path, output, *few, "--max_steps", STEPS - 1), tmp_path / "logs", fault=fault)
         assert end.status == EXIT_DONE, end.said
         assert re.search(r"step \d could not be written", end.said)

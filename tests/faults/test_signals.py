@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.injections import at_call, at_change, at_step, disk_is_slow, on_rank, send_itself, several
+from faults.injections import at_call, at_change, at_step, disk_is_slow, on_rank, quick_roll_call, send_itself, several
 from faults.processes import run, started
 from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
-from train.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED
 
 STEPS = 6
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MOMENTS = {
-    "data": ("train.data:load_corpus", 1),
     "model": ("train.modeling:build_model", 1),
     "forward": ("train.losses:ModelWithLoss.forward", 3),
     "evaluation": ("train.evaluation:Evaluator.validation", 1),
-    "saving": ("train.checkpoint:_write_parts", 1),
-    "completing": ("train.checkpoint:_complete", 1),
+    "saving": ("train.saving:_write_parts", 1),
+    "completing": ("train.saving:_complete", 1),
 }
 """What is about to be called when the signal comes."""
 
@@ -56,6 +56,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("target", ["train.data:load_corpus", "train.data:tokenize"])
+def test_stops_at_once_while_data_is_prepared(tmp_path: Path, target: str, number: signal.Signals) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    [end] = run(its, tmp_path / "logs", fault=at_call(target, send_itself(number)))
+    assert end.status == EXIT_STOPPED, end.said
+    assert f"stopped by {number.name} while the data was prepared" in end.said
+    assert json.loads((tmp_path / "run" / "stopped.json").read_text()) == {"step": 0, "signal": number.name}
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    [end] = run(its, tmp_path / "logs")
+    assert end.status == EXIT_DONE, end.said
+    assert not (tmp_path / "run" / "stopped.json").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_rank_that_is_asked_while_data_is_prepared_ends_all(tmp_path: Path, victim: int) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    fault = several(quick_roll_call(), on_rank(victim, at_call("train.data:tokenize", send_itself(signal.SIGTERM))))
+    ended = run(its, tmp_path / "logs", 2, fault)
+    assert ended[victim].status == EXIT_STOPPED, ended[victim].said
+    assert ended[1 - victim].status == EXIT_ERROR, ended[1 - victim].said
+    assert f"rank {victim} ended before the others" in ended[1 - victim].said
+    assert "Traceback" not in "".join(end.said for end in ended)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stops_with_a_checkpoint_and_goes_on(
@@ -80,7 +105,7 @@ def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole:
     its = arguments(write_recipe(tmp_path), tmp_path / "run")
     fault = several(
         at_step(2, "begin", send_itself(signal.SIGTERM)),
-        at_call("train.checkpoint:_complete", send_itself(signal.SIGTERM, 2), 2),
+        at_call("train.saving:_complete", send_itself(signal.SIGTERM, 2), 2),
         at_change(1, tmp_path / "run" / "checkpoints", disk_is_slow, until=1000),
     )
     [end] = run(its, tmp_path / "logs", fault=fault)
