@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
+NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
 
 
 class Outputs:
@@ -151,6 +152,10 @@ class Outputs:
         except UserError as error:
             self._save_failed(error, forgives=beside)
         self._best_step = progress.best_step
+        if beside and self._writing is not None and self._writing.needs_waiting:
+            beside = False
+            if NO_ROOM not in self.notes:
+                self.note(NO_ROOM)
         self.saves_beside_training += beside
         if not beside:
             self._finish_saving(forgives=False)

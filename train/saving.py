@@ -17,6 +17,7 @@ from torch import Tensor
 
 from train.checkpoint import INDEX, MANIFEST, PARTIAL, digest, remove
 from train.errors import UserError
+from train.host_memory import free_host_bytes
 from train.records import Progress
 from train.training_state import Part, RunState
 
@@ -24,6 +25,9 @@ WORD = "rank-"
 """Files in a partial checkpoint in which a rank tells what it wrote."""
 POLL_SECONDS, WORD_SECONDS = 0.05, 60.0
 """How often one looks for them, and how long after all were written: a network's file system may show them late."""
+
+SHARE_FOR_A_COPY = 0.5
+"""Of the host memory that is free, at most so much goes to the copy of a state."""
 
 Exchange: TypeAlias = Callable[[Any], list[Any]]
 """Gives every rank what each rank handed in, in the order of ranks."""
@@ -43,6 +47,9 @@ class Writing:
 
     Args:
         copies: False where nothing changes the state before :meth:`finish`: then nothing is copied.
+
+    Attributes:
+        needs_waiting: nothing was copied, also for want of host memory on some rank: :meth:`finish` has to come next.
 
     Raises:
         UserError: on every rank, if the folder cannot be made.
@@ -65,7 +72,9 @@ class Writing:
             self._ranks = len(_together(exchange, rank == 0, lambda: _make_afresh(self._partial)))
         except OSError as error:
             raise self._refusal(error) from None
-        self._parts = copied(state.parts(rank)) if copies else state.parts(rank)
+        parts = state.parts(rank)
+        self.needs_waiting = not (copies and all(exchange(_size_bytes(parts) < SHARE_FOR_A_COPY * free_host_bytes())))
+        self._parts = parts if self.needs_waiting else copied(parts)
         self._values = {"progress": asdict(progress), "identity": dict(state.identity), **state.values()}
         self._error: BaseException | None = None
         self._own_part_is_done, self._all_are_done = threading.Event(), threading.Event()
@@ -135,6 +144,10 @@ class Writing:
 def save(folder: Path, state: RunState, progress: Progress, rank: int = 0, exchange: Exchange = alone) -> Path:
     """Writes a checkpoint and waits for it, see :class:`Writing`."""
     return Writing(folder, state, progress, rank, exchange, copies=False).finish()
+
+
+def _size_bytes(parts: Mapping[str, Mapping[str, Part]]) -> int:
+    return sum(part.tensor.nbytes for named in parts.values() for part in named.values())
 
 
 def copied(parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]]:

@@ -181,6 +181,25 @@ def test_slow_disk_does_not_stop_training(
     assert json.loads((output / "summary.json").read_text())["checkpoints_beside_training"] == 1
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copy_that_does_not_fit_into_host_memory_is_not_made(
+    tmp_path: Path, whole: Callable[[int], tuple[Path, list[list[str]]]], ranks: int
+) -> None:
+    """Some rank has no room for it: all wait for the disk instead."""
+    output = tmp_path / "run"
+    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, on_rank(0, no_room_in_host_memory))
+    assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+    assert ended[0].said.count("no room for a copy of the state") == 1
+    assert checkpoint_digests(output, STEPS) == checkpoint_digests(whole(ranks)[0], STEPS)
+    assert json.loads((output / "summary.json").read_text())["checkpoints_beside_training"] == 0
+
+
+def no_room_in_host_memory(rank: int) -> None:
+    import train.saving as saving
+
+    saving.free_host_bytes = lambda: 1000
+
+
 def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
     """One checkpoint is kept, and every second save fails: at any time the newest good one is still there."""
     output = tmp_path / "run"

@@ -12,6 +12,7 @@ import torch
 
 from train.config import Config, Optimization, to_values
 from train.errors import UserError
+from train.host_memory import free_host_bytes
 from train.layers.recompute import enable_checkpointing
 from train.losses import ModelWithLoss
 from train.losses.answering_head import obstacle_to_chunks
@@ -428,10 +429,4 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that this process may still take on ``device``; on a CPU, its share of what is available."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return available // processes
+    return free_host_bytes()

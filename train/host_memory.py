@@ -1,0 +1,54 @@
+"""How much of the host's memory a process may still take, also inside a container or a scheduler's job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+
+def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
+    """This process's share of what is available: of the machine, or of its control group where that is less.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return min([_available(root), *_left_in_groups(root)]) // processes
+
+
+def _available(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What each control group around this process leaves, of version 1 or 2; files it has read count as free."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            top, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        elif not controllers:
+            top, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            try:
+                most = (folder / limit).read_text(encoding="ascii").strip()
+                used = int((folder / usage).read_text(encoding="ascii"))
+                stat = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            except (OSError, ValueError):
+                continue
+            if most != "max":
+                cached = {name: int(value) for name, value in (entry.split() for entry in stat)}
+                yield max(0, int(most) - used + cached.get("total_inactive_file", cached.get("inactive_file", 0)))
