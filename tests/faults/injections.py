@@ -117,6 +117,10 @@ def _examples_to(folder: Path, rank: int) -> None:
     loop.cut, loop.advance = keep_ids, write
 
 
+def _shown(path: str | Path) -> str:
+    return f"{Path(path).parent.name}/{Path(path).name}"
+
+
 class Changes:
     """Counts what a process does to files under ``folder``, and calls ``act`` before each with its number, from 1.
 
@@ -139,19 +143,19 @@ class Changes:
         save_file, fsync = saving.save_file, os.fsync
 
         def save(tensors: Any, path: Any) -> None:
-            self.count(f"open {Path(path).name}")
+            self.count(f"open {_shown(path)}")
             save_file(tensors, path)
             size = Path(path).stat().st_size
             whole = Path(path).read_bytes()
             os.truncate(path, size // 2)
-            self.count(f"half of {Path(path).name}")
+            self.count(f"half of {_shown(path)}")
             with Path(path).open("r+b") as file:  # truncated files are no new ones: restore what was cut
                 file.write(whole)
 
         def sync(descriptor: int) -> None:
             path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
             if path.startswith(self._folder):
-                self.count(f"sync {Path(path).name}")
+                self.count(f"sync {_shown(path)}")
             fsync(descriptor)
 
         saving.save_file, os.fsync = save, sync
@@ -169,7 +173,7 @@ class Changes:
         else:
             return
         if str(Path(path).absolute()).startswith(self._folder):
-            self.count(f"{event} {Path(path).name}")
+            self.count(f"{event} {_shown(path)}")
 
 
 def counting_changes(folder: Path, log: Path) -> Fault:

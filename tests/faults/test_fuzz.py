@@ -89,7 +89,7 @@ WORDS = st.sampled_from([f"--{name}" for name in FIELDS]) | st.text(max_size=10)
 ARGUMENTS = st.lists(WORDS | PLAIN.map(str) | st.text(max_size=10), max_size=6)
 
 
-@fuzz
+@settings(fuzz, max_examples=max(1, INPUTS // 4))  # each builds the whole parser
 @given(ARGUMENTS)
 def test_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     try:

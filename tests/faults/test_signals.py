@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -150,13 +149,15 @@ def processes_of(output: Path) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_launcher_that_is_signalled_leaves_a_checkpoint_and_no_process(tmp_path: Path, number: int) -> None:
     output = tmp_path / "run"
-    command = [*ACCELERATE_LAUNCH, "--num_processes", "2", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
+    launch_file = ROOT / "accelerate_configs" / "ddp.yaml"
+    command = [*ACCELERATE_LAUNCH, "--config_file", str(launch_file), "--num_processes", "2"]
     its = arguments(write_recipe(tmp_path), output, "--num_epochs", 100000)
     line = [str(part) for part in (*command, "train/main.py", *its)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     launcher = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     deadline = time.monotonic() + 120
-    while not list((output / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+    while not list((output / "checkpoints").glob("step-*")) and launcher.poll() is None:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     launcher.send_signal(number)
     said = launcher.communicate(timeout=120)[0].decode()
@@ -165,11 +166,7 @@ def test_launcher_that_is_signalled_leaves_a_checkpoint_and_no_process(tmp_path:
     assert processes_of(output) == []
     assert launcher.returncode != 0
     newest = good_after_partials(output)[-1]
-    assert (
-        number == signal.SIGKILL
-        or re.search(r"stopped by \w+ .*after step \d+", said)
-        or (output / "stopped.json").exists()
-    )
+    assert (output / "stopped.json").exists(), said[-3000:]  # of SIGKILL, too: the processes follow their launcher
     assert int(newest[5:]) >= 2
 
 
