@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -131,36 +130,6 @@ def stopping_after(step: int) -> tuple[str, ...]:
 
     train.loop.seed_step = seed_and_signal
     return ()
-
-
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_killed_process_resumes_exactly(recipe: Path, tmp_path: Path, run_main: Run, workers: int) -> None:
-    """SIGKILL in mid-step, twice in a row, in processes of their own."""
-    flags = ["--config", recipe, "--save_every_steps", 1, "--dataloader_num_workers", workers]
-    assert run_main(*flags, "--output_dir", tmp_path / "whole").returncode == EXIT_DONE
-    script = tmp_path / "killed.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        "import train.loop as loop\n"
-        "from train.main import main\n"
-        "last, plain = int(sys.argv[1]), loop.seed_step\n"
-        "def seed_step(seed, step, rank):\n"
-        "    if step == last:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    plain(seed, step, rank)\n"
-        "loop.seed_step = seed_step\n"
-        "sys.exit(main(sys.argv[2:]))\n"
-    )
-    pieces = tmp_path / "pieces"
-    for last in (2, 4):
-        command = [sys.executable, str(script), str(last), *map(str, flags), "--output_dir", str(pieces)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-    resumed = run_main(*flags, "--output_dir", pieces)
-    assert resumed.returncode == EXIT_DONE, resumed.stderr
-    assert re.search("at step [34]", resumed.stdout)  # a save beside training may have been cut off
-    assert checkpoint_digests(tmp_path / "whole", STEPS) == checkpoint_digests(pieces, STEPS)
-    assert trained_losses(tmp_path / "whole") == trained_losses(pieces)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
