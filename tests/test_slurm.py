@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -129,6 +130,23 @@ def test_failure_and_success_are_not_requeued_whatever_an_earlier_run_left(
     (tmp_path / "run" / "stopped.json").write_text("{}")
     assert slurm(srun=srun).wait(20) == status
     assert requeued(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("earlier", "status", "times"), [(4, 0, 1), (7, 1, 0)])
+def test_job_that_made_no_step_since_its_last_stop_is_not_requeued_again(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, earlier: int, status: int, times: int
+) -> None:
+    """Preparing data that takes longer than the job's time would go in circles."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stopped.json").write_text(json.dumps({"step": earlier, "signal": "SIGUSR1"}))
+    (tmp_path / "stand-in" / "sign").write_text(json.dumps({"step": 7, "signal": "SIGUSR1"}))
+    job = slurm(srun=STOPS.replace('echo "{}" >', 'cat "$STAND_IN/sign" >'))
+    until((tmp_path / "stand-in" / "started").exists)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(20) == status
+    assert requeued(tmp_path) == times
+    log = (tmp_path / "stand-in" / "log").read_text()
+    assert ("no step since it was last stopped" in log) == (times == 0)
 
 
 @pytest.mark.slow
