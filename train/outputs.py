@@ -210,7 +210,7 @@ class Outputs:
             raise found
         if found is None:
             return None
-        progress = checkpoint.restore(found, state)
+        progress = checkpoint.restore(found, state, self._config.output.allow_changes_on_resume)
         self._log.rewind(progress.step)
         return progress
 

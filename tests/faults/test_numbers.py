@@ -122,6 +122,19 @@ def test_killed_after_going_back_ends_the_same(tmp_path: Path) -> None:
     assert checkpoint_digests(tmp_path / "killed", 12) == checkpoint_digests(tmp_path / "whole", 12)
 
 
+def test_goes_back_over_a_change_that_was_allowed(tmp_path: Path) -> None:
+    """To a checkpoint of the run as it was before the change."""
+    output, steps = tmp_path / "run", ("--num_epochs", "None", "--max_steps")
+    [end] = run(arguments(tmp_path, output, *steps, 2), tmp_path / "logs")
+    assert end.status == EXIT_DONE, end.said
+    changed = ("--seed", 1, "--allow_changes_on_resume", "True")
+    flags = ("--max_consecutive_nonfinite_steps", 2, "--max_rollbacks", 1, *changed)
+    fault = losses_of(2, math.nan, last=3)
+    [end] = run(arguments(tmp_path, output, *flags, *steps, 6), tmp_path / "logs", fault=fault)
+    assert end.status == EXIT_DONE, end.said
+    assert "Went back to the checkpoint of step 2" in end.said
+
+
 def test_going_back_needs_checkpoints(tmp_path: Path) -> None:
     its = ("--config", write_recipe(tmp_path), "--output_dir", tmp_path / "run", "--max_rollbacks", 1)
     [end] = run(its, tmp_path / "logs")
