@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,22 @@ def assert_equal_states(one: TrainingState, other: TrainingState) -> None:
         for name, value in values.items():
             same = right["state"][key][name]
             assert torch.equal(value, same) if isinstance(value, torch.Tensor) else value == same, name
+
+
+@pytest.mark.parametrize(
+    ("present", "named"),
+    [
+        ({**IDENTITY, "seed": 2}, "seed: was 1, is 2"),
+        ({"dataset": "stdlib"}, "seed: was 1, is None"),
+        ({**IDENTITY, "rope_scaling": "yarn"}, "rope_scaling: was None, is 'yarn'"),
+    ],
+)
+def test_setting_that_differs_on_either_side_is_named(tmp_path: Path, present: dict[str, Any], named: str) -> None:
+    folder = save(tmp_path, training_state(), Progress(step=1))
+    state = replace(training_state(), identity=present)
+    with pytest.raises(UserError, match=re.escape(f"({named})")):
+        checkpoint.restore(folder, state)
+    assert checkpoint.restore(folder, state, allow_changes=True) == Progress(step=1)
 
 
 @pytest.mark.parametrize(

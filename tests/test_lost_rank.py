@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from train.errors import EXIT_ERROR
 from train.launch import Launch
 from train.parallel import lost_rank
-from train.parallel.lost_rank import RankWatch, is_broken_connection
+from train.parallel.lost_rank import RankLeftError, RankWatch, is_broken_connection
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4711")
 
@@ -49,6 +51,7 @@ def watch(told: list[str]) -> Callable[..., RankWatch]:
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
         (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp: remote process exited or there was a network error"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), False),
+        (DistStoreError("wait timeout after 4000ms, keys: /default_pg/0//cpu//0/rank_1"), True),
         (ValueError("Connection closed by peer"), False),
     ],
 )
@@ -64,7 +67,7 @@ def test_rank_that_does_not_answer_is_named_once(
         assert first.concludes(BROKEN)
         assert second.concludes(BROKEN)
     assert len(told) == 1
-    assert told[0].startswith("rank 2 (host ")
+    assert told[0].startswith("rank 2 (never came) is lost")
     assert "The other 2 of 3 ended for it. Do this." in told[0]
 
 
@@ -103,7 +106,7 @@ def test_silent_neighbour_is_named_and_ends_a_rank_that_waits_for_it(
         while not statuses and time.monotonic() < deadline:
             time.sleep(0.05)
     assert statuses == [EXIT_ERROR]
-    assert len(told) == 1 and told[0].startswith("rank 1 (host unknown) is lost")
+    assert len(told) == 1 and told[0].startswith("rank 1 (never came) is lost")
 
 
 def test_lost_store_means_the_host_of_rank_0(
@@ -119,7 +122,80 @@ def test_lost_store_means_the_host_of_rank_0(
     assert told[0].endswith("Do this.")
 
 
+def test_store_may_be_opened_after_the_watch_began(
+    watch: Callable[..., RankWatch], told: list[str], store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a launcher, where rank 0 opens it when it meets the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(lost_rank, "STORE_SECONDS", 0.2)
+    with watch(0) as first, watch(1):
+        time.sleep(0.5)
+        opened = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        assert first.concludes(BROKEN)
+    assert len(told) == 1 and told[0].startswith("rank 2 (never came) is lost")
+    del opened
+
+
+def test_where_no_store_is_opened_rank_0_did_not_come(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(lost_rank, "STORE_SECONDS", 0.2)
+    with watch(1) as second:
+        assert second.concludes(DistNetworkError("The client socket has timed out while trying to connect"))
+    assert len(told) == 1
+    assert told[0].startswith("rank 0 did not come: nothing answers at 127.0.0.1:1 ")
+
+
+def test_first_rank_prepares_first_and_all_leave_together_however_long_it_takes(
+    store: TCPStore, watch: Callable[..., RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts with one and two processes; each waits longer than a rank may be silent."""
+    order: list[str] = []
+
+    def prepare(rank: int, its: RankWatch) -> None:
+        with its.preparing():
+            order.append(f"{rank} prepares")
+        order.append("leaves")
+
+    with watch(0, timeout_seconds=0.5) as first, watch(1, timeout_seconds=0.5) as second, watch(2) as other:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        threads = [threading.Thread(target=prepare, args=(1, second))]
+        threads[0].start()
+        time.sleep(1.0)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        threads.append(threading.Thread(target=prepare, args=(0, first)))
+        threads[1].start()
+        time.sleep(1.0)
+        assert order == ["0 prepares", "1 prepares"]
+        prepare(2, other)
+        for thread in threads:
+            thread.join(20)
+    assert order == ["0 prepares", "1 prepares", "2 prepares", *["leaves"] * 3]
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_who_waits_for_a_rank_that_ends_is_told(
+    store: TCPStore,
+    watch: Callable[..., RankWatch],
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    local_rank: str,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with watch(1, 2) as second:
+        with watch(0, 2) as first:
+            first._connected.wait(20)
+        with pytest.raises(RankLeftError) as left, second.preparing():
+            assert local_rank == "0", "the first one never went"
+        assert second.concludes(left.value)
+    assert told == ["rank 0 ended before the others; its own message says why."]
+
+
 def test_process_that_is_alone_needs_no_store(watch: Callable[..., RankWatch], told: list[str]) -> None:
-    with watch(0, world_size=1) as alone:
+    with watch(0, world_size=1) as alone, alone.preparing():
         assert not alone.concludes(BROKEN)
     assert told == []

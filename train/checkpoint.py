@@ -43,16 +43,17 @@ def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> P
         blocks = StoredBlocks(checkpoint)
     except UNREADABLE as error:
         raise _unreadable(checkpoint, error) from None
-    changed = [k for k, v in state.identity.items() if _plain(v) != identity.get(k)]
+    present = _plain(dict(state.identity))
+    changed = [name for name in {**present, **identity} if present.get(name) != identity.get(name)]
     if changed and not allow_changes:
-        lines = "; ".join(f"{k}: was {identity.get(k)!r}, is {_plain(state.identity[k])!r}" for k in changed)
+        lines = "; ".join(f"{name}: was {identity.get(name)!r}, is {present.get(name)!r}" for name in changed)
         raise UserError(
             f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new run, "
             "--resume never to start afresh here, or --allow_changes_on_resume True to go on with the new ones."
         )
     if "optimizer" in changed:  # allowed or not
         raise UserError(
-            f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which {state.identity['optimizer']} "
+            f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which {present.get('optimizer')} "
             "cannot use. Go on with the old one, or begin a new run from the weights in final/ (--model)."
         )
     try:

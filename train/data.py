@@ -12,12 +12,13 @@ import datasets
 
 from train.batching import Collate, MapBatches, StreamBatches, evaluation_batches
 from train.batching.packing import collate_packed, pack
-from train.config import LORA_FIELDS, Config, to_values
+from train.config import Config
 from train.corpora import load_corpus
+from train.identity import examples_digest
 from train.modeling import pad_token_id
 from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch
 from train.tasks.base import Task
-from train.tokenization import load_tokenizer, tokenize, tokenizer_digest
+from train.tokenization import load_tokenizer, tokenize
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,6 +35,8 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     examples: Examples
     collate: Collate
+    training_digest: str
+    """Of the training examples: another one stands for other data."""
     lines: tuple[str, ...]
     """What to tell a person about the data."""
 
@@ -72,25 +75,6 @@ class PreparedData:
             max_tokens=config.optimization.max_tokens_per_micro_batch if by_tokens else None,
         )
 
-    def identity(self, config: Config, global_batch_size: int, precision: str) -> dict[str, Any]:
-        """What a checkpoint and a run that resumes from it must have in common."""
-        values = to_values(config)
-        same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
-        scaled = ("rope_scaling", "sliding_window")
-        changed = {name: values[name] for name in scaled if values[name] not in (None, "none")}
-        if config.architecture.adapter != "none":
-            same += ("adapter", *LORA_FIELDS)
-        train = self.examples.train
-        return {
-            **{name: values[name] for name in same},
-            **changed,
-            "tokenizer": tokenizer_digest(self.tokenizer),
-            "training data": getattr(train, "_fingerprint", None) if isinstance(train, datasets.Dataset) else "stream",
-            "packing": config.data.packing,
-            "global_batch_size": global_batch_size,
-            "mixed_precision": precision,
-        }
-
 
 def prepare_data(config: Config, task: Task, folder: Path, saves: bool) -> PreparedData:
     """Loads, tokenises and describes the data; cached, so that further ranks and runs only read it.
@@ -125,6 +109,7 @@ def prepare_data(config: Config, task: Task, folder: Path, saves: bool) -> Prepa
         tokenizer=tokenizer,
         examples=examples,
         collate=collate,
+        training_digest=examples_digest(examples.train),
         lines=(*described, *examples.notes),
     )
 

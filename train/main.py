@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from train.losses import ModelWithLoss
     from train.memory.session import MemorySession
     from train.outputs import Outputs
+    from train.parallel.lost_rank import RankWatch
     from train.records import BatchArithmetic, Batches, Progress
     from train.runtime import Runtime, StopRequest
     from train.tasks.base import Task
@@ -73,24 +74,29 @@ def train(config: Config, launch: Launch) -> int:
     """Opens what a run needs from its start to its end, and explains what ended it early; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
     from train.layers.compilation import Compilation
-    from train.outputs import Outputs
+    from train.outputs import Outputs, how_to_go_on
     from train.parallel.lost_rank import RankWatch
     from train.runtime import StopAtOnce, StopRequest, start_runtime
 
-    with StopRequest().listening() as stop:
-        runtime = start_runtime(config, launch, arithmetic_of(config, launch.data_size, 1).accumulation_steps)
-        outputs = Outputs(config, runtime.accelerator)
-        outputs.prepare()
+    patience, tell = config.optimization.distributed_timeout_seconds, partial(tell_error, rank=launch.rank)
+    with (
+        StopRequest().listening() as stop,
+        RankWatch(launch, patience, partial(how_to_go_on, config), tell) as watch,
+    ):
+        try:
+            runtime = start_runtime(config, launch, arithmetic_of(config, launch.data_size, 1).accumulation_steps)
+            outputs = Outputs(config, runtime.accelerator)
+            outputs.prepare()
+        except Exception as error:
+            if watch.concludes(error):
+                return EXIT_ERROR
+            raise
         outputs.note(*runtime.lines)
         memory = open_memory(config, outputs)
-        patience, tell = config.optimization.distributed_timeout_seconds, partial(tell_error, rank=launch.rank)
         try:
-            with (
-                RankWatch(launch, patience, outputs.how_to_go_on, tell) as watch,
-                Compilation(config.architecture.compile, outputs.note).listening() as compilation,
-            ):
+            with Compilation(config.architecture.compile, outputs.note).listening() as compilation:
                 try:
-                    return run(config, launch, runtime, outputs, memory, stop, compilation)
+                    return run(config, launch, runtime, outputs, memory, stop, watch, compilation)
                 except StopAtOnce:
                     outputs.stopped_before_training(stop.received)
                     return EXIT_STOPPED
@@ -101,7 +107,7 @@ def train(config: Config, launch: Launch) -> int:
                     if isinstance(error, OSError) and error.errno in OF_A_DISK:
                         where = error.filename or outputs.folder
                         reason = f"{where} cannot be written: {error.strerror}."
-                        raise UserError(f"{reason} {outputs.how_to_go_on()}") from None
+                        raise UserError(f"{reason} {how_to_go_on(config)}") from None
                     if (explanation := memory.explain(error, outputs.folder)) is None:
                         raise
                     raise UserError(explanation) from None
@@ -117,6 +123,7 @@ def run(
     outputs: Outputs,
     memory: MemorySession,
     stop: StopRequest,
+    watch: RankWatch,
     compilation: Compilation,
 ) -> int:
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
@@ -125,6 +132,7 @@ def run(
     from train.adapters import parameter_counts
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
+    from train.identity import run_identity
     from train.layers.compilation import compile_layers
     from train.loop import Goal, Parts, fit, is_done
     from train.losses import describe_loss
@@ -133,10 +141,11 @@ def run(
     from train.parallel import deepspeed_engine
     from train.tasks import build_task
     from train.throughput import model_flops_per_token
+    from train.tokenization import tokenizer_digest
 
     accelerator, data = runtime.accelerator, config.data
     task = build_task(data)
-    with stop.at_once(), accelerator.local_main_process_first():
+    with stop.at_once(), watch.preparing():
         prepared = prepare_data(config, task, outputs.folder, accelerator.is_local_main_process)
     tokenizer, examples = prepared.tokenizer, prepared.examples
     outputs.note(*prepared.lines)
@@ -166,7 +175,13 @@ def run(
     outputs.note(*describe_network(network, config, accelerator.device.type))
     num_trained, num_parameters = parameter_counts(network)  # whole: what shards may leave none of it to see
     flops_per_token = model_flops_per_token(network, data.max_length)
-    identity = prepared.identity(config, arithmetic.global_batch_size, accelerator.mixed_precision)
+    identity = run_identity(
+        config,
+        tokenizer_digest(tokenizer),
+        prepared.training_digest,
+        arithmetic.global_batch_size,
+        accelerator.mixed_precision,
+    )
     if config.architecture.compile:
         compile_layers(network)
     model, optimizer, state = share_out(launch, accelerator, network, optim, arithmetic, identity)

@@ -29,6 +29,19 @@ SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
 
 
+def how_to_go_on(config: Config) -> str:
+    """What to do when the run was cut off."""
+    step = checkpoint.newest_step(Path(config.output.output_dir) / "checkpoints")
+    if step is None:
+        return "There is no checkpoint yet: the same command starts afresh. --save_every_steps writes them."
+    return f"Restart with {same_command(config)}: it goes on from the checkpoint of step {step}."
+
+
+def same_command(config: Config) -> str:
+    """The command that goes on with this run: that which began it, unless that one says where to begin."""
+    return "the same command" if config.output.resume == "auto" else "the same command and --resume auto"
+
+
 class Outputs:
     """The output folder, the metrics log, the trackers and the progress bar; silent on all ranks but the first."""
 
@@ -224,13 +237,6 @@ class Outputs:
 
         return gather_object([value]) if self._accelerator.num_processes > 1 else [value]
 
-    def how_to_go_on(self) -> str:
-        """What to do when the run was cut off."""
-        step = checkpoint.newest_step(self.checkpoints)
-        if step is None:
-            return "There is no checkpoint yet: the same command starts afresh. --save_every_steps writes them."
-        return f"Restart with the same command: it goes on from the checkpoint of step {step}."
-
     def begin(self, total_steps: int, step: int) -> None:
         """Training is about to start: the resolved configuration, the trackers and the one progress line."""
         if self._is_main:
@@ -285,7 +291,7 @@ class Outputs:
         self._leave_sign(received, step)
         self.say(
             f"stopped by {received or 'a signal to another process'} after step {step}; a checkpoint is written and "
-            "the same command goes on from it."
+            f"{same_command(self._config)} goes on from it."
         )
         self.close()
 
@@ -293,7 +299,9 @@ class Outputs:
         """The same while the data was prepared: there is nothing new to save."""
         step = checkpoint.newest_step(self.checkpoints) or 0
         self._leave_sign(received, step)
-        self.say(f"stopped by {received} while the data was prepared; the same command goes on from step {step}.")
+        self.say(
+            f"stopped by {received} while the data was prepared; {same_command(self._config)} goes on from step {step}."
+        )
 
     def _leave_sign(self, received: str | None, step: int) -> None:
         if self._is_main:

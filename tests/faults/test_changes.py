@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from faults.processes import Ended, run
-from support import write_recipe
+from support import checkpoint_digests, write_recipe
 
 from train.errors import EXIT_DONE, EXIT_ERROR
 
@@ -61,6 +61,40 @@ def test_change_is_named_and_refused_unless_allowed(tmp_path: Path, change: str)
     assert "--allow_changes_on_resume True" in end.said
     end = go_on(tmp_path, "--allow_changes_on_resume", "True")
     assert end.status == (EXIT_DONE if can_go_on else EXIT_ERROR), end.said
+
+
+@pytest.mark.parametrize("change", ["dataset", "shuffle_buffer_size"])
+def test_change_of_a_stream_is_refused(tmp_path: Path, change: str) -> None:
+    recipe = write_recipe(tmp_path)
+    streams = {**yaml.safe_load(recipe.read_text()), "streaming": True, "num_epochs": None, "max_eval_samples": 4}
+    recipe.write_text(yaml.safe_dump(streams))
+    assert go_on(tmp_path, "--max_steps", 2).status == EXIT_DONE
+    assert go_on(tmp_path, "--max_steps", 3).status == EXIT_DONE
+    other = tmp_path / "others.jsonl"
+    other.write_text((tmp_path / "documents.jsonl").read_text().replace("document", "page"))
+    named, flag = ("training data", other) if change == "dataset" else (change, 3)
+    end = go_on(tmp_path, "--max_steps", 4, f"--{change}", flag)
+    assert end.status == EXIT_ERROR
+    assert f"{named}: was " in end.said
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_data_that_was_moved_is_the_same_data(tmp_path: Path, packing: bool) -> None:
+    """Copied to another place at another time, as to the disk of the next machine: the run is exact."""
+    settings = ("--num_epochs", "None", "--packing", packing)
+    for name in ("moved", "stayed"):
+        (folder := tmp_path / name).mkdir()
+        write_recipe(folder)
+        assert go_on(folder, "--max_steps", 2, *settings).status == EXIT_DONE
+    (tmp_path / "elsewhere").mkdir()
+    copy = tmp_path / "elsewhere" / "copy.jsonl"
+    copy.write_bytes((tmp_path / "moved" / "documents.jsonl").read_bytes())
+    (tmp_path / "moved" / "documents.jsonl").unlink()
+    for name, flags in (("moved", ("--dataset", copy)), ("stayed", ())):
+        end = go_on(tmp_path / name, "--max_steps", 4, *settings, *flags)
+        assert end.status == EXIT_DONE, end.said
+        assert "at step 2" in end.said
+    assert checkpoint_digests(tmp_path / "moved" / "run", 4) == checkpoint_digests(tmp_path / "stayed" / "run", 4)
 
 
 def test_what_does_not_change_the_run_is_no_change(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from faults.injections import (
     Places,
+    at_call,
     at_change,
     at_step,
     counting_changes,
+    die,
     examples_to,
     on_rank,
     quick_roll_call,
@@ -166,6 +168,21 @@ def test_rank_that_stops_answering_is_named_and_the_restart_is_exact(runs: Calla
     assert ended[victim].status is None
     assert [end.status for end in its.run(name)] == [EXIT_DONE] * 2
     its.assert_ended_as_the_whole(name)
+
+
+@pytest.mark.parametrize("action", [die, stop_answering])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_lost_before_all_have_met_is_named(
+    runs: Callable[[str], Runs], victim: int, action: Callable[[], None]
+) -> None:
+    its, name = runs("2 ranks, packing"), f"never-met-{victim}-{action.__name__}"
+    fault = on_rank(victim, at_call("train.runtime:start_runtime", action))
+    with its.started(name, fault, timeout_seconds=4) as job:
+        other = job.end(60.0, of_ranks=[1 - victim])[1 - victim]
+    assert other.status == EXIT_ERROR, other.said
+    assert "Traceback" not in other.said, other.said
+    assert f"rank {victim} (" in other.said and "is lost" in other.said
+    assert "There is no checkpoint yet: the same command starts afresh." in other.said
 
 
 @pytest.mark.slow

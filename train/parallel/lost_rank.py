@@ -3,7 +3,8 @@
 Every rank counts up a key in the store through which the processes met, from a thread, so that it answers even while
 a collective blocks it. A rank whose collective fails, or whose next neighbour has not counted for too long, calls the
 roll; whoever does not answer is lost. So a rank is named that can say nothing itself: killed, stopped, or on a host
-that is gone. This does not depend on the backend; docs/multi_node.md tells what is seen under which.
+that is gone. Or one that never came: the watch begins before the processes meet. This does not depend on the backend;
+docs/multi_node.md tells what is seen under which.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from train.errors import EXIT_ERROR
 from train.launch import Launch
@@ -30,13 +32,19 @@ STORE_SECONDS = 10.0
 """How long the store may take to answer before its host counts as gone."""
 LEFT = "left"
 
-# torch has no type of its own for these: gloo raises RuntimeError, NCCL and the store a DistError, which is one too.
+# gloo has no type of its own for these and raises RuntimeError; NCCL and the store raise a DistError, which is one too.
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|broken pipe", re.IGNORECASE)
 
 
 def is_broken_connection(error: BaseException) -> bool:
     """Whether a collective failed for want of another rank, or of an answer from it."""
-    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+    return isinstance(error, DistError | RankLeftError) or (
+        isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+    )
+
+
+class RankLeftError(RuntimeError):
+    """A rank that is waited for has ended of itself."""
 
 
 class RankWatch:
@@ -55,40 +63,104 @@ class RankWatch:
         self._rank, self._world_size = launch.rank, launch.world_size
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
         self._store: TCPStore | None = None
-        self._closing, self._lock, self._thread = threading.Event(), threading.Lock(), threading.Thread()
+        self._connected, self._closing = threading.Event(), threading.Event()
+        self._lock, self._thread = threading.Lock(), threading.Thread()
         # A launcher that starts its processes again keeps the store: their keys differ by the number of the start.
         self._prefix = f"rank_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def __enter__(self) -> RankWatch:
         if self._world_size > 1:
-            # A connection of its own: the process group's may be waiting in a blocked collective.
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            timeout = timedelta(seconds=STORE_SECONDS)
-            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            self._store.set(self._key("who", self._rank), f"{socket.gethostname()}, process {os.getpid()}")
-            self._thread = threading.Thread(target=self._watch, args=(self._store,), daemon=True)
+            self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._closing.set()
-        if self._store is not None:
+        if self._world_size > 1:
             self._thread.join(POLL_SECONDS)
+        if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with its host
                 self._store.set(self._key("beat", self._rank), LEFT)
+                self._store.set(self._key(LEFT), "1")
 
     def concludes(self, error: Exception) -> bool:
         """Whether ``error`` came of a rank that is no longer there, of which one of the others has then told.
 
         Takes up to ``ANSWER_SECONDS``.
         """
-        return self._store is not None and is_broken_connection(error) and self._conclude(self._store)
+        if self._world_size == 1 or not is_broken_connection(error):
+            return False
+        self._connected.wait(ANSWER_SECONDS)
+        if self._store is not None:
+            return self._conclude(self._store)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self._tell(
+                f"rank 0 did not come: nothing answers at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+                "(MASTER_ADDR and MASTER_PORT), where all processes meet. Start the launchers of all hosts, each with "
+                "the address of rank 0's."
+            )
+        return True
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """For work that takes as long as it takes: the first rank of a host before its others, and all leave together.
+
+        Barriers of the process group would have its timeout be the most that the work may take; here a rank is waited
+        for as long as it lives.
+
+        Raises:
+            RankLeftError: another rank has ended instead.
+        """
+        if self._world_size == 1:
+            yield
+            return
+        first = self._key("went first", self._rank - int(os.environ.get("LOCAL_RANK", "0")))
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            self._wait_until(lambda store: store.check([first]))
+        yield
+        store = self._connection()
+        store.set(first, "1")
+        store.add(self._key("prepared"), 1)
+        self._wait_until(lambda store: store.add(self._key("prepared"), 0) == self._world_size)
+
+    def _wait_until(self, condition: Callable[[TCPStore], bool]) -> None:
+        store, seconds = self._connection(), POLL_SECONDS / 64
+        while not condition(store):
+            if store.check([self._key(LEFT)]):
+                raise RankLeftError("a rank ended before the others")
+            time.sleep(seconds)
+            seconds = min(2 * seconds, POLL_SECONDS)  # soon where data is cached, seldom where a thousand ranks wait
+
+    def _connection(self) -> TCPStore:
+        self._connected.wait()
+        assert self._store is not None
+        return self._store
 
     def _key(self, kind: str, rank: int | None = None) -> str:
         return f"{self._prefix}/{kind}" if rank is None else f"{self._prefix}/{kind}/{rank}"
 
-    def _watch(self, store: TCPStore) -> None:
+    def _connect(self) -> TCPStore | None:
+        """A connection of its own: the process group's may be waiting in a blocked collective. None where closed first.
+
+        The store may be one that rank 0 opens only when it meets the others.
+        """
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=STORE_SECONDS)
+        while not self._closing.is_set():
+            try:
+                store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                store.set(self._key("who", self._rank), f"{socket.gethostname()}, process {os.getpid()}")
+                return store
+            except RuntimeError:
+                self._closing.wait(POLL_SECONDS)
+        return None
+
+    def _watch(self) -> None:
         """The thread: counts, answers roll calls, looks at the next rank, and ends a process that cannot end itself."""
+        store = self._store = self._connect()
+        if store is None:
+            return
+        self._connected.set()
         neighbour = self._key("beat", (self._rank + 1) % self._world_size)
         last, since = "", time.monotonic()
         for count in itertools.count():
@@ -146,7 +218,8 @@ class RankWatch:
         if not lost:
             ranks = ", ".join(map(str, left))
             return f"rank {ranks} ended before the others; its own message says why."
-        who = [f"{rank} (host {_value(store, self._key('who', rank)) or 'unknown'})" for rank in lost[:8]]
+        hosts = {rank: _value(store, self._key("who", rank)) for rank in lost[:8]}
+        who = [f"{rank} ({f'host {host}' if host else 'never came'})" for rank, host in hosts.items()]
         more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         return (
             f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. The other "

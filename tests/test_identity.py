@@ -1,0 +1,90 @@
+"""Digests of examples: what is the same data to a run that resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from train.identity import STREAMED, examples_digest
+
+ROWS: list[dict[str, Any]] = [
+    {"tokens": [1, 2, 3], "label": 0, "members": [[1], [2, 3]]},
+    {"tokens": [4], "label": 1, "members": [[4]]},
+    {"tokens": [5, 6], "label": 0, "members": [[5, 6]]},
+]
+OTHER_ROWS = {
+    "a value": [{**ROWS[0], "tokens": [1, 2, 4]}, *ROWS[1:]],
+    "another column": [{**ROWS[0], "label": 1}, *ROWS[1:]],
+    "where examples end": [{**ROWS[0], "tokens": [1, 2]}, {**ROWS[1], "tokens": [3, 4]}, ROWS[2]],
+    "where inner lists end": [{**ROWS[0], "members": [[1, 2], [3]]}, *ROWS[1:]],
+    "order": [ROWS[1], ROWS[0], ROWS[2]],
+    "one less": ROWS[:2],
+    "one more": [*ROWS, ROWS[0]],
+    "name of a column": [{("ids" if name == "tokens" else name): row[name] for name in row} for row in ROWS],
+}
+
+
+def on_disk(rows: list[dict[str, Any]], folder: Path) -> datasets.Dataset:
+    """``rows`` as a data set with a cache of its own."""
+
+    def generate() -> Iterator[dict[str, Any]]:
+        yield from rows
+
+    found = datasets.Dataset.from_generator(generate, cache_dir=str(folder))
+    assert isinstance(found, datasets.Dataset)
+    return found
+
+
+@pytest.mark.parametrize("change", OTHER_ROWS)
+def test_any_change_gives_another_digest(change: str) -> None:
+    same = examples_digest(datasets.Dataset.from_list([dict(row) for row in ROWS]))
+    assert same == examples_digest(datasets.Dataset.from_list(ROWS))
+    assert examples_digest(datasets.Dataset.from_list(OTHER_ROWS[change])) != same
+
+
+def test_place_pieces_and_selection_do_not_matter(tmp_path: Path) -> None:
+    rows = [{"tokens": list(range(number % 5 + 1))} for number in range(200)]  # more than are read at once
+    whole = datasets.Dataset.from_list(rows)
+    digest = examples_digest(whole)
+    pieces = datasets.concatenate_datasets([datasets.Dataset.from_list(rows[:7]), datasets.Dataset.from_list(rows[7:])])
+    assert examples_digest(pieces) == digest
+    backwards = datasets.Dataset.from_list(rows[::-1])
+    assert examples_digest(backwards) != digest
+    assert examples_digest(backwards.select(range(199, -1, -1))) == digest
+    assert examples_digest(on_disk(rows, tmp_path / "a")) == examples_digest(on_disk(rows, tmp_path / "b")) == digest
+
+
+def test_digest_is_kept_beside_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = on_disk(ROWS, tmp_path)
+    digest = examples_digest(examples)
+    monkeypatch.setattr(datasets.Dataset, "iter", lambda *_: pytest.fail("read again"))
+    assert examples_digest(examples) == digest
+    [kept] = tmp_path.rglob("examples-*.sha256")
+    assert kept.read_text() == digest
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = on_disk(ROWS, tmp_path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert examples_digest(examples) == examples_digest(datasets.Dataset.from_list(ROWS))
+    assert not list(tmp_path.rglob("examples-*"))
+
+
+def test_of_a_stream_the_first_examples_are_compared() -> None:
+    rows = [{"tokens": [number]} for number in range(STREAMED + 2)]
+
+    def digest(rows: list[dict[str, Any]]) -> str:
+        return examples_digest(datasets.Dataset.from_list(rows).to_iterable_dataset())
+
+    assert digest(rows) == digest([dict(row) for row in rows])
+    assert digest(rows) == digest([*rows[:STREAMED], {"tokens": [0]}])
+    assert digest(rows) != digest([*rows[: STREAMED - 1], {"tokens": [0]}, *rows[STREAMED:]])
+    assert digest(rows) != examples_digest(datasets.Dataset.from_list(rows))
