@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -183,6 +184,18 @@ def test_rank_lost_before_all_have_met_is_named(
     assert "Traceback" not in other.said, other.said
     assert f"rank {victim} (" in other.said and "is lost" in other.said
     assert "There is no checkpoint yet: the same command starts afresh." in other.said
+
+
+def prepare_for_long() -> None:
+    time.sleep(7)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_preparing_data_may_take_longer_than_the_timeout(runs: Callable[[str], Runs], rank: int) -> None:
+    its, name = runs("2 ranks, packing"), f"slow-{rank}"
+    with its.started(name, on_rank(rank, at_call("train.data:tokenize", prepare_for_long)), timeout_seconds=4) as job:
+        assert [end.status for end in job.end()] == [EXIT_DONE] * 2, job.said()
+    its.assert_ended_as_the_whole(name)
 
 
 @pytest.mark.slow
