@@ -49,7 +49,7 @@ def prepared_data(config: Config, texts: list[str], labels: list[Any] | None = N
     split = datasets.Dataset.from_dict(columns)
     corpus = Corpus("texts", split, split)
     examples = tokenize(corpus, task, BYTES, config.data)
-    return PreparedData(corpus, BYTES, examples, partial(task.collate, pad_id=pad_token_id(BYTES)), "", ())
+    return PreparedData(corpus, BYTES, examples, partial(task.collate, pad_id=pad_token_id(BYTES)), "", "", ())
 
 
 def configured(task: str, batch_size: int = 2, metrics: tuple[str, ...] = ()) -> Config:

@@ -67,17 +67,17 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path):
 def test_a_log_that_is_not_enabled_writes_nothing(tmp_path: Path):
     log = report.MetricsLog(tmp_path / "run" / "metrics.jsonl", enabled=False)
     log.write("train", 1, {"loss": 1.0})
-    log.rewind(0)
+    log.keep(lambda row: row["step"] <= 0)
     assert not (tmp_path / "run").exists()
 
 
 def test_rewind_drops_later_steps_and_goes_on(tmp_path: Path):
     log = _log(tmp_path, [1, 2, 3, 4])
-    log.rewind(2)
+    log.keep(lambda row: row["step"] <= 2)
     assert _steps(tmp_path) == [1, 2]
     log.write("train", 3, {"loss": 9.0})
     assert _steps(tmp_path) == [1, 2, 3]
-    log.rewind(-1)
+    log.keep(lambda row: row["step"] <= -1)
     assert _steps(tmp_path) == []
     log.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -90,7 +90,7 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: str):
         file.write(torn)
     assert _steps(tmp_path) == [1, 2]
     log = report.MetricsLog(tmp_path / "metrics.jsonl")
-    log.rewind(5)
+    log.keep(lambda row: row["step"] <= 5)
     log.write("train", 3, {"note": "a line\u2028break\nor two"})
     log.close()
     assert _steps(tmp_path) == [1, 2, 3]

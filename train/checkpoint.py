@@ -13,6 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> P
     """
     try:
         stored = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        identity, progress = dict(stored["identity"]), Progress(**stored["progress"])
+        identity, progress = dict(stored["identity"]), Progress.of(stored["progress"])
         blocks = StoredBlocks(checkpoint)
     except UNREADABLE as error:
         raise _unreadable(checkpoint, error) from None
@@ -62,6 +63,9 @@ def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> P
         raise
     except UNREADABLE as error:
         raise _unreadable(checkpoint, error) from None
+    if "global_batch_size" in changed:  # as many steps of another size would be other examples
+        examples = progress.step_in_epoch * identity["global_batch_size"]
+        progress = replace(progress, step_in_epoch=examples // present["global_batch_size"])
     return progress
 
 
@@ -177,10 +181,22 @@ def verify(checkpoint: Path) -> str | None:
     return None
 
 
-def rotate(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest ``keep`` checkpoints and the best; to be called once the newest is in place."""
-    for checkpoint in list(_checkpoints(folder))[:-keep]:
-        if checkpoint.name != f"step-{best_step or 0:08d}":
+def rotate(
+    folder: Path, keep: int, best_step: int | None, sound_step: int | None = None, keep_bests: bool = False
+) -> None:
+    """Removes all but the newest ``keep`` checkpoints and the best; to be called once the newest is in place.
+
+    Args:
+        sound_step: keeps the newest one not after this step too, for a run that may have to go back.
+        keep_bests: keeps the best of each that is kept: a run that resumes from there will want it.
+    """
+    checkpoints = list(_checkpoints(folder))
+    kept = checkpoints[-keep:]
+    if sound_step is not None:
+        kept += [checkpoint for checkpoint in checkpoints if _step_of(checkpoint) <= sound_step][-1:]
+    bests = {best_step, *(_best_step_of(checkpoint) for checkpoint in kept if keep_bests)}
+    for checkpoint in checkpoints:
+        if checkpoint not in kept and _step_of(checkpoint) not in bests:
             remove(checkpoint)
     for leftover in folder.glob(f"{PARTIAL}*"):
         remove(leftover)
@@ -191,11 +207,15 @@ def newest_step(folder: Path) -> int | None:
     return max(map(_step_of, _checkpoints(folder)), default=None)
 
 
+def later_than(folder: Path, step: int) -> list[Path]:
+    """The checkpoints of later steps."""
+    return [checkpoint for checkpoint in _checkpoints(folder) if _step_of(checkpoint) > step]
+
+
 def remove_after(folder: Path, last: Path) -> None:
     """Removes the checkpoints of later steps than ``last``."""
-    for checkpoint in reversed(list(_checkpoints(folder))):
-        if _step_of(checkpoint) > _step_of(last):
-            remove(checkpoint)
+    for checkpoint in reversed(later_than(folder, _step_of(last))):
+        remove(checkpoint)
 
 
 def load_weights(state: RunState, checkpoint: Path) -> None:
@@ -222,6 +242,13 @@ def remove(path: Path) -> None:
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
+
+
+def _best_step_of(checkpoint: Path) -> int | None:
+    try:
+        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]["best_step"]
+    except UNREADABLE:
+        return None  # it is damaged, and nobody will resume from it
 
 
 def _plain(value: Any) -> Any:

@@ -37,6 +37,7 @@ class PreparedData:
     collate: Collate
     training_digest: str
     """Of the training examples: another one stands for other data."""
+    validation_digest: str
     lines: tuple[str, ...]
     """What to tell a person about the data."""
 
@@ -110,6 +111,7 @@ def prepare_data(config: Config, task: Task, folder: Path, saves: bool) -> Prepa
         examples=examples,
         collate=collate,
         training_digest=examples_digest(examples.train),
+        validation_digest=examples_digest(examples.validation),
         lines=(*described, *examples.notes),
     )
 

@@ -16,7 +16,7 @@ from train.config import Config
 from train.errors import StepError, UserError
 from train.launch import Launch
 from train.optimizers import learning_rate_at, set_learning_rate
-from train.records import Batches, Evaluation, Meter, MicroBatch, Progress, StepOutcome
+from train.records import Batches, Evaluation, IntervalSums, Meter, MicroBatch, Progress, StepOutcome
 from train.rollback import DivergenceError, go_back, is_spike, usual_loss
 from train.step import seed_step
 
@@ -63,6 +63,8 @@ class Goal:
     peak_learning_rate: float
     metric: str
     greater_is_better: bool
+    best_of: str = ""
+    """The metric and a digest of the validation data: a best of another kind is none."""
     flops_per_token: float | None = None
     peak_flops_per_second: float | None = None
     """Of all devices together."""
@@ -85,7 +87,7 @@ def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progres
 
 def go_on(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progress:
     """The same, up to where training leaves the rails."""
-    optim, interval, saved = config.optimization, Interval(parts, goal, progress.step), progress.step
+    optim, interval, saved = config.optimization, Interval(parts, goal, progress.interval), progress.step
     progress = evaluate_if_due(parts, config, goal, progress)
     while not is_done(config, goal, progress):
         epoch = progress.epoch
@@ -101,7 +103,7 @@ def go_on(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progr
                     outcome = parts.step(parts.accelerator, parts.model, parts.optimizer, window, optim, stop, mark)
             except StepError as error:
                 if error.weights_intact and progress.step > saved:
-                    parts.save(progress, True)
+                    parts.save(replace(progress, interval=interval.sums()), True)
                 raise
             progress = advance(progress, outcome)
             interval.add(outcome)
@@ -109,13 +111,17 @@ def go_on(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progr
             if outcome.skipped:
                 report_skipped(parts, config, progress, outcome, window)
 
-            ends = outcome.stop_requested or progress.step == goal.total_steps
-            if ends or progress.step % config.output.log_every_steps == 0:
+            is_last = progress.step >= goal.total_steps
+            if is_last or is_due(config.output.log_every_steps, progress):
                 progress = interval.close(progress, learning_rate, length, optim.loss_spike_factor)
-            if not outcome.stop_requested:
+            if is_last or not outcome.stop_requested:  # who is asked to stop evaluates when the run goes on
                 progress = evaluate_if_due(parts, config, goal, progress)
-                ends = ends or is_done(config, goal, progress)
+            done = is_done(config, goal, progress)
+            if done and interval.is_open:
+                progress = interval.close(progress, learning_rate, length, optim.loss_spike_factor)
+            ends = done or outcome.stop_requested
             if ends or is_due(config.output.save_every_steps, progress) or progress.best_step == progress.step:
+                progress = replace(progress, interval=interval.sums())
                 parts.save(progress, ends)
                 saved = progress.step
             interval.restart()
@@ -173,6 +179,7 @@ def evaluate_if_due(parts: Parts, config: Config, goal: Goal, progress: Progress
         evaluated_step=progress.step,
         best_metric=value if better else best,
         best_step=progress.step if better else progress.best_step,
+        best_of=goal.best_of,
         evaluations_without_improvement=0 if better else progress.evaluations_without_improvement + 1,
     )
 
@@ -212,17 +219,18 @@ def report_skipped(
 
 
 class Interval:
-    """Sums over the steps between two log lines; tensors stay on the device until then."""
+    """Sums over the steps between two log lines; the loss stays on the device until it is asked for."""
 
-    def __init__(self, parts: Parts, goal: Goal, step: int) -> None:
-        self._parts, self._goal, self._sound_step = parts, goal, step
-        self._clear()
+    def __init__(self, parts: Parts, goal: Goal, sums: IntervalSums) -> None:
+        self._parts, self._goal, self._sums = parts, goal, sums
+        self._loss_sum = torch.zeros((), device=parts.accelerator.device)
+        self._grad_norm = 0.0
         self.restart()
 
-    def _clear(self) -> None:
-        self._steps = self._targets = self._tokens = self._positions = self._clipped = 0
-        self._seconds, self._grad_norm = 0.0, 0.0
-        self._loss_sum = torch.zeros((), device=self._parts.accelerator.device)
+    @property
+    def is_open(self) -> bool:
+        """Whether there are steps that no line of the log has told of."""
+        return self._sums.steps > 0
 
     def restart(self) -> None:
         """The clock goes on from here: evaluating and saving are not training."""
@@ -230,15 +238,26 @@ class Interval:
 
     def add(self, outcome: StepOutcome) -> None:
         """One more step; its clock stops here, where the step has just waited for the device."""
-        self._steps += 1
-        self._tokens += outcome.num_tokens
-        self._positions += outcome.num_positions
-        self._clipped += outcome.clipped
-        if not outcome.skipped:  # a loss that is not finite would hide the others
-            self._targets += outcome.num_targets
+        sums, counts = self._sums, not outcome.skipped  # a loss that is not finite would hide the others
+        self._sums = replace(
+            sums,
+            steps=sums.steps + 1,
+            targets=sums.targets + outcome.num_targets * counts,
+            tokens=sums.tokens + outcome.num_tokens,
+            positions=sums.positions + outcome.num_positions,
+            clipped=sums.clipped + outcome.clipped,
+            seconds=sums.seconds + time.perf_counter() - self._started,
+        )
+        if counts:
             self._loss_sum += outcome.loss_sum
         self._grad_norm = outcome.grad_norm
-        self._seconds += time.perf_counter() - self._started
+
+    def sums(self) -> IntervalSums:
+        """So far, for a checkpoint: who resumes goes on with them. Called by all ranks together."""
+        loss_sum = cast("torch.Tensor", self._parts.accelerator.reduce(self._loss_sum, reduction="sum")).item()
+        self._loss_sum = torch.zeros_like(self._loss_sum)
+        self._sums = replace(self._sums, loss_sum=self._sums.loss_sum + loss_sum)
+        return self._sums
 
     def close(
         self, progress: Progress, learning_rate: float, sequence_length: int, spike_factor: float | None
@@ -248,40 +267,39 @@ class Interval:
         Raises:
             DivergenceError: its loss is above ``spike_factor`` times the usual.
         """
-        accelerator, goal = self._parts.accelerator, self._goal
-        loss_sum = cast("torch.Tensor", accelerator.reduce(self._loss_sum, reduction="sum")).item()
-        tokens_per_second = self._tokens / self._seconds
+        accelerator, goal, sums = self._parts.accelerator, self._goal, self.sums()
+        tokens_per_second = sums.tokens / sums.seconds
         mfu = None
         if goal.flops_per_token and goal.peak_flops_per_second:
             mfu = tokens_per_second * goal.flops_per_token / goal.peak_flops_per_second
         values = {
             "epoch": progress.epoch,
-            "loss": (loss := loss_sum / self._targets if self._targets else None),
+            "loss": (loss := sums.loss_sum / sums.targets if sums.targets else None),
             "learning_rate": learning_rate,
             "sequence_length": sequence_length,
             "grad_norm": self._grad_norm,
-            "clipped_share": self._clipped / self._steps,
+            "clipped_share": sums.clipped / sums.steps,
             "nonfinite_steps": progress.nonfinite_steps,
             "tokens_per_second": tokens_per_second,
-            "seconds_per_step": self._seconds / self._steps,
+            "seconds_per_step": sums.seconds / sums.steps,
             "mfu": mfu,
             **self._parts.meter.interval(),
-            "padding_share": 1 - self._tokens / self._positions,
+            "padding_share": 1 - sums.tokens / sums.positions,
             "loss_scale": accelerator.scaler.get_scale() if accelerator.scaler is not None else None,
             "tokens_seen": progress.tokens_seen,
         }
-        progress = replace(progress, training_seconds=progress.training_seconds + self._seconds)
-        self._clear()
         self._parts.report("train", progress.step, values)
+        self._sums = IntervalSums(since_step=progress.step)
+        seconds = progress.training_seconds + sums.seconds
+        progress = replace(progress, training_seconds=seconds, interval=self._sums)
         if loss is None:
             return progress
         if is_spike(progress.usual_loss, loss, spike_factor):
             raise DivergenceError(
-                f"step {progress.step}: the loss since step {self._sound_step} is {loss:.4g}, usual is "
+                f"step {progress.step}: the loss since step {sums.since_step} is {loss:.4g}, usual is "
                 f"{progress.usual_loss or math.nan:.4g}. Lower the learning rate, warm up longer, look at the data, or "
                 "raise --loss_spike_factor.",
                 progress,
-                self._sound_step,
+                sums.since_step,
             )
-        self._sound_step = progress.step
         return replace(progress, usual_loss=usual_loss(progress.usual_loss, loss))

@@ -194,6 +194,7 @@ def run(
         peak_learning_rate=peak_learning_rate(optim, arithmetic.global_batch_size),
         metric=metric,
         greater_is_better=grows,
+        best_of=f"{metric} on data {prepared.validation_digest}",
         flops_per_token=flops_per_token,
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
@@ -203,11 +204,13 @@ def run(
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
         memory.rehearse(accelerator, model, optimizer, longest, accumulates, evaluated, optim)
-    progress = outputs.resume(state)
-    if is_done(config, goal, progress) and outputs.is_complete(progress.step):
+    progress = outputs.resume(state, goal.best_of)
+    final_step = progress.best_step if output.load_best_model_at_end else progress.step
+    if is_done(config, goal, progress) and outputs.is_complete(progress.step, final_step):
+        longer = "--max_steps" if progress.step >= goal.total_steps else "a higher --early_stopping_patience"
         outputs.say(
             f"nothing to do: {outputs.folder} already holds this run, {progress.step} steps long. For a new run "
-            "give --resume never or another --output_dir; for a longer one --max_steps."
+            f"give --resume never or another --output_dir; for a longer one {longer}."
         )
         return EXIT_DONE
 
@@ -322,9 +325,8 @@ def finish(
     from train.model_card import model_card
 
     step = progress.step
-    if config.output.load_best_model_at_end and progress.best_step:
+    if config.output.load_best_model_at_end and progress.best_step and outputs.load_best(state, progress.best_step):
         step = progress.best_step
-        outputs.load_weights(state, step)
     metric = config.output.metric_for_best or task.headline_metric
     evaluations = [outputs.evaluation_at(step) or evaluator.validation(step)]
     examples, texts = prepared.examples, list(prepared.corpus.validation["text"])
@@ -352,6 +354,8 @@ def finish(
         "metric_value": evaluations[0].metrics[metric],
         "result": {e.split: e.metrics for e in evaluations},
         "references": references,
+        "final_step": step,
+        "pushed_to": config.output.hub_model_id if config.output.push_to_hub else None,
         "best_step": progress.best_step,
         "best_metric": progress.best_metric,
         "max_length": config.data.max_length,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from train.adapters import AdapterState
 from train.config import Config, dump
 from train.errors import UserError
 from train.records import Evaluation, Progress
+from train.rollback import sound_step
 from train.saving import Writing
 from train.training_state import RunState
 from train.wording import count, duration, gib, scalars, without_secrets
@@ -42,6 +45,13 @@ def same_command(config: Config) -> str:
     return "the same command" if config.output.resume == "auto" else "the same command and --resume auto"
 
 
+def _is_known(row: Mapping[str, Any], progress: Progress) -> bool:
+    """Whether a row of the log was written before ``progress`` was saved: others are written again."""
+    if row["kind"] == "evaluation" and row["step"] == progress.step and row.get("split") == "validation":
+        return progress.evaluated_step == progress.step
+    return row["step"] <= progress.step
+
+
 class Outputs:
     """The output folder, the metrics log, the trackers and the progress bar; silent on all ranks but the first."""
 
@@ -57,7 +67,9 @@ class Outputs:
         self._first_step: float | None = None
         self._evaluations: dict[int, Evaluation] = {}
         self._writing: Writing | None = None
+        self._resumed_from: Path | None = None
         self._best_step: int | None = None
+        self._sound_step: int | None = None
         self._last_save_failed = False
         self.save_stalls_seconds: list[float] = []
         """How long training stood still for each checkpoint on the way."""
@@ -99,17 +111,39 @@ class Outputs:
 
     def _put_aside(self) -> None:
         earlier = [p for p in self.folder.iterdir() if not p.name.startswith("previous-")]
-        if not earlier:
-            return
+        if earlier:
+            self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
+
+    def _move_aside(self, paths: Sequence[Path]) -> Path:
+        """Moves files of this folder to ``previous-N``, as they lie."""
         number = 1 + max((int(p.name[9:]) for p in self.folder.glob("previous-*") if p.name[9:].isdigit()), default=0)
         aside = self.folder / f"previous-{number}"
-        aside.mkdir()
-        for path in earlier:
-            path.rename(aside / path.name)
-        self.say(f"resume: never: the earlier run's files are in {aside}")
+        for path in paths:
+            to = aside / path.relative_to(self.folder)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(to)
+        return aside
 
-    def resume(self, state: RunState) -> Progress:
+    def _leave_other_line(self, step: int) -> None:
+        """Moves aside what is not of the line of steps that goes on here.
+
+        That is later checkpoints, be they damaged or those of a run that a person has gone back from, and what was made
+        of them. Left in place they would push out the new ones and be resumed from instead.
+        """
+        paths, made = checkpoint.later_than(self.checkpoints, step), ["final", "summary.json", "report.html"]
+        if self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve():
+            paths = checkpoint.later_than(self.checkpoints, -1)
+            made.append("metrics.jsonl")
+        if not paths and self._summary().get("steps", 0) <= step:
+            return
+        aside = self._move_aside([*paths, *(self.folder / name for name in made if (self.folder / name).exists())])
+        self.say(f"what was here of other steps than those up to {step} is in {aside}")
+
+    def resume(self, state: RunState, best_of: str) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one, and says so.
+
+        Args:
+            best_of: by what the best step is chosen; a best by something else is forgotten.
 
         Raises:
             UserError: the checkpoint is damaged or belongs to another run.
@@ -126,8 +160,25 @@ class Outputs:
         if found is not None:
             progress = checkpoint.restore(found, state, self._config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
-        self._log.rewind(progress.step)
-        return progress
+            self._resumed_from = found.resolve()
+        self._log.keep(lambda row: _is_known(row, progress) and row.get("rollbacks", 0) <= progress.rollbacks)
+        return self._with_its_best(progress, best_of)
+
+    def _with_its_best(self, progress: Progress, best_of: str | None) -> Progress:
+        """``progress`` without its best step where that is of no use any more."""
+        if progress.best_step is None:
+            return progress
+        reason = None
+        if progress.best_of != best_of:
+            reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {best_of}"
+        elif self._config.output.load_best_model_at_end:
+            best = self.checkpoints / f"step-{progress.best_step:08d}"
+            if not self._exchange(best.is_dir())[0]:
+                reason = f"the checkpoint of the best step so far, {progress.best_step}, is not in {self.checkpoints}"
+        if reason is None:
+            return progress
+        self.note(f"{reason}: it is looked for anew")
+        return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
 
     def _checkpoint_to_resume(self) -> Path | UserError | None:
         resume = self._config.output.resume
@@ -165,6 +216,8 @@ class Outputs:
         except UserError as error:
             self._save_failed(error, forgives=beside)
         self._best_step = progress.best_step
+        if self._config.optimization.max_rollbacks:
+            self._sound_step = sound_step(progress, self._config.optimization.loss_spike_factor)
         if beside and self._writing is not None and self._writing.needs_waiting:
             beside = False
             if NO_ROOM not in self.notes:
@@ -187,7 +240,11 @@ class Outputs:
         self._last_save_failed = False
         if self._is_main:
             try:
-                checkpoint.rotate(self.checkpoints, self._config.output.save_total_limit, self._best_step)
+                output = self._config.output
+                keeps_best = output.load_best_model_at_end
+                checkpoint.rotate(
+                    self.checkpoints, output.save_total_limit, self._best_step, self._sound_step, keeps_best
+                )
             except OSError as error:  # the other ranks go on, and the next rotation tries again
                 self.note(f"an old checkpoint in {self.checkpoints} could not be removed: {error.strerror or error}")
 
@@ -224,8 +281,8 @@ class Outputs:
         if found is None:
             return None
         progress = checkpoint.restore(found, state, self._config.output.allow_changes_on_resume)
-        self._log.rewind(progress.step)
-        return progress
+        self._log.keep(lambda row: _is_known(row, progress))
+        return self._with_its_best(progress, progress.best_of)
 
     def let_writing_end(self) -> None:
         """Gives a checkpoint that is being written a moment to get there; for a run that ends in another way."""
@@ -239,7 +296,9 @@ class Outputs:
 
     def begin(self, total_steps: int, step: int) -> None:
         """Training is about to start: the resolved configuration, the trackers and the one progress line."""
+        self._log.keep(lambda row: row.get("split") != "test")  # it is evaluated at the end, perhaps once more
         if self._is_main:
+            self._leave_other_line(step)
             (self.folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
             (self.folder / "stopped.json").unlink(missing_ok=True)
         report.start_trackers(self._accelerator, self._config)
@@ -371,9 +430,15 @@ class Outputs:
         title = self._config.output.run_name or self.folder.name
         report.write_report(self.folder, title, dump(self._config), summary, metrics, sample)
 
-    def load_weights(self, state: RunState, step: int) -> None:
-        """Puts the weights of the checkpoint of ``step`` into ``state``."""
-        checkpoint.load_weights(state, self.checkpoints / f"step-{step:08d}")
+    def load_best(self, state: RunState, step: int) -> bool:
+        """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
+        folder = self.checkpoints / f"step-{step:08d}"
+        problem = self._exchange(checkpoint.verify(folder) if self._is_main else None)[0]
+        if problem is not None:
+            self.note(f"the checkpoint of the best step, {step}, cannot be used ({problem}): final/ is of the last one")
+            return False
+        checkpoint.load_weights(state, folder)
+        return True
 
     def say_result(self, summary: dict[str, Any], sample: str | None) -> None:
         """The last lines a person sees."""
@@ -393,10 +458,24 @@ class Outputs:
             f"model: {self.final}   report: {self.folder / 'report.html'}   metrics: {self.folder / 'metrics.jsonl'}"
         )
 
-    def is_complete(self, step: int) -> bool:
-        """Whether a run of ``step`` steps has already written everything here."""
+    def is_complete(self, step: int, final_step: int | None = None) -> bool:
+        """Whether a run of ``step`` steps has already written everything here that is asked of it.
+
+        Args:
+            final_step: of whose weights ``final/`` should be; any for None.
+        """
+        summary, pushed_to = self._summary(), self._config.output.push_to_hub and self._config.output.hub_model_id
+        return (
+            summary.get("steps") == step
+            and final_step in (None, summary.get("final_step"))
+            and (not pushed_to or summary.get("pushed_to") == pushed_to)
+            and self.final.is_dir()
+        )
+
+    def _summary(self) -> dict[str, Any]:
+        """What ``summary.json`` says; nothing where there is none."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-            return summary["steps"] == step and self.final.is_dir()
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        except (OSError, ValueError):
+            return {}
+        return summary if isinstance(summary, dict) and isinstance(summary.get("steps"), int) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -171,6 +171,21 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
+class IntervalSums:
+    """What was summed up since the last line of the log, over all ranks."""
+
+    since_step: int = 0
+    steps: int = 0
+    loss_sum: float = 0.0
+    targets: int = 0
+    tokens: int = 0
+    positions: int = 0
+    """Tokens and padding."""
+    clipped: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Progress:
     """Where a run stands; with (seed, config) it determines everything that follows."""
 
@@ -184,12 +199,20 @@ class Progress:
     consecutive_nonfinite_steps: int = 0
     best_metric: float | None = None
     best_step: int | None = None
+    best_of: str | None = None
+    """By which metric, on which data."""
     evaluated_step: int = 0
     evaluations_without_improvement: int = 0
     training_seconds: float = 0.0
     usual_loss: float | None = None
     """A moving mean over the intervals of logging."""
     rollbacks: int = 0
+    interval: IntervalSums = IntervalSums()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Progress:
+        """From what ``dataclasses.asdict`` made of one."""
+        return cls(**{**values, "interval": IntervalSums(**values["interval"])})
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,12 @@ def is_spike(usual: float | None, loss: float, factor: float | None) -> bool:
     return factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual))
 
 
+def sound_step(progress: Progress, loss_spike_factor: float | None) -> int:
+    """The last step after which all was in order as far as is known: a run may be told to go back to it."""
+    sound = progress.step - progress.consecutive_nonfinite_steps
+    return sound if loss_spike_factor is None else min(sound, progress.interval.since_step)
+
+
 def go_back(
     error: DivergenceError,
     max_rollbacks: int,

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -62,15 +62,12 @@ class MetricsLog:
         except OSError as error:
             raise _cannot_write(self._path, error) from None
 
-    def rewind(self, step: int) -> None:
-        """Drops the lines of steps after ``step``, which a resumed run writes again, and a last line cut short.
-
-        ``rewind(-1)`` starts the file afresh.
-        """
+    def keep(self, belongs: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drops the rows that do not belong, which a resumed run writes again, and a last line cut short."""
         if not self._enabled or not self._path.exists():
             return
         self.close()
-        kept = [row for row in read_metrics(self._path) if row["step"] <= step]
+        kept = [row for row in read_metrics(self._path) if belongs(row)]
         _write_whole(self._path, "".join(_json(row) + "\n" for row in kept))
 
     def close(self) -> None:
