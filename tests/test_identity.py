@@ -67,6 +67,16 @@ def test_digest_is_kept_beside_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept.read_text() == digest
 
 
+@pytest.mark.parametrize("damaged", ["", "0123"])
+def test_kept_digest_that_is_none_is_made_anew(tmp_path: Path, damaged: str) -> None:
+    examples = on_disk(ROWS, tmp_path)
+    digest = examples_digest(examples)
+    [kept] = tmp_path.rglob("examples-*.sha256")
+    kept.write_text(damaged)
+    assert examples_digest(examples) == digest
+    assert kept.read_text() == digest
+
+
 def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = on_disk(ROWS, tmp_path)
 

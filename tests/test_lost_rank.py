@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from train.errors import EXIT_ERROR
@@ -27,6 +28,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(lost_rank, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(lost_rank, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     return server
 
 
@@ -36,8 +38,12 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def watch(told: list[str]) -> Callable[..., RankWatch]:
-    def make(rank: int, world_size: int = 3, timeout_seconds: float = 60) -> RankWatch:
+def watch(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., RankWatch]:
+    def make(
+        rank: int, world_size: int = 3, timeout_seconds: float = 60, local_rank: int = 0, host: int = 0
+    ) -> RankWatch:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setenv("GROUP_RANK", str(host))
         launch = Launch(world_size=world_size, rank=rank)
         return RankWatch(launch, timeout_seconds, lambda: "Do this.", told.append)
 
@@ -150,52 +156,164 @@ def test_where_no_store_is_opened_rank_0_did_not_come(
     assert told[0].startswith("rank 0 did not come: nothing answers at 127.0.0.1:1 ")
 
 
-def test_first_rank_prepares_first_and_all_leave_together_however_long_it_takes(
-    store: TCPStore, watch: Callable[..., RankWatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two hosts with one and two processes; each waits longer than a rank may be silent."""
-    order: list[str] = []
+class Clock:
+    """Ranks of several hosts that prepare, and the order in which they do."""
 
-    def prepare(rank: int, its: RankWatch) -> None:
-        with its.preparing():
-            order.append(f"{rank} prepares")
-        order.append("leaves")
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.threads: list[threading.Thread] = []
 
-    with watch(0, timeout_seconds=0.5) as first, watch(1, timeout_seconds=0.5) as second, watch(2) as other:
-        monkeypatch.setenv("LOCAL_RANK", "1")
-        threads = [threading.Thread(target=prepare, args=(1, second))]
-        threads[0].start()
-        time.sleep(1.0)
-        monkeypatch.setenv("LOCAL_RANK", "0")
-        threads.append(threading.Thread(target=prepare, args=(0, first)))
-        threads[1].start()
-        time.sleep(1.0)
-        assert order == ["0 prepares", "1 prepares"]
-        prepare(2, other)
-        for thread in threads:
+    def start(self, rank: int, its: RankWatch) -> None:
+        def prepare() -> None:
+            with its.preparing():
+                self.order.append(f"{rank} prepares")
+            self.order.append("leaves")
+
+        self.threads.append(threading.Thread(target=prepare))
+        self.threads[-1].start()
+
+    def join(self) -> list[str]:
+        for thread in self.threads:
             thread.join(20)
-    assert order == ["0 prepares", "1 prepares", "2 prepares", *["leaves"] * 3]
+        return self.order
 
 
-@pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_who_waits_for_a_rank_that_ends_is_told(
-    store: TCPStore,
-    watch: Callable[..., RankWatch],
-    told: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    local_rank: str,
+def test_first_rank_prepares_first_and_all_leave_together_however_long_it_takes(
+    store: TCPStore, watch: Callable[..., RankWatch]
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    with watch(1, 2) as second:
+    """Each waits longer than a rank may be silent."""
+    clock = Clock()
+    with (
+        watch(0, timeout_seconds=0.5) as first,
+        watch(1, timeout_seconds=0.5, local_rank=1) as second,
+        watch(2, timeout_seconds=0.5, host=1) as other,
+    ):
+        clock.start(1, second)
+        time.sleep(1.0)
+        clock.start(0, first)
+        time.sleep(1.0)
+        assert clock.order == ["0 prepares", "1 prepares"]
+        clock.start(2, other)
+        assert clock.join() == ["0 prepares", "1 prepares", "2 prepares", *["leaves"] * 3]
+
+
+def test_ranks_may_be_dealt_to_hosts_in_any_order(store: TCPStore, watch: Callable[..., RankWatch]) -> None:
+    clock = Clock()
+    with (
+        watch(0, 4) as a,
+        watch(1, 4, host=1) as b,
+        watch(2, 4, local_rank=1) as c,
+        watch(3, 4, host=1, local_rank=1) as d,
+    ):
+        for rank, its in ((3, d), (2, c), (1, b)):
+            clock.start(rank, its)
+        time.sleep(0.5)
+        assert clock.order == ["1 prepares", "3 prepares"]
+        clock.start(0, a)
+        assert clock.join()[:4] == ["1 prepares", "3 prepares", "0 prepares", "2 prepares"]
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_who_waits_for_a_rank_that_ends_is_told(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], local_rank: int
+) -> None:
+    with watch(1, 2, local_rank=local_rank) as second:
         with watch(0, 2) as first:
             first._connected.wait(20)
         with pytest.raises(RankLeftError) as left, second.preparing():
-            assert local_rank == "0", "the first one never went"
+            assert local_rank == 0, "the first one never went"
         assert second.concludes(left.value)
     assert told == ["rank 0 ended before the others; its own message says why."]
 
 
+def test_request_to_stop_is_one_where_all_are_there_or_were_asked_too(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
+) -> None:
+    with watch(0) as first, watch(1):
+        with watch(2) as third:
+            assert third.confirms_stop()
+        assert first.confirms_stop()
+    assert told == []
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_request_to_stop_because_a_rank_failed_is_none(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Launchers end the others with the same signal."""
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    with watch(0, 2) as first:
+        if comes:
+            with watch(1, 2) as second:
+                second._connected.wait(20)
+        assert not first.confirms_stop()
+        assert not first.confirms_stop()
+    [message] = told
+    assert message.startswith("rank 1 ended before the others" if comes else "rank 1 (never came) is lost")
+
+
+def test_rank_that_ends_before_all_have_met_ends_those_who_wait_for_it(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with watch(0, 2):
+        with watch(1, 2) as second:
+            second._connected.wait(20)
+        deadline = time.monotonic() + 20
+        while not statuses and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert statuses == [EXIT_ERROR]
+    assert told == ["rank 1 ended before the others; its own message says why."]
+
+
+def test_connection_that_breaks_is_made_anew(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, broken = RankWatch._look, threading.Event()
+
+    def breaks_once(self: RankWatch, its: TCPStore) -> None:
+        if not broken.is_set():
+            broken.set()
+            raise RuntimeError("Broken pipe")
+        look(self, its)
+
+    monkeypatch.setattr(RankWatch, "_look", breaks_once)
+    with watch(0, 2, timeout_seconds=1) as first, watch(1, 2, timeout_seconds=1):
+        time.sleep(2.5)
+        assert not first.concludes(BROKEN)
+    assert broken.is_set()
+    assert told == []
+
+
+def test_rank_0_whose_own_store_is_gone_names_who_never_came(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a launcher the store goes with the process group that could not be made."""
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with watch(0) as first, watch(1) as second:
+        second._connected.wait(20)
+        time.sleep(0.5)
+        monkeypatch.setattr(first, "_call_roll", broken)
+        assert first.concludes(BROKEN)
+        assert first.concludes(BROKEN)
+    assert len(told) == 1
+    assert told[0].startswith("rank 2 (never came) is lost")
+
+
+def test_port_that_is_taken_is_named(store: TCPStore, watch: Callable[..., RankWatch], told: list[str]) -> None:
+    with watch(0, 2) as first:
+        assert first.concludes(DistNetworkError("The server socket has failed to bind. code: -98, name: EADDRINUSE"))
+    assert len(told) == 1 and told[0].startswith(f"MASTER_PORT: {store.port} is taken on this host")
+
+
 def test_process_that_is_alone_needs_no_store(watch: Callable[..., RankWatch], told: list[str]) -> None:
     with watch(0, world_size=1) as alone, alone.preparing():
+        assert alone.confirms_stop()
         assert not alone.concludes(BROKEN)
     assert told == []

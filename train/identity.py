@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ ROWS_AT_ONCE = 64
 """Rows of long sequences are large."""
 STREAMED = 64
 """Examples of a stream that are compared: the rest of it is not known before it is trained on."""
+
+_WHOLE = re.compile("[0-9a-f]{16}")
 
 
 def run_identity(
@@ -57,8 +60,8 @@ def examples_digest(examples: datasets.Dataset | datasets.IterableDataset) -> st
         rows = list(itertools.islice(examples, STREAMED))
         return "stream " + _digest(datasets.Dataset.from_list([dict(row) for row in rows]))
     kept = _kept(examples)
-    if kept is not None and kept.is_file():
-        return kept.read_text(encoding="utf-8")
+    if kept is not None and kept.is_file() and _WHOLE.fullmatch(found := kept.read_text(encoding="utf-8")):
+        return found
     digest = _digest(examples)
     if kept is not None:
         _keep(kept, digest)

@@ -56,9 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
         check_launch(launch, config)
         return train(config, launch)
     except UserError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        if rank == 0 or error.exit_status != EXIT_USAGE:  # a usage error is the same on every rank: said once
-            tell_error(str(error), rank)
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        if (
+            local_rank == "0" or error.exit_status != EXIT_USAGE
+        ):  # a usage error is the same on all of a host: said once
+            tell_error(str(error), int(os.environ.get("RANK", "0")))
         return error.exit_status
     except KeyboardInterrupt:
         tell_error("interrupted: ended at once. The same command goes on from the newest checkpoint.", 0)
@@ -98,6 +100,8 @@ def train(config: Config, launch: Launch) -> int:
                 try:
                     return run(config, launch, runtime, outputs, memory, stop, watch, compilation)
                 except StopAtOnce:
+                    if not watch.confirms_stop():
+                        return EXIT_ERROR
                     outputs.stopped_before_training(stop.received)
                     return EXIT_STOPPED
                 except Exception as error:

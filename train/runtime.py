@@ -249,11 +249,16 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: str | None = None
         self._at_once = False
+        self._process = os.getpid()
 
     def __bool__(self) -> bool:
         return self.received is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker: the run tells it what to do
+            if self._at_once and number == signal.SIGTERM:
+                os._exit(0)
+            return
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
@@ -268,6 +273,10 @@ class StopRequest:
             if self.received is not None:
                 raise StopAtOnce
             yield
+        except Exception:
+            if self.received is None:
+                raise
+            raise StopAtOnce from None  # a library that was cut short may put an error of its own in its place
         finally:
             self._at_once = False
 

@@ -7,11 +7,22 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.injections import at_call, at_change, at_step, disk_is_slow, on_rank, quick_roll_call, send_itself, several
+from faults.injections import (
+    at_call,
+    at_change,
+    at_step,
+    die,
+    disk_is_slow,
+    on_rank,
+    quick_roll_call,
+    send_itself,
+    several,
+)
 from faults.processes import run, started
 from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, write_recipe
 
@@ -66,6 +77,46 @@ def test_stops_at_once_while_data_is_prepared(tmp_path: Path, target: str, numbe
     [end] = run(its, tmp_path / "logs")
     assert end.status == EXIT_DONE, end.said
     assert not (tmp_path / "run" / "stopped.json").exists()
+
+
+def test_stops_at_once_while_workers_prepare_data(tmp_path: Path) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run", "--preprocessing_num_workers", 2)
+    fault = at_call("train.tokenization:_Encode.__call__", sleep_for_long)
+    with started(its, tmp_path / "logs", fault=fault) as job:
+        job.wait_until(lambda: "Tokenising train" in job.said())
+        time.sleep(1.0)
+        job.signal(signal.SIGTERM)
+        [end] = job.end()
+    assert end.status == EXIT_STOPPED, end.said
+    assert "Traceback" not in end.said, end.said
+    assert json.loads((tmp_path / "run" / "stopped.json").read_text()) == {"step": 0, "signal": "SIGTERM"}
+
+
+def sleep_for_long() -> None:
+    time.sleep(20)
+
+
+@pytest.mark.parametrize("rank_1", [die, sleep_for_long])
+def test_signal_of_a_launcher_that_lost_a_rank_is_no_request_to_stop(
+    tmp_path: Path, rank_1: Callable[[], None]
+) -> None:
+    """Launchers send SIGTERM to those that are left; a run that was asked to stop goes back into a queue."""
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    fault = several(
+        quick_roll_call(),
+        on_rank(0, at_call("train.data:tokenize", sleep_for_long)),
+        on_rank(1, at_call("train.data:tokenize", rank_1)),
+        on_rank(1, at_call("train.parallel.lost_rank:RankWatch.preparing", rank_1)),
+    )
+    with started(its, tmp_path / "logs", 2, fault) as job:
+        job.wait_until(lambda: "device:" in job.said())
+        time.sleep(1.5)
+        job.signal(signal.SIGTERM)
+        ended = job.end(of_ranks=[0])
+    is_lost = rank_1 is die
+    assert ended[0].status == (EXIT_ERROR if is_lost else EXIT_STOPPED), ended[0].said
+    assert ("rank 1 (host" in ended[0].said) == is_lost
+    assert (tmp_path / "run" / "stopped.json").exists() != is_lost
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
+import torch
 from torch.distributed import DistError, TCPStore
 
 from train.errors import EXIT_ERROR
@@ -31,6 +33,7 @@ ANSWER_SECONDS = 6.0
 STORE_SECONDS = 10.0
 """How long the store may take to answer before its host counts as gone."""
 LEFT = "left"
+T = TypeVar("T")
 
 # gloo has no type of its own for these and raises RuntimeError; NCCL and the store raise a DistError, which is one too.
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|broken pipe", re.IGNORECASE)
@@ -61,10 +64,13 @@ class RankWatch:
         self, launch: Launch, timeout_seconds: float, remedy: Callable[[], str], tell: Callable[[str], None]
     ) -> None:
         self._rank, self._world_size = launch.rank, launch.world_size
+        self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
         self._store: TCPStore | None = None
         self._connected, self._closing = threading.Event(), threading.Event()
         self._lock, self._thread = threading.Lock(), threading.Thread()
+        self._came, self._all_met, self._has_concluded = {launch.rank}, False, False
         # A launcher that starts its processes again keeps the store: their keys differ by the number of the start.
         self._prefix = f"rank_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -90,16 +96,33 @@ class RankWatch:
         """
         if self._world_size == 1 or not is_broken_connection(error):
             return False
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            self._tell(
+                f"MASTER_PORT: {port} is taken on this host, by another run or program. Give another one "
+                "(--main_process_port to accelerate launch, --master_port to torchrun)."
+            )
+            return True
         self._connected.wait(ANSWER_SECONDS)
         if self._store is not None:
             return self._conclude(self._store)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if self._rank != 0 and self._is_local_first:
             self._tell(
-                f"rank 0 did not come: nothing answers at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
-                "(MASTER_ADDR and MASTER_PORT), where all processes meet. Start the launchers of all hosts, each with "
-                "the address of rank 0's."
+                f"rank 0 did not come: nothing answers at {address}:{port} (MASTER_ADDR and MASTER_PORT), where all "
+                "processes meet. Start the launchers of all hosts, each with the address of rank 0's."
             )
-        return True
+        return self._rank != 0
+
+    def confirms_stop(self) -> bool:
+        """Whether a request to stop was meant for the run; else a rank has failed, and its launcher ends the others.
+
+        One of the others has then told of that rank. Takes up to ``ANSWER_SECONDS``.
+        """
+        if self._world_size == 1 or not self._connected.wait(ANSWER_SECONDS) or self._store is None:
+            return True
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key("asked to stop", self._rank), "1")
+        return not self._conclude(self._store, is_stopping=True)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -114,27 +137,38 @@ class RankWatch:
         if self._world_size == 1:
             yield
             return
-        first = self._key("went first", self._rank - int(os.environ.get("LOCAL_RANK", "0")))
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            self._wait_until(lambda store: store.check([first]))
+        went_first = self._key(f"went first/{self._host}")
+        if not self._is_local_first:
+            self._wait_for(went_first)
         yield
-        store = self._connection()
-        store.set(first, "1")
-        store.add(self._key("prepared"), 1)
-        self._wait_until(lambda store: store.add(self._key("prepared"), 0) == self._world_size)
+        if self._is_local_first:
+            self._ask(lambda store: store.set(went_first, "1"))
+        self._ask(lambda store: store.set(self._key("prepared", self._rank), "1"))
+        if self._rank == 0:
+            self._wait_for(*(self._key("prepared", rank) for rank in range(self._world_size)))
+            self._ask(lambda store: store.set(self._key("all prepared"), "1"))
+        self._wait_for(self._key("all prepared"))
 
-    def _wait_until(self, condition: Callable[[TCPStore], bool]) -> None:
-        store, seconds = self._connection(), POLL_SECONDS / 64
-        while not condition(store):
-            if store.check([self._key(LEFT)]):
+    def _wait_for(self, *keys: str) -> None:
+        seconds = POLL_SECONDS / 64
+        while not self._ask(lambda store: store.check(list(keys))):
+            if self._ask(lambda store: store.check([self._key(LEFT)])):
                 raise RankLeftError("a rank ended before the others")
             time.sleep(seconds)
             seconds = min(2 * seconds, POLL_SECONDS)  # soon where data is cached, seldom where a thousand ranks wait
 
-    def _connection(self) -> TCPStore:
-        self._connected.wait()
-        assert self._store is not None
-        return self._store
+    def _ask(self, question: Callable[[TCPStore], T]) -> T:
+        """What the store answers, over a new connection where one breaks."""
+        since = time.monotonic()
+        while True:
+            self._connected.wait()
+            assert self._store is not None
+            try:
+                return question(self._store)
+            except RuntimeError:
+                if time.monotonic() - since > self._timeout_seconds:
+                    raise
+                time.sleep(POLL_SECONDS)
 
     def _key(self, kind: str, rank: int | None = None) -> str:
         return f"{self._prefix}/{kind}" if rank is None else f"{self._prefix}/{kind}/{rank}"
@@ -142,9 +176,10 @@ class RankWatch:
     def _connect(self) -> TCPStore | None:
         """A connection of its own: the process group's may be waiting in a blocked collective. None where closed first.
 
-        The store may be one that rank 0 opens only when it meets the others.
+        The store may be one that rank 0 opens only when it meets the others. Where one that was there is gone for too
+        long, this process ends.
         """
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port, since = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), time.monotonic()
         timeout = timedelta(seconds=STORE_SECONDS)
         while not self._closing.is_set():
             try:
@@ -152,62 +187,98 @@ class RankWatch:
                 store.set(self._key("who", self._rank), f"{socket.gethostname()}, process {os.getpid()}")
                 return store
             except RuntimeError:
+                if self._store is not None and time.monotonic() - since > self._timeout_seconds:
+                    self._conclude(self._store)
+                    self._end_process()
+                    return None
                 self._closing.wait(POLL_SECONDS)
         return None
 
     def _watch(self) -> None:
-        """The thread: counts, answers roll calls, looks at the next rank, and ends a process that cannot end itself."""
-        store = self._store = self._connect()
-        if store is None:
-            return
-        self._connected.set()
+        """The thread: as :meth:`_look`, over a new connection where one breaks."""
+        while (store := self._connect()) is not None:
+            self._store = store
+            self._connected.set()
+            try:
+                self._look(store)
+                return
+            except RuntimeError:
+                self._closing.wait(POLL_SECONDS)
+
+    def _look(self, store: TCPStore) -> None:
+        """Counts, answers roll calls, looks at the next rank, and ends a process that cannot end itself."""
         neighbour = self._key("beat", (self._rank + 1) % self._world_size)
         last, since = "", time.monotonic()
         for count in itertools.count():
-            try:
-                store.set(self._key("beat", self._rank), str(count))
-                store.set(self._key("here", self._rank), str(store.add(self._key("call"), 0)))
-                beat = _value(store, neighbour)
-                if beat != last or beat == LEFT:
-                    last, since = beat, time.monotonic()
-                concluded = store.add(self._key("told"), 0) > 0
-            except RuntimeError:
-                return  # the store is gone, and with it a host: the collectives will fail, and ``concludes`` tells
-            silent = time.monotonic() - since > self._timeout_seconds
-            if concluded or (silent and self._conclude(store)):
-                # Connections that break end the main thread by themselves; where none does, it waits in a collective.
-                if not self._closing.wait(ANSWER_SECONDS):
-                    os._exit(EXIT_ERROR)
+            store.set(self._key("beat", self._rank), str(count))
+            store.set(self._key("here", self._rank), str(store.add(self._key("call"), 0)))
+            beat = _value(store, neighbour)
+            if beat != last or beat == LEFT:
+                last, since = beat, time.monotonic()
+            if not self._all_met:
+                self._meet(store)
+            is_lost = time.monotonic() - since > self._timeout_seconds
+            is_lost = is_lost or (not self._all_met and store.check([self._key(LEFT)]))
+            if store.add(self._key("told"), 0) > 0 or (is_lost and self._conclude(store)):
+                self._end_process()
                 return
             if self._closing.wait(POLL_SECONDS):
                 return
 
-    def _conclude(self, store: TCPStore) -> bool:
+    def _meet(self, store: TCPStore) -> None:
+        """Sees who has come, as long as not all have: who asks rank 0 later finds its store gone with it."""
+        missing = set(range(self._world_size)) - self._came if self._rank == 0 else set()
+        self._came |= {rank for rank in missing if store.check([self._key("who", rank)])}
+        self._all_met = torch.distributed.is_initialized()
+
+    def _end_process(self) -> None:
+        """Connections that break end the main thread by themselves; where none does, it waits in a collective."""
+        if not self._closing.wait(ANSWER_SECONDS):
+            os._exit(EXIT_ERROR)
+
+    def _conclude(self, store: TCPStore, is_stopping: bool = False) -> bool:
         """Calls the roll and has one rank tell what it gave; whether some rank is no longer there."""
         with self._lock:
+            if self._has_concluded:
+                return True
             try:
-                if store.add(self._key("told"), 0):
-                    return True
-                lost, left = self._call_roll(store)
-                if not lost and not left:
-                    return False
-                tells, message = store.add(self._key("told"), 1) == 1, self._describe(store, lost, left)
+                if not store.add(self._key("told"), 0):
+                    lost, left = self._call_roll(store, is_stopping)
+                    if not lost and not left:
+                        return False
+                    tells, message = store.add(self._key("told"), 1) == 1, self._describe(store, lost, left)
+                    if tells:
+                        self._tell(message)
             except RuntimeError:
-                tells = os.environ.get("LOCAL_RANK", "0") == "0"
-                message = (
-                    f"rank 0 is lost: the launcher of its host, {os.environ['MASTER_ADDR']}, through which all "
-                    f"processes met, no longer answers. {self._remedy()}"
-                )
-            if tells:
-                self._tell(message)
+                if self._is_local_first:
+                    self._tell(self._without_store())
+            self._has_concluded = True
             return True
 
-    def _call_roll(self, store: TCPStore) -> tuple[list[int], list[int]]:
-        """The ranks that do not answer, and those that have left of themselves."""
+    def _without_store(self) -> str:
+        """What to say where nobody can be asked any more."""
+        never_came = sorted(set(range(self._world_size)) - self._came)
+        if self._rank == 0 and never_came:
+            return (
+                f"rank {', '.join(map(str, never_came[:8]))} (never came) is lost: not started, killed, or its host is "
+                f"gone. {self._remedy()}"
+            )
+        return (
+            f"rank 0 is lost: the launcher of its host, {os.environ['MASTER_ADDR']}, through which all "
+            f"processes met, no longer answers. {self._remedy()}"
+        )
+
+    def _call_roll(self, store: TCPStore, is_stopping: bool) -> tuple[list[int], list[int]]:
+        """The ranks that do not answer, and those that have left of themselves.
+
+        Of a run that is stopping those count as there that were asked to stop, whether or not they have left.
+        """
         call = store.add(self._key("call"), 1)
         missing, left = set(range(self._world_size)) - {self._rank}, set()
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing and time.monotonic() < deadline:
+            if is_stopping:
+                missing -= {rank for rank in missing if store.check([self._key("asked to stop", rank)])}
             left |= {rank for rank in missing if _value(store, self._key("beat", rank)) == LEFT}
             missing -= left
             missing -= {rank for rank in missing if int(_value(store, self._key("here", rank)) or 0) >= call}
