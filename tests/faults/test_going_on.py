@@ -1,0 +1,237 @@
+"""Runs that go on from somewhere else than where they were: an earlier checkpoint, another folder, another aim."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.injections import at_call, at_step, die, losses_of, send_itself, shown_loss_of
+from faults.processes import KILLED, Ended, Fault, run
+from support import checkpoint_digests, write_recipe
+
+from train.checkpoint import verify
+from train.errors import EXIT_DONE, EXIT_STOPPED
+
+STEPS = 6
+
+
+def go(folder: Path, *flags: Any, name: str = "run", fault: Fault | None = None) -> Ended:
+    every = ("--config", write_recipe(folder), "--output_dir", folder / name, "--save_every_steps", 1)
+    [end] = run((*every, *flags), folder / "logs", fault=fault)
+    assert "Traceback" not in end.said, end.said
+    return end
+
+
+def steps_of(output: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (output / "checkpoints").glob("step-*"))
+
+
+def progress_at(output: Path, step: int) -> dict[str, Any]:
+    return json.loads((output / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())["progress"]
+
+
+def rows(output: Path, *kinds: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert max(Counter((row["kind"], row["step"], row.get("split")) for row in found).values()) == 1, found
+    return [row for row in found if row["kind"] in kinds]
+
+
+def summary(output: Path) -> dict[str, Any]:
+    return json.loads((output / "summary.json").read_text())
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "model-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 64
+    path.write_bytes(data)
+
+
+def test_line_that_a_person_went_back_from_is_moved_aside(tmp_path: Path) -> None:
+    output, changed = tmp_path / "run", ("--learning_rate", 0.02, "--save_total_limit", 3)
+    assert go(tmp_path, "--save_total_limit", 3).status == EXIT_DONE
+    shutil.copytree(output, tmp_path / "whole")
+    earlier = ("--resume", tmp_path / "whole" / "checkpoints" / "step-00000004")
+    assert go(tmp_path, *changed, *earlier, name="whole").status == EXIT_DONE
+    old = checkpoint_digests(output, 6)
+
+    earlier = ("--resume", output / "checkpoints" / "step-00000004")
+    end = go(tmp_path, *changed, *earlier, fault=at_step(4, "begin", send_itself(signal.SIGTERM)))
+    assert end.status == EXIT_STOPPED, end.said
+    assert "the same command and --resume auto goes on from it" in end.said
+    assert steps_of(output) == [4, 5]
+    aside = output / "previous-1"
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step-00000005", "step-00000006"]
+    assert (aside / "final").is_dir() and (aside / "summary.json").is_file()
+    assert not (output / "final").exists() and not (output / "summary.json").exists()
+    assert checkpoint_digests(aside, 6) == old
+
+    end = go(tmp_path, *changed)
+    assert end.status == EXIT_DONE, end.said
+    assert "at step 5" in end.said
+    assert checkpoint_digests(output, 6) == checkpoint_digests(tmp_path / "whole", 6) != old
+    assert [row["step"] for row in rows(output, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_damaged_checkpoint_does_not_push_out_new_ones(tmp_path: Path) -> None:
+    output, flags = tmp_path / "run", ("--save_every_steps", 2, "--save_total_limit", 1)
+    assert go(tmp_path, *flags, name="whole").status == EXIT_DONE
+    assert go(tmp_path, *flags, fault=at_step(4, "end")).status == KILLED
+    assert steps_of(output) == [2, 4]  # the earlier one is there until the next is
+    damage(output / "checkpoints" / "step-00000004")
+    end = go(tmp_path, *flags, fault=at_step(2, "begin", send_itself(signal.SIGTERM)))
+    assert end.status == EXIT_STOPPED, end.said
+    assert steps_of(output) == [3]
+    assert verify(output / "checkpoints" / "step-00000003") is None
+    assert (output / "previous-1" / "checkpoints" / "step-00000004").is_dir()
+    assert go(tmp_path, *flags).status == EXIT_DONE
+    assert checkpoint_digests(output, 6) == checkpoint_digests(tmp_path / "whole", 6)
+
+
+WITH_BEST = ("--eval_every_steps", 1, "--load_best_model_at_end", True)
+GETS_WORSE = (*WITH_BEST, "--learning_rate", 3, "--warmup_steps", 0)
+
+
+def test_best_checkpoint_that_is_damaged_is_told_and_not_taken(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    assert go(tmp_path, *GETS_WORSE, fault=at_step(5, "begin")).status == KILLED
+    best = progress_at(output, max(steps_of(output)))["best_step"]
+    assert best < 4
+    damage(output / "checkpoints" / f"step-{best:08d}")
+    end = go(tmp_path, *GETS_WORSE)
+    assert end.status == EXIT_DONE, end.said
+    assert f"the checkpoint of the best step, {best}, cannot be used (model-00000.safetensors was altered)" in end.said
+    assert summary(output)["final_step"] == STEPS
+    assert summary(output)["result"]["validation"]["loss"] == rows(output, "evaluation")[-1]["loss"]
+
+
+def test_best_of_another_folder_is_looked_for_anew(tmp_path: Path) -> None:
+    assert go(tmp_path, *GETS_WORSE, "--save_total_limit", 100).status == EXIT_DONE
+    best = summary(tmp_path / "run")["best_step"]
+    assert best < 4
+    there = tmp_path / "run" / "checkpoints" / "step-00000005"
+    end = go(tmp_path, *GETS_WORSE, "--resume", there, name="other")
+    assert end.status == EXIT_DONE, end.said
+    assert f"the checkpoint of the best step so far, {best}, is not in" in end.said
+    assert summary(tmp_path / "other")["best_step"] == summary(tmp_path / "other")["final_step"] == 6
+
+
+def test_best_that_a_kept_checkpoint_names_is_kept(tmp_path: Path) -> None:
+    output, flags = tmp_path / "run", (*GETS_WORSE, "--save_total_limit", 1)
+    assert go(tmp_path, *flags, fault=at_step(5, "begin")).status == KILLED
+    newest = max(steps_of(output))
+    best = json.loads((output / "checkpoints" / f"step-{newest:08d}" / "state.json").read_text())["progress"][
+        "best_step"
+    ]
+    assert best < newest and {best, newest} <= set(steps_of(output))
+
+
+@pytest.mark.parametrize("change", ["metric", "validation data"])
+def test_best_of_another_metric_or_data_is_looked_for_anew(tmp_path: Path, change: str) -> None:
+    output = tmp_path / "run"
+    assert go(tmp_path, *WITH_BEST, "--num_epochs", "None", "--max_steps", 3).status == EXIT_DONE
+    assert summary(output)["best_metric"] > 1
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"text": "entirely other words " * n}) for n in range(1, 6)))
+    flags = ("--metric_for_best", "accuracy") if change == "metric" else ("--validation_dataset", other)
+    if change != "metric":
+        flags += ("--allow_changes_on_resume", True)
+    end = go(tmp_path, *WITH_BEST, *flags, "--num_epochs", "None", "--max_steps", 6)
+    assert end.status == EXIT_DONE, end.said
+    assert "the best step so far was chosen by loss on data" in end.said
+    name = "accuracy" if change == "metric" else "loss"
+    values = {row["step"]: row[name] for row in rows(output, "evaluation") if row["step"] > 3}
+    best = (max if change == "metric" else min)(values, key=lambda step: values[step])
+    assert (summary(output)["best_step"], summary(output)["best_metric"]) == (best, values[best])
+
+
+def test_stop_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    flags = (*WITH_BEST, "--eval_every_steps", 2)
+    assert go(tmp_path, *flags, name="whole").status == EXIT_DONE
+    end = go(tmp_path, *flags, fault=at_step(5, "middle", send_itself(signal.SIGTERM)))
+    assert end.status == EXIT_DONE, end.said
+    assert [row["step"] for row in rows(tmp_path / "run", "evaluation")] == [2, 4, 6]
+    for name in ("best_step", "best_metric", "final_step", "result"):
+        assert summary(tmp_path / "run")[name] == summary(tmp_path / "whole")[name]
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_lines_of_the_log_do_not_tell_that_a_run_was_cut(tmp_path: Path, how: str) -> None:
+    flags = ("--log_every_steps", 4, "--save_every_steps", 3, "--loss_spike_factor", 50, "--num_epochs", 4)
+    assert go(tmp_path, *flags, name="whole").status == EXIT_DONE
+    action = die if how == "killed" else send_itself(signal.SIGTERM)
+    assert go(tmp_path, *flags, fault=at_step(6, "middle", action)).status == (
+        KILLED if how == "killed" else EXIT_STOPPED
+    )
+    assert go(tmp_path, *flags).status == EXIT_DONE
+    names = ("step", "loss", "clipped_share", "padding_share", "tokens_seen")
+    lines = [[{name: row[name] for name in names} for row in rows(tmp_path / n, "train")] for n in ("whole", "run")]
+    assert lines[0] == lines[1]
+    states = [progress_at(tmp_path / name, 12) for name in ("whole", "run")]
+    assert states[0]["usual_loss"] == states[1]["usual_loss"]
+    assert summary(tmp_path / "run")["training_seconds"] > 0
+
+
+def test_evaluation_that_a_stop_put_off_is_logged_once(tmp_path: Path) -> None:
+    flags = ("--eval_every_steps", 2, "--save_every_steps", 6)
+    end = go(tmp_path, *flags, fault=at_step(3, "middle", send_itself(signal.SIGTERM)))
+    assert end.status == EXIT_STOPPED, end.said
+    assert go(tmp_path, *flags, fault=at_step(5, "begin")).status == KILLED  # step 4 was evaluated, and not saved again
+    assert go(tmp_path, *flags).status == EXIT_DONE
+    assert [row["step"] for row in rows(tmp_path / "run", "evaluation")] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("factor", [None, 3])
+def test_rotation_leaves_what_a_rollback_needs(tmp_path: Path, factor: int | None) -> None:
+    """With the two checkpoints that are kept by default, and one after every step."""
+    output, flags = tmp_path / "run", ("--max_rollbacks", 1, "--num_epochs", 4)
+    if factor is None:
+        flags += ("--max_consecutive_nonfinite_steps", 4)
+        fault, back_to = losses_of(4, math.nan, last=7), 4
+    else:
+        flags += ("--loss_spike_factor", factor, "--log_every_steps", 3)
+        fault, back_to = shown_loss_of(7, 1000.0), 6
+    end = go(tmp_path, *flags, fault=fault)
+    assert end.status == EXIT_DONE, end.said
+    assert [row["step"] for row in rows(output, "rollback")] == [back_to]
+    assert len(steps_of(output)) <= 3
+
+
+def test_what_there_is_to_do_is_told_as_it_is(tmp_path: Path) -> None:
+    output, tired = tmp_path / "run", (*GETS_WORSE, "--early_stopping_patience", 1, "--save_total_limit", 100)
+    assert go(tmp_path, *tired).status == EXIT_DONE
+    steps = summary(output)["steps"]
+    assert steps < STEPS
+    end = go(tmp_path, *tired)
+    assert "nothing to do" in end.said and "for a longer one a higher --early_stopping_patience" in end.said
+    assert summary(output)["final_step"] == summary(output)["best_step"] == steps - 1
+    end = go(tmp_path, *tired, "--load_best_model_at_end", False)  # another model is asked for
+    assert end.status == EXIT_DONE and "nothing to do" not in end.said
+    assert summary(output)["final_step"] == steps
+    rows(output)
+
+
+def test_killed_while_it_finishes(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, count in (("train", 20), ("validation", 5), ("test", 5)):
+        lines = (json.dumps({"text": f"{split} {number} " * 5}) for number in range(count))
+        (data / f"{split}.jsonl").write_text("\n".join(lines))
+    flags = ("--dataset", data)
+    assert go(tmp_path, *flags, fault=at_call("train.outputs:Outputs.write_final", die)).status == KILLED
+    assert go(tmp_path, *flags).status == EXIT_DONE
+    assert [row["split"] for row in rows(tmp_path / "run", "evaluation")] == ["validation", "test"]
+
+
+def test_other_global_batch_goes_on_at_the_same_example(tmp_path: Path) -> None:
+    assert go(tmp_path, "--num_epochs", "None", "--max_steps", 2).status == EXIT_DONE  # 16 of 20 examples
+    flags = ("--global_batch_size", 4, "--allow_changes_on_resume", True, "--num_epochs", "None", "--max_steps", 4)
+    assert go(tmp_path, *flags, "--save_total_limit", 100).status == EXIT_DONE
+    states = [progress_at(tmp_path / "run", step) for step in (3, 4)]
+    assert [(state["epoch"], state["step_in_epoch"]) for state in states] == [(0, 5), (1, 1)]
