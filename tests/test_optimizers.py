@@ -572,6 +572,7 @@ def test_options_that_contradict_each_other_stop_the_run(
     ("launch", "settings", "message"),
     [
         (Launch(2, engine="fsdp2"), {"optimizer": "adamw_8bit"}, "adamw_8bit .* engine fsdp2 .* fsdp2_offload.yaml"),
+        (Launch(2, engine="fsdp2"), {"optimizer": "adafactor"}, "adafactor .* engine fsdp2 .* take optimizer: adamw"),
         (Launch(2, engine="fsdp2"), {"optimizer_offload": True}, "optimizer_offload: true .* fsdp2_offload.yaml"),
         (
             Launch(2, engine="deepspeed"),

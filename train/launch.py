@@ -211,6 +211,7 @@ def check_optimizer(launch: Launch, config: Config) -> None:
     optim = config.optimization
     options = {
         "optimizer: adamw_8bit": optim.optimizer == "adamw_8bit",
+        "optimizer: adafactor": optim.optimizer == "adafactor" and launch.engine == "fsdp2",
         "optimizer_offload: true": optim.optimizer_offload,
         "optimizer_in_backward: true": optim.optimizer_in_backward,
         f"bf16_update: {optim.bf16_update}": optim.bf16_update != "nearest",

@@ -294,7 +294,7 @@ def test_a_budget_is_room(total_gib: float = 24) -> None:
 
 def test_optimizers_that_need_whole_weights_are_never_sharded() -> None:
     tight = Predictions([Synthetic(fixed=40 * GIB, launch_seconds=0)])
-    for flags in ({"optimizer": "adamw_8bit"}, {"optimizer_offload": True}):
+    for flags in ({"optimizer": "adamw_8bit"}, {"optimizer": "adafactor"}, {"optimizer_offload": True}):
         assert make_plan(question(24, world_size=4, **flags), tight).best is None
         roomy = make_plan(question(80, world_size=4, **flags), tight).best
         assert roomy is not None and roomy.setting.sharding == "ddp"

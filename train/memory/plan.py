@@ -395,7 +395,7 @@ class Question:
     def needs_whole_weights(self) -> bool:
         """Whether the optimizer works on whole weights alone; :func:`train.launch.check_optimizer` says the same."""
         optim = self.config.optimization
-        unusual = optim.optimizer == "adamw_8bit" or optim.bf16_update != "nearest"
+        unusual = optim.optimizer in ("adamw_8bit", "adafactor") or optim.bf16_update != "nearest"
         return unusual or optim.optimizer_offload or optim.optimizer_in_backward
 
     @property

@@ -371,7 +371,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         found.append(
             ("--optimizer adamw_8bit", "moments of a byte: differs by rounding", changed(optimizer="adamw_8bit"))
         )
-    if optimizer == "adamw":
+    if optimizer == "adamw" and not shared:
         settings = {"optimizer": "adafactor", "optimizer_offload": False, "bf16_update": "nearest"}
         found.append(("--optimizer adafactor", "another optimizer: tune it anew", changed(**settings)))
     half = job.length // 2
