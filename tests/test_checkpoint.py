@@ -207,6 +207,23 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000004", "step-00000005"]
 
 
+@pytest.mark.parametrize(
+    ("needs", "kept"),
+    [
+        ({}, [3, 4]),
+        ({"keep_bests": True}, [1, 3, 4]),  # who resumes from 3 wants 1
+        ({"sound_step": 2}, [2, 3, 4]),
+        ({"sound_step": 0}, [3, 4]),
+        ({"sound_step": 4, "keep_bests": True}, [1, 3, 4]),
+    ],
+)
+def test_rotation_keeps_what_a_run_may_go_back_to(tmp_path: Path, needs: dict[str, Any], kept: list[int]) -> None:
+    for step, best_step in ((1, 1), (2, 1), (3, 1), (4, 4)):
+        save(tmp_path, training_state(), Progress(step=step, best_step=best_step))
+    checkpoint.rotate(tmp_path, keep=2, best_step=4, **needs)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step:08d}" for step in kept]
+
+
 def test_manifest_lists_every_file_with_its_digest(two: Path) -> None:
     manifest = json.loads((two / "step-00000001" / "manifest.json").read_text())
     assert sorted(manifest["files"]) == sorted(set(FILES) - {"manifest.json"})

@@ -122,16 +122,6 @@ def test_best_of_another_folder_is_looked_for_anew(tmp_path: Path) -> None:
     assert summary(tmp_path / "other")["best_step"] == summary(tmp_path / "other")["final_step"] == 6
 
 
-def test_best_that_a_kept_checkpoint_names_is_kept(tmp_path: Path) -> None:
-    output, flags = tmp_path / "run", (*GETS_WORSE, "--save_total_limit", 1)
-    assert go(tmp_path, *flags, fault=at_step(5, "begin")).status == KILLED
-    newest = max(steps_of(output))
-    best = json.loads((output / "checkpoints" / f"step-{newest:08d}" / "state.json").read_text())["progress"][
-        "best_step"
-    ]
-    assert best < newest and {best, newest} <= set(steps_of(output))
-
-
 @pytest.mark.parametrize("change", ["metric", "validation data"])
 def test_best_of_another_metric_or_data_is_looked_for_anew(tmp_path: Path, change: str) -> None:
     output = tmp_path / "run"
@@ -180,8 +170,9 @@ def test_lines_of_the_log_do_not_tell_that_a_run_was_cut(tmp_path: Path, how: st
 
 def test_evaluation_that_a_stop_put_off_is_logged_once(tmp_path: Path) -> None:
     flags = ("--eval_every_steps", 2, "--save_every_steps", 6)
-    end = go(tmp_path, *flags, fault=at_step(3, "middle", send_itself(signal.SIGTERM)))
+    end = go(tmp_path, *flags, fault=at_step(3, "begin", send_itself(signal.SIGTERM)))
     assert end.status == EXIT_STOPPED, end.said
+    assert steps_of(tmp_path / "run")[-1] == 4
     assert go(tmp_path, *flags, fault=at_step(5, "begin")).status == KILLED  # step 4 was evaluated, and not saved again
     assert go(tmp_path, *flags).status == EXIT_DONE
     assert [row["step"] for row in rows(tmp_path / "run", "evaluation")] == [2, 4, 6]
