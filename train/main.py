@@ -341,8 +341,11 @@ def finish(
     if runtime.accelerator.is_main_process:
         references = task.references(texts)
     if runtime.accelerator.is_main_process and launch.weights_are_whole:
-        with runtime.accelerator.autocast(), uncompiled(state.model):
-            sample = task.sample(state.model, prepared.tokenizer, texts[0], config.optimization.seed)
+        try:
+            with runtime.accelerator.autocast(), uncompiled(state.model):
+                sample = task.sample(state.model, prepared.tokenizer, texts[0], config.optimization.seed)
+        except Exception as error:  # of whatever model a person brings; a trained one is not lost for an ornament
+            outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")
     summary = {
         "status": "done",
         "task": task.name,

@@ -220,6 +220,17 @@ def test_killed_while_it_finishes(tmp_path: Path) -> None:
     assert [row["split"] for row in rows(tmp_path / "run", "evaluation")] == ["validation", "test"]
 
 
+def fails() -> None:
+    raise IndexError("index is out of bounds")
+
+
+def test_sample_that_fails_loses_nothing(tmp_path: Path) -> None:
+    end = go(tmp_path, fault=at_call("train.tasks.causal_lm:CausalLM.sample", fails))
+    assert end.status == EXIT_DONE, end.said
+    assert "no sample of what the model writes: IndexError: index is out of bounds" in end.said
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
 def test_other_global_batch_goes_on_at_the_same_example(tmp_path: Path) -> None:
     assert go(tmp_path, "--num_epochs", "None", "--max_steps", 2).status == EXIT_DONE  # 16 of 20 examples
     flags = ("--global_batch_size", 4, "--allow_changes_on_resume", True, "--num_epochs", "None", "--max_steps", 4)
