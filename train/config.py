@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import re
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ import yaml
 from train.errors import UsageError
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
+
+
+LARGEST = 2**63 - 1
+"""Whole number: what torch and Arrow hold."""
 
 
 def _json_object(words: list[str]) -> dict[str, Any] | None:
@@ -348,8 +353,9 @@ def parse(arguments: list[str]) -> Config:
         prog="train/main.py",
         registry=registry,
     )
-    check(line.sections)
-    return line.sections
+    config = from_values(to_values(line.sections))  # what tyro takes for a number, a recipe may not
+    check(config)
+    return config
 
 
 _REPLACES = {
@@ -463,8 +469,9 @@ def _type_problem(value: Any, hint: Any) -> str | None:
             with contextlib.suppress(ValueError):
                 float(value)
                 return f"a number; YAML reads {value} as text, write {float(value)!r} with a dot, unquoted"
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        return None if good and math.isfinite(float(value)) else "a number"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "a number"
+        return None if abs(value) <= sys.float_info.max else "a number"
     if hint is int:
         return None if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
     if hint is bool:
@@ -522,6 +529,9 @@ def check(config: Config) -> None:
     for name, smallest in at_least.items():
         if flat[name] is not None and flat[name] != "auto" and flat[name] < smallest:
             raise UsageError(f"{name}: {flat[name]} is too small: at least {smallest}.")
+    for name, value in flat.items():
+        if isinstance(value, int) and value > LARGEST:
+            raise UsageError(f"{name}: {value} is too large: at most {LARGEST}.")
     for name in ("learning_rate", "max_grad_norm", "max_grad_value", "memory_budget_gib", "lora_alpha"):
         if flat[name] is not None and not 0 < flat[name] < math.inf:
             off = "" if name in ("learning_rate", "lora_alpha") else "; null (None on the command line) turns it off"

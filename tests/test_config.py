@@ -1,0 +1,50 @@
+"""What command lines and recipes say, and what is refused of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train.config import Config, parse, to_values
+from train.errors import EXIT_USAGE, UsageError
+from train.main import main
+
+BASE = "model_config: {model_type: gpt2}\ntokenizer: bytes\n"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A recipe that can be parsed."""
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+# Numbers
+
+
+FLOATS = [name for name, value in to_values(Config()).items() if isinstance(value, float)]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_are_none_are_refused(base: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(FLOATS) > 12
+    for name in (*FLOATS, "max_grad_value", "memory_budget_gib", "rope_scaling_factor", "loss_spike_factor"):
+        with pytest.raises(UsageError, match=f"^{name}: {value} "):
+            parse(["--config", str(base), f"--{name}={value}"])
+    assert main(["--config", str(base), f"--weight_decay={value}"]) == EXIT_USAGE
+    assert f"weight_decay: {value}" in capsys.readouterr().err
+
+
+def test_whole_numbers_that_no_generator_takes_are_refused(base: Path) -> None:
+    for number in ("99999999999999999999", str(2**63)):
+        with pytest.raises(UsageError, match=f"seed: {number} is too large: at most {2**63 - 1}"):
+            parse(["--config", str(base), "--seed", number])
+    assert parse(["--config", str(base), "--seed", str(2**63 - 1)]).optimization.seed == 2**63 - 1
+
+
+def test_a_whole_number_beyond_all_floats_is_no_traceback(base: Path) -> None:
+    base.write_text(f"{BASE}weight_decay: 1{'0' * 400}")
+    with pytest.raises(UsageError, match=r"weight_decay: 10+ is not valid: expected a number"):
+        parse(["--config", str(base)])
