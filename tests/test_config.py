@@ -48,3 +48,32 @@ def test_a_whole_number_beyond_all_floats_is_no_traceback(base: Path) -> None:
     base.write_text(f"{BASE}weight_decay: 1{'0' * 400}")
     with pytest.raises(UsageError, match=r"weight_decay: 10+ is not valid: expected a number"):
         parse(["--config", str(base)])
+
+
+# Paths
+
+
+PATHS = ("output_dir", "model", "tokenizer", "resume", "validation_dataset")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_home_folder_is_expanded_in_a_recipe_and_on_the_command_line(home: Path) -> None:
+    lines = [f"{name}: ~/of/{name}" for name in PATHS]
+    (home / "mine.yaml").write_text("\n".join(lines))
+    values = to_values(parse(["--config", "~/mine.yaml"]))
+    assert [values[name] for name in PATHS] == [str(home / "of" / name) for name in PATHS]
+    flags = [f"--{name}=~/other/{name}" for name in PATHS]
+    values = to_values(parse(["--config=~/mine.yaml", *flags]))
+    assert [values[name] for name in PATHS] == [str(home / "other" / name) for name in PATHS]
+
+
+def test_what_is_no_path_stays_and_so_does_a_home_that_is_not_there(home: Path) -> None:
+    flags = ["--output_dir=a/~/b", "--model=user/name", "--tokenizer=bytes", "--resume=auto"]
+    values = to_values(parse([*flags, "--validation_dataset=~no-such-person/x.csv"]))
+    assert [values[name] for name in PATHS] == ["a/~/b", "user/name", "bytes", "auto", "~no-such-person/x.csv"]
+    assert parse(["--model=user/name", "--tokenizer=~"]).data.tokenizer == str(home)

@@ -324,7 +324,7 @@ def parse(arguments: list[str]) -> Config:
     recipe, named = _named_on(arguments)
     if recipe is None and not named & {"task", "dataset", "model", "model_config", "tokenizer", "help"}:
         recipe = str(QUICKSTART)
-    values = read_recipe(Path(recipe)) if recipe else {}
+    values = read_recipe(Path(_at_home(recipe))) if recipe else {}
     for flag, replaced in _REPLACES.items():
         if flag in named:
             for key in set(replaced) - named:
@@ -353,9 +353,23 @@ def parse(arguments: list[str]) -> Config:
         prog="train/main.py",
         registry=registry,
     )
-    config = from_values(to_values(line.sections))  # what tyro takes for a number, a recipe may not
+    values = to_values(line.sections)
+    paths = {name: _at_home(values[name]) for name in _PATHS if values[name]}
+    config = from_values({**values, **paths})  # checks types again: what tyro takes for a number, a recipe may not
     check(config)
     return config
+
+
+_PATHS = ("output_dir", "model", "tokenizer", "resume", "validation_dataset")
+"""Fields that may be paths, with ~ as the home folder; ``dataset`` is asked whether it is one where it is read."""
+
+
+def _at_home(name: str) -> str:
+    """``name`` with ~ as the home folder, where it begins so and there is one: nobody else does it for a recipe."""
+    if name.startswith("~"):
+        with contextlib.suppress(RuntimeError):
+            return str(Path(name).expanduser())
+    return name
 
 
 _REPLACES = {
