@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Config, parse, to_values
+from train.config import Config, parse, read_recipe, to_values
 from train.errors import EXIT_USAGE, UsageError
 from train.main import main
 
@@ -77,3 +77,55 @@ def test_what_is_no_path_stays_and_so_does_a_home_that_is_not_there(home: Path) 
     values = to_values(parse([*flags, "--validation_dataset=~no-such-person/x.csv"]))
     assert [values[name] for name in PATHS] == ["a/~/b", "user/name", "bytes", "auto", "~no-such-person/x.csv"]
     assert parse(["--model=user/name", "--tokenizer=~"]).data.tokenizer == str(home)
+
+
+# YAML
+
+
+def test_merge_keys_put_values_under_those_of_a_mapping(base: Path) -> None:
+    base.write_text(
+        "tokenizer: bytes\n"
+        "model_config: &small {model_type: gpt2, n_embd: 16, n_head: 2}\n"
+        "dataset_options: &wide {<<: *small, n_embd: 32}\n"
+        "<<: {seed: 7, tokenizer: words}\n"
+    )
+    config = parse(["--config", str(base)])
+    assert config.architecture.model_config == {"model_type": "gpt2", "n_embd": 16, "n_head": 2}
+    assert config.data.dataset_options == {"model_type": "gpt2", "n_embd": 32, "n_head": 2}
+    assert (config.data.tokenizer, config.optimization.seed) == ("bytes", 7)
+
+
+def test_a_mapping_that_merges_may_be_merged_itself_and_the_first_of_a_list_counts(base: Path) -> None:
+    base.write_text(
+        "model_config: &inner\n  <<: &type {model_type: gpt2, n_head: 1}\n  n_head: 2\n"
+        "dataset_options: {<<: [{n_head: 3}, *inner, *type]}\n<<: *inner\n"
+    )
+    assert read_recipe(base) == {
+        "model_config": {"model_type": "gpt2", "n_head": 2},
+        "dataset_options": {"model_type": "gpt2", "n_head": 3},
+        "model_type": "gpt2",
+        "n_head": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2", "the key seed stands twice"),
+        ("<<: {seed: 1, seed: 2}", "the key seed stands twice"),
+        ("model_config: &a {model_type: gpt2, n_head: 1, n_head: 1}\n<<: *a", "the key n_head stands twice"),
+        ("<<: {seed: 1}\n<<: {seed: 2}", "the key << stands twice"),
+        ("<<: 5", "expected a mapping or list of mappings"),
+        ("model_config: {1: 2}", "the key 1 is not a name"),
+    ],
+)
+def test_keys_that_stand_twice_stay_refused(base: Path, text: str, message: str) -> None:
+    base.write_text(text)
+    with pytest.raises(UsageError, match=f"not valid YAML: .*{message}"):
+        read_recipe(base)
+
+
+def test_merging_again_and_again_stays_small(base: Path) -> None:
+    levels = ["k0: &k0 {seed: 1}", *(f"k{i}: &k{i} {{<<: [{', '.join([f'*k{i - 1}'] * 9)}]}}" for i in range(1, 20))]
+    base.write_text("\n".join(levels))
+    assert read_recipe(base)["k19"] == {"seed": 1}

@@ -407,14 +407,24 @@ def _named_on(arguments: list[str]) -> tuple[str | None, set[str]]:
 class _StrictLoader(yaml.SafeLoader):
     """Plain data only, and no key twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._flat: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what ``<<`` names under the mapping's own values, once these are seen to be different keys."""
+        if node in self._flat:
+            return
+        self._flat.add(node)
+        merges = "tag:yaml.org,2002:merge"
+        keys = ["<<" if key.tag == merges else self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a name", node.start_mark)
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
+        super().flatten_mapping(node)
+        node.value = list({key.value: (key, value) for key, value in node.value}.values())  # else each merge adds up
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
