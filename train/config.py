@@ -357,6 +357,13 @@ def parse(arguments: list[str]) -> Config:
     paths = {name: _at_home(values[name]) for name in _PATHS if values[name]}
     config = from_values({**values, **paths})  # checks types again: what tyro takes for a number, a recipe may not
     check(config)
+    optim = config.optimization
+    # Not in a recipe: a few steps of one, and the config.yaml that they leave, are not meant to warm up.
+    if "warmup_steps" in named and optim.max_steps is not None and (optim.warmup_steps or 0) > optim.max_steps:
+        raise UsageError(
+            f"warmup_steps: {optim.warmup_steps} is more than max_steps: {optim.max_steps}: the run would end before "
+            "learning_rate is reached. Give fewer, or warmup_ratio."
+        )
     return config
 
 
