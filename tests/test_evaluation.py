@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -121,6 +122,29 @@ def test_class_metrics_by_hand(
         "macro_f1": pytest.approx(macro_f1),
         "confusion_matrix": confusion,
     }
+
+
+def test_many_classes_have_no_matrix_but_their_most_frequent_confusions() -> None:
+    classes = 50_000  # whose matrix would hold 2.5e9 counts
+    pairs = [(7, 7)] * 4 + [(49_999, 0)] * 3 + [(5, 6)] * 2 + [(5, 5)] + [(i, i + 1) for i in range(100, 140)]
+    metric = ClassMetrics(classes, keep_in_memory=True)
+    metric.add_batch(references=[r for r, _ in pairs], predictions=[p for _, p in pairs])
+    found = metric.compute() or {}
+    assert found.keys() == {"accuracy", "macro_f1", "most_frequent_confusions"}
+    assert found["accuracy"] == 5 / 50
+    # 7: 1; 5: 2·1/(3+1); each other class of 0, 6, 49,999 and 100 to 140: 0
+    assert found["macro_f1"] == pytest.approx(1.5 / 46)
+    confusions = [(row["reference"], row["prediction"], row["count"]) for row in found["most_frequent_confusions"]]
+    assert confusions == [(49_999, 0, 3), (5, 6, 2), *((i, i + 1, 1) for i in range(100, 118))]
+    assert len(json.dumps(found)) < 2000
+
+
+@pytest.mark.parametrize(("classes", "has_matrix"), [(100, True), (101, False)])
+def test_up_to_a_hundred_classes_have_a_matrix(classes: int, has_matrix: bool) -> None:
+    found = ClassMetrics(classes, keep_in_memory=True).compute(references=[99], predictions=[99]) or {}
+    assert ("confusion_matrix" in found) == has_matrix
+    assert ("most_frequent_confusions" in found) != has_matrix
+    assert found.get("most_frequent_confusions", []) == []
 
 
 # The evaluator

@@ -145,6 +145,7 @@ def test_causal_lm_samples_after_the_beginning_of_the_text() -> None:
     assert first is not None and first == again
     assert first.startswith("to be or not⟪") and first.endswith("⟫")
     assert task.sample(nn.Linear(1, 1), BYTES, "to be", seed=3) is None
+    assert task.sample(model, BYTES, "", seed=3) is None  # nothing to begin with
 
 
 # masked_lm

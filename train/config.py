@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import re
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ import yaml
 from train.errors import UsageError
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
+
+
+LARGEST = 2**63 - 1
+"""Whole number: what torch and Arrow hold."""
 
 
 def _json_object(words: list[str]) -> dict[str, Any] | None:
@@ -319,7 +324,7 @@ def parse(arguments: list[str]) -> Config:
     recipe, named = _named_on(arguments)
     if recipe is None and not named & {"task", "dataset", "model", "model_config", "tokenizer", "help"}:
         recipe = str(QUICKSTART)
-    values = read_recipe(Path(recipe)) if recipe else {}
+    values = read_recipe(Path(_at_home(recipe))) if recipe else {}
     for flag, replaced in _REPLACES.items():
         if flag in named:
             for key in set(replaced) - named:
@@ -348,8 +353,30 @@ def parse(arguments: list[str]) -> Config:
         prog="train/main.py",
         registry=registry,
     )
-    check(line.sections)
-    return line.sections
+    values = to_values(line.sections)
+    paths = {name: _at_home(values[name]) for name in _PATHS if values[name]}
+    config = from_values({**values, **paths})  # checks types again: what tyro takes for a number, a recipe may not
+    check(config)
+    optim = config.optimization
+    # Not in a recipe: a few steps of one, and the config.yaml that they leave, are not meant to warm up.
+    if "warmup_steps" in named and optim.max_steps is not None and (optim.warmup_steps or 0) > optim.max_steps:
+        raise UsageError(
+            f"warmup_steps: {optim.warmup_steps} is more than max_steps: {optim.max_steps}: the run would end before "
+            "learning_rate is reached. Give fewer, or warmup_ratio."
+        )
+    return config
+
+
+_PATHS = ("output_dir", "model", "tokenizer", "resume", "validation_dataset")
+"""Fields that may be paths, with ~ as the home folder; ``dataset`` is asked whether it is one where it is read."""
+
+
+def _at_home(name: str) -> str:
+    """``name`` with ~ as the home folder, where it begins so and there is one: nobody else does it for a recipe."""
+    if name.startswith("~"):
+        with contextlib.suppress(RuntimeError):
+            return str(Path(name).expanduser())
+    return name
 
 
 _REPLACES = {
@@ -387,14 +414,24 @@ def _named_on(arguments: list[str]) -> tuple[str | None, set[str]]:
 class _StrictLoader(yaml.SafeLoader):
     """Plain data only, and no key twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._flat: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what ``<<`` names under the mapping's own values, once these are seen to be different keys."""
+        if node in self._flat:
+            return
+        self._flat.add(node)
+        merges = "tag:yaml.org,2002:merge"
+        keys = ["<<" if key.tag == merges else self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a name", node.start_mark)
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
+        super().flatten_mapping(node)
+        node.value = list({key.value: (key, value) for key, value in node.value}.values())  # else each merge adds up
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -463,8 +500,9 @@ def _type_problem(value: Any, hint: Any) -> str | None:
             with contextlib.suppress(ValueError):
                 float(value)
                 return f"a number; YAML reads {value} as text, write {float(value)!r} with a dot, unquoted"
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        return None if good and math.isfinite(float(value)) else "a number"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "a number"
+        return None if abs(value) <= sys.float_info.max else "a number"
     if hint is int:
         return None if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
     if hint is bool:
@@ -522,6 +560,9 @@ def check(config: Config) -> None:
     for name, smallest in at_least.items():
         if flat[name] is not None and flat[name] != "auto" and flat[name] < smallest:
             raise UsageError(f"{name}: {flat[name]} is too small: at least {smallest}.")
+    for name, value in flat.items():
+        if isinstance(value, int) and value > LARGEST:
+            raise UsageError(f"{name}: {value} is too large: at most {LARGEST}.")
     for name in ("learning_rate", "max_grad_norm", "max_grad_value", "memory_budget_gib", "lora_alpha"):
         if flat[name] is not None and not 0 < flat[name] < math.inf:
             off = "" if name in ("learning_rate", "lora_alpha") else "; null (None on the command line) turns it off"

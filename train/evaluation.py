@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+MATRIX_CLASSES = 100
+"""Up to so many have a confusion matrix."""
+CONFUSIONS = 20
+"""Named where there is none."""
 
 
 class TokenMetrics(evaluate.Metric):
@@ -52,7 +56,11 @@ class TokenMetrics(evaluate.Metric):
 
 
 class ClassMetrics(evaluate.Metric):
-    """Accuracy, macro F1 and the confusion matrix ``[reference][prediction]``; one row per example."""
+    """Accuracy, macro F1 and the confusion matrix ``[reference][prediction]``; one row per example.
+
+    Many classes have their most frequent confusions in its place: nobody reads a matrix of millions, and every
+    evaluation would write it.
+    """
 
     def __init__(self, num_classes: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -65,16 +73,30 @@ class ClassMetrics(evaluate.Metric):
         )
 
     def _compute(self, predictions: Any, references: Any) -> dict[str, Any]:  # pyright: ignore
-        confusion = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
-        np.add.at(confusion, (np.asarray(references), np.asarray(predictions)), 1)
-        hits, of_class, as_class = np.diag(confusion), confusion.sum(1), confusion.sum(0)
+        references, predictions, classes = np.asarray(references), np.asarray(predictions), self.num_classes
+        hits, of_class, as_class = (
+            np.bincount(values, minlength=classes)
+            for values in (references[references == predictions], references, predictions)
+        )
         f1 = 2 * hits / np.maximum(1, of_class + as_class)
         present = (of_class + as_class) > 0  # the mean is over classes that were there or were predicted
         return {
-            "accuracy": float(hits.sum() / max(1, confusion.sum())),
+            "accuracy": float(hits.sum() / max(1, len(references))),
             "macro_f1": float(f1[present].mean()) if present.any() else 0.0,
-            "confusion_matrix": confusion.tolist(),
+            **self._confusions(references, predictions),
         }
+
+    def _confusions(self, references: np.ndarray, predictions: np.ndarray) -> dict[str, Any]:
+        if self.num_classes <= MATRIX_CLASSES:
+            matrix = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
+            np.add.at(matrix, (references, predictions), 1)
+            return {"confusion_matrix": matrix.tolist()}
+        wrong = references != predictions
+        pairs, counts = np.unique(np.stack([references[wrong], predictions[wrong]]), axis=1, return_counts=True)
+        most = np.argsort(-counts, kind="stable")[:CONFUSIONS]
+        rows = np.stack([*pairs[:, most], counts[most]], axis=1).tolist()
+        names = ("reference", "prediction", "count")
+        return {"most_frequent_confusions": [dict(zip(names, row, strict=True)) for row in rows]}
 
 
 def load_hub_metrics(names: Sequence[str], num_classes: int) -> dict[str, Any]:

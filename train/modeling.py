@@ -17,6 +17,7 @@ from train import adapters
 from train.config import Architecture
 from train.errors import UserError
 from train.layers import attention
+from train.layers.causality import check_causal
 from train.layers.recompute import enable_checkpointing
 from train.layers.rope import extend
 from train.layers.tiling import tile_mlps
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
+CAUSAL_LM = "AutoModelForCausalLM"
 UNREADABLE = (
     OSError,
     ValueError,
@@ -68,6 +70,9 @@ def build_model(
         model = _from_function(config.model)
     else:
         model = _from_transformers(config, auto_class, tokenizer, max_length, label_names, weights, compute_dtype)
+    if auto_class == CAUSAL_LM:
+        name = config.model or str((config.model_config or {}).get("model_type"))
+        check_causal(model, name, len(tokenizer), max_length, weights)
     if packing:
         attention.check_documents(model)
     if packing or attention.can_slide_without_mask(model, max_length):
@@ -114,7 +119,7 @@ def _from_transformers(
 
     factory = getattr(transformers, auto_class)
     from_scratch = config.model is None
-    model_config = _new_config(config, tokenizer, max_length) if from_scratch else _stored_config(config)
+    model_config = _new_config(config, auto_class, tokenizer, max_length) if from_scratch else _stored_config(config)
     extend(model_config, config, max_length)
     if label_names:
         model_config.id2label = dict(enumerate(label_names))
@@ -145,7 +150,9 @@ def _from_transformers(
     return model
 
 
-def _new_config(config: Architecture, tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
+def _new_config(
+    config: Architecture, auto_class: str, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> PretrainedConfig:
     from transformers import AutoConfig
 
     fields = dict(config.model_config or {})
@@ -164,6 +171,8 @@ def _new_config(config: Architecture, tokenizer: PreTrainedTokenizerBase, max_le
         limit = "max_position_embeddings"
         if limit not in fields and hasattr(known, limit) and known.attribute_map.get(limit, limit) not in fields:
             fields[limit] = max_length
+        if auto_class == CAUSAL_LM and getattr(known, "is_decoder", None) is False:
+            fields.setdefault("is_decoder", True)  # else bert and its like attend to both sides
         return AutoConfig.for_model(model_type, **{**special, **vocabulary, **fields})
     except UserError:
         raise

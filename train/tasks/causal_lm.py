@@ -74,12 +74,17 @@ class CausalLM(Task):
         return {"order-0 entropy": entropy, "xz -9": 8 * len(lzma.compress(data, preset=9)) / len(data)}
 
     def sample(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
-        """What the model writes after the beginning of ``text``, the seam marked; None where it cannot generate."""
+        """What the model writes after the beginning of ``text``, the seam marked.
+
+        None where it cannot generate, or ``text`` has no token to go on from.
+        """
         from transformers import GenerationMixin, PreTrainedModel
 
         if not (isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
             return None
         ids = self.token_ids([text], tokenizer)[0][: min(64, self.data.max_length // 2)]
+        if not ids:
+            return None
         model.eval()
         prompt = torch.tensor([ids], device=model.device)
         torch.manual_seed(seed)

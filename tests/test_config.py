@@ -1,0 +1,142 @@
+"""What command lines and recipes say, and what is refused of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train.config import Config, dump, parse, read_recipe, to_values
+from train.errors import EXIT_USAGE, UsageError
+from train.main import main
+
+BASE = "model_config: {model_type: gpt2}\ntokenizer: bytes\n"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A recipe that can be parsed."""
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+# Numbers
+
+
+FLOATS = [name for name, value in to_values(Config()).items() if isinstance(value, float)]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_are_none_are_refused(base: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(FLOATS) > 12
+    for name in (*FLOATS, "max_grad_value", "memory_budget_gib", "rope_scaling_factor", "loss_spike_factor"):
+        with pytest.raises(UsageError, match=f"^{name}: {value} "):
+            parse(["--config", str(base), f"--{name}={value}"])
+    assert main(["--config", str(base), f"--weight_decay={value}"]) == EXIT_USAGE
+    assert f"weight_decay: {value}" in capsys.readouterr().err
+
+
+def test_whole_numbers_that_no_generator_takes_are_refused(base: Path) -> None:
+    for number in ("99999999999999999999", str(2**63)):
+        with pytest.raises(UsageError, match=f"seed: {number} is too large: at most {2**63 - 1}"):
+            parse(["--config", str(base), "--seed", number])
+    assert parse(["--config", str(base), "--seed", str(2**63 - 1)]).optimization.seed == 2**63 - 1
+
+
+def test_a_whole_number_beyond_all_floats_is_no_traceback(base: Path) -> None:
+    base.write_text(f"{BASE}weight_decay: 1{'0' * 400}")
+    with pytest.raises(UsageError, match=r"weight_decay: 10+ is not valid: expected a number"):
+        parse(["--config", str(base)])
+
+
+def test_a_warmup_longer_than_the_run_is_refused_where_it_is_asked_for(base: Path) -> None:
+    base.write_text(f"{BASE}warmup_steps: 20\nmax_steps: 100\n")
+    with pytest.raises(UsageError, match=r"warmup_steps: 101 is more than max_steps: 100.*warmup_ratio"):
+        parse(["--config", str(base), "--warmup_steps", "101"])
+    assert parse(["--config", str(base), "--warmup_steps=100"]).optimization.warmup_steps == 100
+    # a few steps of a recipe, to try it out, and the same again by the config.yaml that is left
+    short = parse(["--config", str(base), "--max_steps", "3"])
+    base.write_text(dump(short))
+    assert parse(["--config", str(base)]) == short
+
+
+# Paths
+
+
+PATHS = ("output_dir", "model", "tokenizer", "resume", "validation_dataset")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_home_folder_is_expanded_in_a_recipe_and_on_the_command_line(home: Path) -> None:
+    lines = [f"{name}: ~/of/{name}" for name in PATHS]
+    (home / "mine.yaml").write_text("\n".join(lines))
+    values = to_values(parse(["--config", "~/mine.yaml"]))
+    assert [values[name] for name in PATHS] == [str(home / "of" / name) for name in PATHS]
+    flags = [f"--{name}=~/other/{name}" for name in PATHS]
+    values = to_values(parse(["--config=~/mine.yaml", *flags]))
+    assert [values[name] for name in PATHS] == [str(home / "other" / name) for name in PATHS]
+
+
+def test_what_is_no_path_stays_and_so_does_a_home_that_is_not_there(home: Path) -> None:
+    flags = ["--output_dir=a/~/b", "--model=user/name", "--tokenizer=bytes", "--resume=auto"]
+    values = to_values(parse([*flags, "--validation_dataset=~no-such-person/x.csv"]))
+    assert [values[name] for name in PATHS] == ["a/~/b", "user/name", "bytes", "auto", "~no-such-person/x.csv"]
+    assert parse(["--model=user/name", "--tokenizer=~"]).data.tokenizer == str(home)
+
+
+# YAML
+
+
+def test_merge_keys_put_values_under_those_of_a_mapping(base: Path) -> None:
+    base.write_text(
+        "tokenizer: bytes\n"
+        "model_config: &small {model_type: gpt2, n_embd: 16, n_head: 2}\n"
+        "dataset_options: &wide {<<: *small, n_embd: 32}\n"
+        "<<: {seed: 7, tokenizer: words}\n"
+    )
+    config = parse(["--config", str(base)])
+    assert config.architecture.model_config == {"model_type": "gpt2", "n_embd": 16, "n_head": 2}
+    assert config.data.dataset_options == {"model_type": "gpt2", "n_embd": 32, "n_head": 2}
+    assert (config.data.tokenizer, config.optimization.seed) == ("bytes", 7)
+
+
+def test_a_mapping_that_merges_may_be_merged_itself_and_the_first_of_a_list_counts(base: Path) -> None:
+    base.write_text(
+        "model_config: &inner\n  <<: &type {model_type: gpt2, n_head: 1}\n  n_head: 2\n"
+        "dataset_options: {<<: [{n_head: 3}, *inner, *type]}\n<<: *inner\n"
+    )
+    assert read_recipe(base) == {
+        "model_config": {"model_type": "gpt2", "n_head": 2},
+        "dataset_options": {"model_type": "gpt2", "n_head": 3},
+        "model_type": "gpt2",
+        "n_head": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2", "the key seed stands twice"),
+        ("<<: {seed: 1, seed: 2}", "the key seed stands twice"),
+        ("model_config: &a {model_type: gpt2, n_head: 1, n_head: 1}\n<<: *a", "the key n_head stands twice"),
+        ("<<: {seed: 1}\n<<: {seed: 2}", "the key << stands twice"),
+        ("<<: 5", "expected a mapping or list of mappings"),
+        ("model_config: {1: 2}", "the key 1 is not a name"),
+    ],
+)
+def test_keys_that_stand_twice_stay_refused(base: Path, text: str, message: str) -> None:
+    base.write_text(text)
+    with pytest.raises(UsageError, match=f"not valid YAML: .*{message}"):
+        read_recipe(base)
+
+
+def test_merging_again_and_again_stays_small(base: Path) -> None:
+    levels = ["k0: &k0 {seed: 1}", *(f"k{i}: &k{i} {{<<: [{', '.join([f'*k{i - 1}'] * 9)}]}}" for i in range(1, 20))]
+    base.write_text("\n".join(levels))
+    assert read_recipe(base)["k19"] == {"seed": 1}
