@@ -140,6 +140,35 @@ def test_a_bad_byte_in_a_quoted_csv_field_costs_only_its_record(tmp_path: Path) 
     assert "d.csv:3" in corpus.notes[0]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("last", ["plain", 'says "so" twice', '"in quotes"'])
+def test_a_quote_that_is_not_closed_costs_only_its_line(tmp_path: Path, last: str, streaming: bool) -> None:
+    rows = [f"t{i},{i}\n" for i in range(1000)]
+    rows[9] = '"t9,9\n'
+    (tmp_path / "q.csv").write_text("text,n\n" + "".join(rows) + f"{last},1000\n")
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip", streaming=streaming)
+    assert texts(corpus) == {f"t{i}" for i in range(1000) if i != 9} | {last.strip('"')}
+    found = all_documents(corpus)
+    assert [found[f"q.csv:{line}"]["text"] for line in (10, 12, 1001)] == ["t8", "t10", "t999"]
+    if not streaming:
+        assert corpus.notes[0] == f"skipped 1 record of {tmp_path / 'q.csv'}: 1 not CSV ({tmp_path / 'q.csv'}:11)"
+        assert "q.csv:11: not CSV (a quote that is opened here is not closed:" in message(tmp_path / "q.csv")
+
+
+def test_every_line_of_a_csv_may_open_a_quote(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("text,n\n" + "a,1\n" + '"b,2\n' * 5000 + "c,3\n" + '"d,4\n')
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
+    assert texts(corpus) == {"a", "c"}
+    assert corpus.notes[0].startswith("skipped 5001 records")
+
+
+def test_lines_that_a_csv_record_takes_with_it_are_named(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text('text,n\na,1\n"b,2\nc,3\nd,4"\ne,5\nf,6\n')
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
+    assert texts(corpus) == {"a", "e", "f"}
+    assert f"1 wrong number of fields ({tmp_path / 'q.csv'}:3-5)" in corpus.notes[0]
+
+
 def test_parquet_in_batches(tmp_path: Path) -> None:
     count = readers.PARQUET_ROWS_AT_ONCE * 2 + 5
     table = pa.table({"text": [f"t{i}" for i in range(count)], "label": list(range(count)), "other": [0.5] * count})

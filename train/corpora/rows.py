@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EMPTY = "empty document"
 EXAMPLES_SHOWN = 3
 
-FORMAT = 1
+FORMAT = 2
 """Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
 
 ROWS_IN_MEMORY = 64
