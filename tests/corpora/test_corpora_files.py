@@ -398,11 +398,53 @@ def test_names_at_the_top_are_splits(jsonl: Write, tmp_path: Path, validation: s
     assert corpus.notes == (f"{tmp_path / 'in'}: ignored 1 other files, read 3",)
 
 
-def test_a_test_folder_without_a_training_split_is_just_a_folder(jsonl: Write, tmp_path: Path) -> None:
-    jsonl({"text": "a"}, name="in/src/a.jsonl")
-    jsonl({"text": "b"}, name="in/test/b.jsonl")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("training.jsonl", "validation.jsonl", "test.jsonl"),
+        ("train_data.jsonl", "validation_data.jsonl", "test_data.jsonl"),
+        ("my-test-train.jsonl", "my-test-dev.jsonl", "my-test-test.jsonl"),
+        ("data/train-00000-of-00001.csv", "data/valid.csv", "data/testing.csv"),
+        ("wiki.Train.txt", "wiki.valid.txt", "wiki.test.txt"),
+        ("training.txt", "validation.txt", "test.txt"),
+    ],
+)
+def test_split_names_are_words_of_a_file_name(jsonl: Write, tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        content = "text" if name.endswith(".csv") else ""
+        jsonl(*filter(None, [content]), name if not name.endswith(".jsonl") else {"text": name}, name=f"in/{name}")
     corpus = load(tmp_path / "in")
-    assert texts(corpus) == {"a", "b"}
+    splits = (corpus.train, corpus.validation, corpus.test)
+    assert [[text.strip() for text in split["text"][:]] for split in splits] == [[name] for name in names]
+    assert corpus.notes == ()
+
+
+def test_files_that_name_no_split_are_for_training_where_none_is(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("src/a", "src/b", "test/c", "latest", "development", "retrained", "dev"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    corpus = load(tmp_path / "in")
+    assert corpus.train["text"][:] == ["development", "latest", "retrained", "src/a", "src/b"]
+    assert [corpus.validation["text"][:], corpus.test["text"][:]] == [["dev"], ["test/c"]]
+    assert corpus.notes == (f"{tmp_path / 'in'}: no file is named train; the 5 that name no split are for training",)
+
+
+def test_a_folder_without_anything_to_train_on_is_refused(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("test_1", "test_2", "test_3", "validation"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    assert message(tmp_path / "in") == (
+        f"{tmp_path / 'in'}: nothing to train on: by their names test_1.jsonl, test_2.jsonl, test_3.jsonl, ... are for "
+        "validation or test. Rename one (train.jsonl), or name a file with --dataset."
+    )
+    path = jsonl({"text": "x"})
+    validation = load(path, validation_dataset=str(tmp_path / "in")).validation
+    assert sorted(validation["text"][:]) == ["test_1", "test_2", "test_3", "validation"]
+
+
+def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:
+    for name in ("test-pits.txt", "train-stations.txt", "bridges.txt"):
+        (tmp_path / name).write_text(name)
+    corpus = load(tmp_path)
+    assert texts(corpus) == {"test-pits.txt", "train-stations.txt", "bridges.txt"}
     assert corpus.test is None
 
 

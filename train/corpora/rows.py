@@ -239,12 +239,13 @@ def _notes(problems: list[dict[str, Any]]) -> tuple[str, ...]:
         sources[problem["file"]][problem["problem"]].append(problem["source"])
     return tuple(
         f"skipped {(total := sum(map(len, reasons.values())))} record{'s' if total > 1 else ''} of {file}: "
-        + ", ".join(f"{len(where)} {reason} ({_some(where)})" for reason, where in reasons.items())
+        + ", ".join(f"{len(where)} {reason} ({some(where)})" for reason, where in reasons.items())
         for file, reasons in sources.items()
     )
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few of ``names``, for a message."""
     return ", ".join(names[:EXAMPLES_SHOWN]) + (", ..." if len(names) > EXAMPLES_SHOWN else "")
 
 
