@@ -55,6 +55,36 @@ def corpus_of(
     return Corpus("reviews", split(train, "train"), split(validation, "validation"))
 
 
+class Recording:
+    """A tokenizer that notes how long the texts of each call are."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, texts: list[str], **settings: Any) -> Any:
+        self.calls.append([len(text.encode()) for text in texts])
+        return BYTES(texts, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(BYTES, name)
+
+    def __len__(self) -> int:
+        return len(BYTES)
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "sequence_classification"])
+def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.tasks.base.BYTES_AT_ONCE", 100)
+    task, recording = build_task(Data(task=name, max_length=16)), Recording()
+    texts = ["ü" * 30, "b" * 60, "c" * 40, "d" * 500, "e", "f" * 99, ""]
+    found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
+    assert recording.calls == [[60], [60, 40], [500], [1, 99, 0]]
+    alone = [task.encode({"text": [text], "label": ["x"]}, BYTES, ("x", "y")) for text in texts]
+    for column in task.example_columns:
+        values = [value for one in alone for value in one[column]]
+        assert [np.asarray(v).tolist() for v in found[column]] == [np.asarray(v).tolist() for v in values]
+
+
 # causal_lm
 
 
