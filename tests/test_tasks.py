@@ -55,6 +55,36 @@ def corpus_of(
     return Corpus("reviews", split(train, "train"), split(validation, "validation"))
 
 
+class Recording:
+    """A tokenizer that notes how long the texts of each call are."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, texts: list[str], **settings: Any) -> Any:
+        self.calls.append([len(text.encode()) for text in texts])
+        return BYTES(texts, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(BYTES, name)
+
+    def __len__(self) -> int:
+        return len(BYTES)
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "sequence_classification"])
+def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.tasks.base.BYTES_AT_ONCE", 100)
+    task, recording = build_task(Data(task=name, max_length=16)), Recording()
+    texts = ["ü" * 30, "b" * 60, "c" * 40, "d" * 500, "e", "f" * 99, ""]
+    found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
+    assert recording.calls == [[60], [60, 40], [500], [1, 99, 0]]
+    alone = [task.encode({"text": [text], "label": ["x"]}, BYTES, ("x", "y")) for text in texts]
+    for column in task.example_columns:
+        values = [value for one in alone for value in one[column]]
+        assert [np.asarray(v).tolist() for v in found[column]] == [np.asarray(v).tolist() for v in values]
+
+
 # causal_lm
 
 
@@ -306,6 +336,31 @@ def test_classification_numbers_text_and_integer_labels(labels: list[Any], names
     assert isinstance(examples.train, datasets.Dataset)
     assert [names[number] for number in examples.train["label"]] == [str(label) for label in labels]
     assert names[examples.validation["label"][0]] == str(labels[0])
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "expected"),
+    [
+        (["True", "False"], [1, 0], [1, 0]),  # CSV, and true and false of JSON
+        ([1, 0], ["true", "FALSE"], [1, 0]),
+        ([0, 3], ["3.0", "0.0"], [1, 0]),
+        (["0.0", "1.0"], [1, 0], [1, 0]),
+        (["1", "True", "x"], ["True", "1", "x"], [1, 0, 2]),
+    ],
+)
+def test_a_label_is_known_in_the_words_of_another_format(
+    train: list[Any], validation: list[Any], expected: list[int]
+) -> None:
+    corpus = corpus_of([("a", label) for label in train], [("b", label) for label in validation])
+    examples = classified(corpus)
+    assert examples.label_names == tuple(map(str, sorted(train)))
+    assert examples.validation["label"][:] == expected
+
+
+@pytest.mark.parametrize(("train", "label"), [([0, 1], "1.5"), ([0, 1], "2.0"), (["1", "True"], "1.0"), ([0, 7], "07")])
+def test_a_label_that_only_looks_like_another_is_unknown(train: list[Any], label: str) -> None:
+    with pytest.raises(UserError, match=f"label '{label}' does not occur in the training split"):
+        classified(corpus_of([("a", known) for known in train], [("b", label)]))
 
 
 def test_classification_numbers_the_labels_of_a_stream() -> None:

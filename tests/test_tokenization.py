@@ -141,6 +141,20 @@ class Counting(CausalLM):
         return super().encode(documents, tokenizer, label_names)
 
 
+class Batches(CausalLM):
+    """Notes how many documents each call encodes."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__(data)
+        self.batches: list[int] = []
+
+    def encode(
+        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        self.batches.append(len(documents["text"]))
+        return super().encode(documents, tokenizer, label_names)
+
+
 class Reversing(Counting):
     """The same task as a fork changed it."""
 
@@ -209,6 +223,27 @@ def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(t
         found.append((examples.train.to_list(), examples.train._fingerprint, len(examples.train.cache_files)))
     assert found[0][:2] == found[1][:2]
     assert (found[0][2], found[1][2]) == (1, 2)  # there were two processes
+
+
+def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    texts = ["word " * 60_000] * 7 + ["short"] * 2
+    validation = datasets.Dataset.from_dict({"text": ["v"], "source": ["v"]})
+    found = []
+    for name, bytes_per_worker in (("one", 2**24), ("two", 2**20)):
+        monkeypatch.setattr("train.tokenization.BYTES_PER_WORKER", bytes_per_worker)
+        datasets.Dataset.from_dict({"text": texts, "source": texts}).save_to_disk(tmp_path / name)
+        train = datasets.load_from_disk(tmp_path / name)
+        assert isinstance(train, datasets.Dataset)
+        task = Batches(data := Data(max_length=1000))
+        examples = tokenize(Corpus("long", train, validation), task, load_tokenizer("bytes", ()), data)
+        assert isinstance(examples.train, datasets.Dataset)
+        found.append((task.batches, len(examples.train.cache_files), examples.train["length"][:]))
+    assert found[0][0] == [4, 4, 1, 1]  # of 300 kB each, and then validation
+    assert [files for _, files, _ in found] == [1, 2]
+    assert found[0][2] == found[1][2] == ([1000] * 300 + [1]) * 7 + [6, 6]
 
 
 def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from train.config import Data
 from train.errors import UserError
 from train.records import Corpus, Examples
-from train.tasks.base import Task
+from train.tasks.base import BYTES_AT_ONCE, Task
 
 if TYPE_CHECKING:
     import datasets
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
 TRAINING_BYTES = 16 * 2**20
 """A vocabulary of some thousand pieces settles long before a tokenizer has seen more text than this."""
+
+DOCUMENTS_AT_ONCE = 100
+"""Documents whose examples are in memory together, or fewer where these would be more than BYTES_AT_ONCE of text."""
+DOCUMENTS_PER_WORKER, BYTES_PER_WORKER = 2000, 2**24
 
 
 def load_tokenizer(
@@ -183,11 +187,14 @@ class _Encode:
     def split(self, documents: datasets.Dataset, name: str) -> datasets.Dataset:
         # Our own fingerprint: pickling a tokenizer gives another one after its first use, and the cache would miss.
         fingerprint = hashlib.sha256(f"{documents._fingerprint} {self.recipe}".encode()).hexdigest()[:32]
-        workers = self.data.preprocessing_num_workers or min(os.cpu_count() or 1, 1 + len(documents) // 2000)
+        num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
+        # Many short documents and few long ones are both worth another process.
+        useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
+        workers = self.data.preprocessing_num_workers or min(os.cpu_count() or 1, useful)
         return documents.map(
             self,
             batched=True,
-            batch_size=100,
+            batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
             remove_columns=documents.column_names,
             num_proc=workers if workers > 1 else None,
             new_fingerprint=fingerprint,

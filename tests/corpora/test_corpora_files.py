@@ -44,12 +44,12 @@ def message(path: str | Path, labelled: bool = False, **options: Any) -> str:
 
 
 def test_jsonl_gives_text_label_and_line(jsonl: Write) -> None:
-    path = jsonl({"text": "eins", "label": "a", "x": 1}, "", {"text": "zwei\nü", "label": "b"})
+    path = jsonl({"text": "eins", "label": "a", "x": 1}, "", {"text": "zwei\nü", "label": "a"})
     corpus = load(path, labelled=True)
     assert corpus.train.column_names == corpus.validation.column_names == ["text", "label", "source"]
     assert all_documents(corpus) == {
         "data.jsonl:1": {"text": "eins", "label": "a", "source": f"{path}:1"},
-        "data.jsonl:3": {"text": "zwei\nü", "label": "b", "source": f"{path}:3"},
+        "data.jsonl:3": {"text": "zwei\nü", "label": "a", "source": f"{path}:3"},
     }
     assert corpus.name == path
     assert corpus.test is None
@@ -62,8 +62,8 @@ def test_without_labels_there_is_no_label_column(jsonl: Write) -> None:
 
 
 def test_column_names_are_chosen(jsonl: Write) -> None:
-    corpus = load(jsonl({"t": "a", "y": 3}, {"t": "b", "y": 4}), True, text_column="t", label_column="y")
-    assert {(d["text"], d["label"]) for d in all_documents(corpus).values()} == {("a", 3), ("b", 4)}
+    corpus = load(jsonl({"t": "a", "y": 3}, {"t": "b", "y": 3}), True, text_column="t", label_column="y")
+    assert {(d["text"], d["label"]) for d in all_documents(corpus).values()} == {("a", 3), ("b", 3)}
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_json_that_is_none_of_these(tmp_path: Path, content: str, reason: str) -
 
 def test_csv_with_quotes_newlines_and_bom(tmp_path: Path) -> None:
     path = tmp_path / "d.csv"
-    path.write_bytes('\ufefftext,label\r\n"one, ""two""\r\nthree",7\r\nfour,8\r\n'.encode())
+    path.write_bytes('\ufefftext,label\r\n"one, ""two""\r\nthree",7\r\nfour,7\r\n'.encode())
     corpus = load(path, labelled=True)
     assert {source: (d["text"], d["label"]) for source, d in all_documents(corpus).items()} == {
         "d.csv:2": ('one, "two"\r\nthree', "7"),
-        "d.csv:4": ("four", "8"),
+        "d.csv:4": ("four", "7"),
     }
 
 
@@ -140,14 +140,45 @@ def test_a_bad_byte_in_a_quoted_csv_field_costs_only_its_record(tmp_path: Path) 
     assert "d.csv:3" in corpus.notes[0]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("last", ["plain", 'says "so" twice', '"in quotes"'])
+def test_a_quote_that_is_not_closed_costs_only_its_line(tmp_path: Path, last: str, streaming: bool) -> None:
+    rows = [f"t{i},{i}\n" for i in range(1000)]
+    rows[9] = '"t9,9\n'
+    (tmp_path / "q.csv").write_text("text,n\n" + "".join(rows) + f"{last},1000\n")
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip", streaming=streaming)
+    assert texts(corpus) == {f"t{i}" for i in range(1000) if i != 9} | {last.strip('"')}
+    found = all_documents(corpus)
+    assert [found[f"q.csv:{line}"]["text"] for line in (10, 12, 1001)] == ["t8", "t10", "t999"]
+    if not streaming:
+        assert corpus.notes[0] == f"skipped 1 record of {tmp_path / 'q.csv'}: 1 not CSV ({tmp_path / 'q.csv'}:11)"
+        assert "q.csv:11: not CSV (a quote that is opened here is not closed:" in message(tmp_path / "q.csv")
+
+
+def test_every_line_of_a_csv_may_open_a_quote(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("text,n\n" + "a,1\n" + '"b,2\n' * 5000 + "c,3\n" + '"d,4\n')
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
+    assert texts(corpus) == {"a", "c"}
+    assert corpus.notes[0].startswith("skipped 5001 records")
+
+
+def test_lines_that_a_csv_record_takes_with_it_are_named(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text('text,n\na,1\n"b,2\nc,3\nd,4"\ne,5\nf,6\n')
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
+    assert texts(corpus) == {"a", "e", "f"}
+    assert f"1 wrong number of fields ({tmp_path / 'q.csv'}:3-5)" in corpus.notes[0]
+
+
 def test_parquet_in_batches(tmp_path: Path) -> None:
     count = readers.PARQUET_ROWS_AT_ONCE * 2 + 5
-    table = pa.table({"text": [f"t{i}" for i in range(count)], "label": list(range(count)), "other": [0.5] * count})
+    table = pa.table(
+        {"text": [f"t{i}" for i in range(count)], "label": [i // 2 for i in range(count)], "other": [0.5] * count}
+    )
     pq.write_table(table, tmp_path / "d.parquet")
     found = all_documents(load(tmp_path / "d.parquet", labelled=True))
     assert len(found) == count
     assert found["d.parquet:1"]["text"] == "t0"
-    assert found[f"d.parquet:{count}"]["label"] == count - 1
+    assert found[f"d.parquet:{count}"]["label"] == (count - 1) // 2
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
@@ -200,7 +231,7 @@ def test_text_carries_no_label(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_record_is_refused_or_skipped(jsonl: Write, line: str, reason: str) -> None:
-    path = jsonl({"text": "first", "label": 0}, line, {"text": "third", "label": 1})
+    path = jsonl({"text": "first", "label": 0}, line, {"text": "third", "label": 0})
     refusal = message(path, True)
     assert refusal.startswith(f"{path}:2: {reason}")
     assert refusal.endswith("--on_bad_record skip.")
@@ -258,9 +289,9 @@ def test_nothing_to_learn_from(jsonl: Write, lines: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([1, 2, 3], [1, 2, 3]),
+        ([1, 2, 2], [1, 2, 2]),
         ([True, False, True], [1, 0, 1]),
-        ([1.0, 2.0, 3], [1, 2, 3]),
+        ([1.0, 2.0, 2], [1, 2, 2]),
         (["b", "a", "b"], ["b", "a", "b"]),
         (["b", 1, True], ["b", "1", "1"]),
     ],
@@ -285,6 +316,35 @@ def test_held_out_documents_are_always_the_same_and_keep_their_order(jsonl: Writ
     assert first.validation["text"][:] != first.train["text"][:5]
     assert len(load(path, validation_fraction=0.001).validation) == 1
     assert len(load(path, validation_fraction=0.999).train) == 1
+
+
+def test_every_label_keeps_a_record_to_train_on(jsonl: Write) -> None:
+    usual = ["a", "b"] * 500
+    plain = load(jsonl(*({"text": f"t{i}", "label": "a"} for i in range(1000))))
+    held = {int(text[1:]) for text in plain.validation["text"][:]}
+    path = jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(usual)), name="usual.jsonl")
+    assert {int(text[1:]) for text in load(path, True).validation["text"][:]} == held
+    rare = [f"rare {i}" if i in held else label for i, label in enumerate(usual)]
+    first, second = sorted(held)[:2]
+    rare[first] = rare[second] = "twice"
+    path = jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(rare)), name="rare.jsonl")
+    corpus = load(path, True)
+    assert len(corpus.validation) == len(held) == 50
+    assert set(corpus.train["label"]) == set(rare)
+    assert set(corpus.validation["label"]) == {"a", "b", "twice"}
+    assert corpus.validation["text"][:] == load(path, True).validation["text"][:]
+    names = [repr(name) for name in sorted(set(rare)) if name.startswith("rare")]
+    assert corpus.notes[-1] == (
+        "held out 50 of 1,000 documents for validation, none of them with the label " + ", ".join(names[:3]) + ", ..."
+    )
+
+
+def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
+    path = jsonl({"text": "x", "label": "a"}, {"text": "y", "label": "b"})
+    assert message(path, True) == (
+        f"{path}: every label is that of a single record, and training needs that one. Add records, or "
+        "--validation_dataset; or choose another --label_column."
+    )
 
 
 def test_sample_limits_come_after_the_split(jsonl: Write) -> None:
@@ -369,11 +429,53 @@ def test_names_at_the_top_are_splits(jsonl: Write, tmp_path: Path, validation: s
     assert corpus.notes == (f"{tmp_path / 'in'}: ignored 1 other files, read 3",)
 
 
-def test_a_test_folder_without_a_training_split_is_just_a_folder(jsonl: Write, tmp_path: Path) -> None:
-    jsonl({"text": "a"}, name="in/src/a.jsonl")
-    jsonl({"text": "b"}, name="in/test/b.jsonl")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("training.jsonl", "validation.jsonl", "test.jsonl"),
+        ("train_data.jsonl", "validation_data.jsonl", "test_data.jsonl"),
+        ("my-test-train.jsonl", "my-test-dev.jsonl", "my-test-test.jsonl"),
+        ("data/train-00000-of-00001.csv", "data/valid.csv", "data/testing.csv"),
+        ("wiki.Train.txt", "wiki.valid.txt", "wiki.test.txt"),
+        ("training.txt", "validation.txt", "test.txt"),
+    ],
+)
+def test_split_names_are_words_of_a_file_name(jsonl: Write, tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        content = "text" if name.endswith(".csv") else ""
+        jsonl(*filter(None, [content]), name if not name.endswith(".jsonl") else {"text": name}, name=f"in/{name}")
     corpus = load(tmp_path / "in")
-    assert texts(corpus) == {"a", "b"}
+    splits = (corpus.train, corpus.validation, corpus.test)
+    assert [[text.strip() for text in split["text"][:]] for split in splits] == [[name] for name in names]
+    assert corpus.notes == ()
+
+
+def test_files_that_name_no_split_are_for_training_where_none_is(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("src/a", "src/b", "test/c", "latest", "development", "retrained", "dev"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    corpus = load(tmp_path / "in")
+    assert corpus.train["text"][:] == ["development", "latest", "retrained", "src/a", "src/b"]
+    assert [corpus.validation["text"][:], corpus.test["text"][:]] == [["dev"], ["test/c"]]
+    assert corpus.notes == (f"{tmp_path / 'in'}: no file is named train; the 5 that name no split are for training",)
+
+
+def test_a_folder_without_anything_to_train_on_is_refused(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("test_1", "test_2", "test_3", "validation"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    assert message(tmp_path / "in") == (
+        f"{tmp_path / 'in'}: nothing to train on: by their names test_1.jsonl, test_2.jsonl, test_3.jsonl, ... are for "
+        "validation or test. Rename one (train.jsonl), or name a file with --dataset."
+    )
+    path = jsonl({"text": "x"})
+    validation = load(path, validation_dataset=str(tmp_path / "in")).validation
+    assert sorted(validation["text"][:]) == ["test_1", "test_2", "test_3", "validation"]
+
+
+def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:
+    for name in ("test-pits.txt", "train-stations.txt", "bridges.txt"):
+        (tmp_path / name).write_text(name)
+    corpus = load(tmp_path)
+    assert texts(corpus) == {"test-pits.txt", "train-stations.txt", "bridges.txt"}
     assert corpus.test is None
 
 
@@ -465,7 +567,7 @@ def test_splits_that_a_saved_dataset_does_not_have(tmp_path: Path) -> None:
 
 
 def test_a_hidden_test_split_is_left_out(tmp_path: Path) -> None:
-    whole = saved(train=[{"text": "x", "label": 0}, {"text": "y", "label": 1}], test=[{"text": "z", "label": -1}])
+    whole = saved(train=[{"text": "x", "label": 0}, {"text": "y", "label": 0}], test=[{"text": "z", "label": -1}])
     whole.cast_column("label", datasets.ClassLabel(names=["no", "yes"])).save_to_disk(tmp_path / "s")
     corpus = load(tmp_path / "s", labelled=True)
     assert corpus.test is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
-_SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_WORDS_FOR = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+_SPLIT_NAMES = {word: split for split, words in _WORDS_FOR.items() for word in words}
+_UNNAMED = ""
+"""Stands for the split of files whose names say none."""
 _SHARD = re.compile(r"[-_.]\d.*$")
+_WORD = re.compile(r"[^\W\d_]+")
 
 
 def looks_like_path(name: str) -> bool:
@@ -56,6 +64,17 @@ def load(data: Data, labelled: bool) -> Splits:
     if is_saved(path):
         return _load_saved(path, data, labelled)
     found, notes = _find(path)
+    if _UNNAMED in found:
+        found["train"] = found.pop(_UNNAMED)
+        if len(found) > 1:
+            count = len(found["train"].keys)
+            notes += (f"{path}: no file is named train; the {count} that name no split are for training",)
+    if "train" not in found:
+        names = [str(Path(key[0]).relative_to(path)) for files in found.values() for key in files.keys]
+        raise UserError(
+            f"{path}: nothing to train on: by their names {rows.some(names)} are for validation or test. "
+            "Rename one (train.jsonl), or name a file with --dataset."
+        )
     loaded: dict[str, Any] = {}
     for split, files in found.items():
         what = str(path) if len(found) == 1 else f"the {split} split of {path}"
@@ -84,7 +103,8 @@ def load_validation(data: Data, labelled: bool) -> tuple[datasets.Dataset, tuple
         return _saved_documents(path, split, data, labelled)
     found, notes = _find(path)
     files = tuple(key for keys in found.values() for key in keys.keys)
-    documents, skipped = _documents(replace(found["train"], keys=files), data, labelled, str(path))
+    are_records = any(keys.are_records for keys in found.values())
+    documents, skipped = _documents(_Files(files, are_records), data, labelled, str(path))
     return documents, notes + skipped
 
 
@@ -97,7 +117,7 @@ class _Files:
 
 
 def _find(path: Path) -> tuple[dict[str, _Files], tuple[str, ...]]:
-    """The files of each split, "train" always among them, and notes about files that are left aside."""
+    """The files of each split that is named, or a single file's, and notes about files that are left aside."""
     if not path.is_dir():
         suffix = path.suffix.lower()
         if suffix in _PACKED:
@@ -111,7 +131,7 @@ def _find(path: Path) -> tuple[dict[str, _Files], tuple[str, ...]]:
     if not chosen:
         links = f" {outside} links lead out of the folder and are not followed." if outside else ""
         raise UserError(f"{path}: no file in it ends in one of {' '.join(SUFFIXES)}.{links}")
-    splits = _by_split(path, chosen)
+    splits = _by_split(path, chosen, bool(records))
     used = sum(map(len, splits.values()))
     notes = [f"{path}: ignored {len(files) - used} other files, read {used}"] if used < len(files) else []
     if outside:
@@ -134,15 +154,30 @@ def _walk(folder: Path) -> tuple[list[Path], int]:
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix()), outside
 
 
-def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Files by the split that their name, or their folder's, at the top says; all in "train" if none says so."""
+def _by_split(folder: Path, files: Sequence[Path], are_records: bool) -> dict[str, list[Path]]:
+    """Files by the split that their names say; those that say none are left out where some say train."""
+    named = {file: _split_in_words(file.relative_to(folder)) for file in files}
+    if not are_records and None in named.values():
+        # The name of a text may be its title, and "test" a word of that.
+        named = {file: _split_at_top(file.relative_to(folder)) for file in files}
     splits: dict[str, list[Path]] = {}
-    for file in files:
-        top = file.relative_to(folder).parts[0]
-        split = _SPLIT_NAMES.get(_SHARD.sub("", top if Path(top) != Path(file.name) else Path(top).stem).lower())
-        if split:
-            splits.setdefault(split, []).append(file)
-    return splits if "train" in splits else {"train": list(files)}
+    for file, split in named.items():
+        if split or "train" not in named.values():
+            splits.setdefault(split or _UNNAMED, []).append(file)
+    return splits
+
+
+def _split_in_words(file: Path) -> str | None:
+    """The split of the first folder or file name with such a word in it, the last where it has several."""
+    for part in file.with_suffix("").parts:
+        if splits := [_SPLIT_NAMES[word] for word in _WORD.findall(part.lower()) if word in _SPLIT_NAMES]:
+            return splits[-1]
+    return None
+
+
+def _split_at_top(file: Path) -> str | None:
+    """The split that is the whole name at the top, but for the number of a shard."""
+    return _SPLIT_NAMES.get(_SHARD.sub("", file.with_suffix("").parts[0]).lower())
 
 
 def _documents(files: _Files, data: Data, labelled: bool, what: str) -> tuple[datasets.Dataset, tuple[str, ...]]:

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -210,29 +211,68 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 def _read_csv(path: Path, delimiter: str) -> Found:
     """Rows under a header line; a field may run over several lines when quoted.
 
+    A quote that is not closed would take all lines up to the next one with it, or to the end of the file: only the
+    line that opens it is lost, and reading goes on behind that.
+
     Raises:
         UserError: a header that cannot be read or names a column twice.
     """
     # A bad byte must not end the reading in the middle of a quoted field, so it is carried as a surrogate and
     # looked for in the fields.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file, _fields_of_any_size():
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        lines = _Lines(file)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
         header: list[str] | None = None
         while True:
-            line = reader.line_num + 1
+            line = lines.begin_record()
             try:
                 fields = next(reader, None)
             except csv.Error as error:
                 if header is None:
                     raise UserError(f"{path}:{line}: no header line: {error}. Name the columns there.") from None
-                yield line, Problem("not CSV", str(error))
+                is_open = lines.last > line
+                where = f"a quote that is opened here is not closed: line {lines.last}: " if is_open else ""
+                yield line, Problem("not CSV", f"{where}{error}")
+                lines.go_back()
                 continue
             if fields is None:
                 return
             if header is None and fields:
                 header = _check_names(path, fields)
             elif fields and header is not None:
-                yield line, _csv_record(header, fields)
+                record = _csv_record(header, fields)
+                is_long = isinstance(record, Problem) and lines.last > line
+                yield (f"{line}-{lines.last}" if is_long else line), record
+
+
+class _Lines:
+    """The lines of a file, those of the record under way once more where asked."""
+
+    def __init__(self, file: Iterator[str]) -> None:
+        self.last = 0
+        """Number of the line that was given last."""
+        self._file = file
+        self._record: list[str] = []
+        self._again: deque[str] = deque()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.popleft() if self._again else next(self._file)
+        self._record.append(line)
+        self.last += 1
+        return line
+
+    def begin_record(self) -> int:
+        """The number of the next line, with which a record begins."""
+        self._record.clear()
+        return self.last + 1
+
+    def go_back(self) -> None:
+        """To the second line of the record."""
+        self._again.extendleft(reversed(self._record[1:]))
+        self.last -= len(self._record) - 1
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EMPTY = "empty document"
 EXAMPLES_SHOWN = 3
 
-FORMAT = 1
+FORMAT = 2
 """Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
 
 ROWS_IN_MEMORY = 64
@@ -239,12 +239,13 @@ def _notes(problems: list[dict[str, Any]]) -> tuple[str, ...]:
         sources[problem["file"]][problem["problem"]].append(problem["source"])
     return tuple(
         f"skipped {(total := sum(map(len, reasons.values())))} record{'s' if total > 1 else ''} of {file}: "
-        + ", ".join(f"{len(where)} {reason} ({_some(where)})" for reason, where in reasons.items())
+        + ", ".join(f"{len(where)} {reason} ({some(where)})" for reason, where in reasons.items())
         for file, reasons in sources.items()
     )
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few of ``names``, for a message."""
     return ", ".join(names[:EXAMPLES_SHOWN]) + (", ..." if len(names) > EXAMPLES_SHOWN else "")
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from train.corpora.rows import some
 from train.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,11 +81,27 @@ def gather(chosen: Mapping[str, str], load_split: Callable[[str, str], tuple[Any
     return Splits(**loaded, notes=notes)
 
 
-def held_out(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Positions to train on and to validate on, each in ascending order and neither empty; ``count`` is at least 2."""
+def held_out(count: int, fraction: float, labels: Sequence[Any] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Positions to train on and to validate on, each in ascending order and neither empty; ``count`` is at least 2.
+
+    With ``labels``, each keeps a position to train on; where every one stands once, none is left to validate on.
+    """
     validation_count = min(max(round(count * fraction), 1), count - 1)
     order = np.random.default_rng(0).permutation(count)
-    return np.sort(order[validation_count:]), np.sort(order[:validation_count])
+    if labels is None:
+        validation = order[:validation_count]
+    else:
+        validation = np.fromiter(islice(_spared(order, labels), validation_count), dtype=int)
+    return np.delete(np.arange(count), validation), np.sort(validation)
+
+
+def _spared(order: np.ndarray, labels: Sequence[Any]) -> Iterator[int]:
+    """Positions in this order, but for the last of each label."""
+    left = Counter(labels)
+    for position in order:
+        left[labels[position]] -= 1
+        if left[labels[position]]:
+            yield position
 
 
 def hold_out(
@@ -91,7 +109,7 @@ def hold_out(
 ) -> tuple[datasets.Dataset, datasets.Dataset, str]:
     """Training documents, validation documents, and a note on how they were parted.
 
-    A single document without a label is cut in two near its end.
+    A single document without a label is cut in two near its end; every label keeps a document to train on.
 
     Raises:
         UserError: there is too little for two splits.
@@ -100,8 +118,16 @@ def hold_out(
         return _divide(documents, fraction, name)
     if len(documents) < 2:
         raise UserError(f"{name}: one labelled record cannot be split in two. Add records, or --validation_dataset.")
-    train, validation = held_out(len(documents), fraction)
+    labels = list(documents["label"]) if labelled else None
+    train, validation = held_out(len(documents), fraction, labels)
+    if not len(validation):
+        raise UserError(
+            f"{name}: every label is that of a single record, and training needs that one. Add records, or "
+            "--validation_dataset; or choose another --label_column."
+        )
     note = f"held out {len(validation):,} of {len(documents):,} documents for validation"
+    if labels is not None and (unseen := set(labels) - {labels[i] for i in validation}):
+        note += f", none of them with the label {some([repr(label) for label in sorted(unseen)])}"
     return documents.select(train), documents.select(validation), note
 
 

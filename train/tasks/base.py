@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from train.config import Data
+
+BYTES_AT_ONCE = 2**20
+"""Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token."""
 
 
 class Task:
@@ -80,9 +83,11 @@ class Task:
         """Something the trained model makes, to look at."""
         return None
 
-    def token_ids(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Token ids of each text, without any special token."""
-        return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    def token_ids(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+        """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""
+        for piece in _pieces(texts):
+            ids = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+            yield from ids  # pyright: ignore[reportReturnType]
 
     def framed(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """``ids`` between the tokenizer's marks for the start and the end of a sequence, where it has them."""
@@ -103,6 +108,21 @@ class Task:
                 f"start and end. Give {marks + 1} or more."
             )
         return self.data.max_length - marks
+
+
+def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in order, of as many bytes at a time as a tokenizer gets in one call."""
+    piece: list[str] = []
+    num_bytes = 0
+    for text in texts:
+        size = len(text.encode())
+        if piece and num_bytes + size > BYTES_AT_ONCE:
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(text)
+        num_bytes += size
+    if piece:
+        yield piece
 
 
 def pad(rows: Sequence[torch.Tensor], value: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ class CausalLM(Task):
 
         if not (isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
             return None
-        ids = self.token_ids([text], tokenizer)[0][: min(64, self.data.max_length // 2)]
+        ids = next(self.token_ids([text], tokenizer))[: min(64, self.data.max_length // 2)]
         if not ids:
             return None
         model.eval()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
@@ -15,6 +17,8 @@ from train.tasks.base import Task, attention_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_WHOLE = re.compile(r"(-?\d+)\.0+")
 
 
 class SequenceClassification(Task):
@@ -50,8 +54,8 @@ class SequenceClassification(Task):
         Raises:
             UserError: another label, unless ``on_bad_record`` is skip.
         """
-        known = set(label_names)
-        unknown = [i for i, label in enumerate(documents["label"]) if str(label) not in known]
+        number = _numbering(label_names)
+        unknown = [i for i, label in enumerate(documents["label"]) if number(label) is None]
         if not unknown:
             return documents, ()
         first = documents[unknown[0]]
@@ -68,7 +72,7 @@ class SequenceClassification(Task):
         self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
     ) -> dict[str, list[Any]]:
         """One example a document, cut to ``max_length`` with the tokenizer's start and end marks kept."""
-        number = {name: i for i, name in enumerate(label_names)}
+        number = _numbering(label_names)
         room = self.room(tokenizer)
         examples: dict[str, list[Any]] = {column: [] for column in self.example_columns}
         for ids, label in zip(self.token_ids(documents["text"], tokenizer), documents["label"], strict=True):
@@ -76,7 +80,7 @@ class SequenceClassification(Task):
             examples["tokens"].append(np.array(tokens, dtype=np.int32))
             examples["length"].append(len(tokens))
             examples["document_length"].append(len(tokens) + max(0, len(ids) - room))
-            examples["label"].append(number[str(label)])
+            examples["label"].append(number(label))
         return examples
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
@@ -112,3 +116,19 @@ class SequenceClassification(Task):
                 f"{self.data.max_length} tokens; {100 * lost:.1f} % of all tokens are lost"
             )
         return tuple(lines)
+
+
+def _numbering(names: Sequence[str]) -> Callable[[Any], int | None]:
+    """The number of a label's class: by its name, or by its plain name where only one class has that."""
+    shared = Counter(map(_plain, names))
+    exact = {name: i for i, name in enumerate(names)}
+    plain = {_plain(name): i for i, name in enumerate(names) if shared[_plain(name)] == 1}
+    return lambda label: exact.get(str(label), plain.get(_plain(str(label))))
+
+
+def _plain(name: str) -> str:
+    """``name`` as any format of files gives it: ``true``, which JSON gives as 1, and ``1.0`` are 1."""
+    if name.lower() in ("true", "false"):
+        return str(int(name.lower() == "true"))
+    whole = _WHOLE.fullmatch(name)
+    return whole[1] if whole else name
