@@ -207,6 +207,13 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000004", "step-00000005"]
 
 
+def test_checkpoint_without_a_setting_that_others_have_is_no_traceback(tmp_path: Path) -> None:
+    folder = save(tmp_path, training_state(), Progress(step=1, step_in_epoch=1))
+    state = replace(training_state(), identity={**IDENTITY, "global_batch_size": 4})
+    with pytest.raises(UserError, match="it was not written by this template, or by another version"):
+        checkpoint.restore(folder, state, allow_changes=True)
+
+
 @pytest.mark.parametrize(
     ("needs", "kept"),
     [

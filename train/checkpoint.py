@@ -59,13 +59,13 @@ def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> P
         )
     try:
         state.restore(blocks, stored)
+        if "global_batch_size" in changed:  # as many steps of another size would be other examples
+            examples = progress.step_in_epoch * identity["global_batch_size"]
+            progress = replace(progress, step_in_epoch=examples // present["global_batch_size"])
     except torch.OutOfMemoryError:
         raise
     except UNREADABLE as error:
         raise _unreadable(checkpoint, error) from None
-    if "global_batch_size" in changed:  # as many steps of another size would be other examples
-        examples = progress.step_in_epoch * identity["global_batch_size"]
-        progress = replace(progress, step_in_epoch=examples // present["global_batch_size"])
     return progress
 
 

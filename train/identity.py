@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ def examples_digest(examples: datasets.Dataset | datasets.IterableDataset) -> st
     whose fingerprint it shares, so that further ranks and runs need not read all examples.
     """
     if isinstance(examples, datasets.IterableDataset):
-        rows = list(itertools.islice(examples, STREAMED))
-        return "stream " + _digest(datasets.Dataset.from_list([dict(row) for row in rows]))
+        return "stream " + _digest(pa.Table.from_pylist([row]) for row in itertools.islice(examples, STREAMED))
     kept = _kept(examples)
     if kept is not None and kept.is_file() and _WHOLE.fullmatch(found := kept.read_text(encoding="utf-8")):
         return found
-    digest = _digest(examples)
+    tables: Any = examples.with_format("arrow").iter(ROWS_AT_ONCE)
+    digest = _digest(tables)
     if kept is not None:
         _keep(kept, digest)
     return digest
@@ -83,9 +84,8 @@ def _keep(path: Path, digest: str) -> None:
         aside.unlink(missing_ok=True)  # a cache that cannot be written is no reason not to train
 
 
-def _digest(examples: datasets.Dataset) -> str:
+def _digest(tables: Iterable[pa.Table]) -> str:
     digest = hashlib.sha256()
-    tables: Any = examples.with_format("arrow").iter(ROWS_AT_ONCE)
     for table in tables:
         for name in table.column_names:
             digest.update(name.encode())

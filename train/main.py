@@ -218,7 +218,7 @@ def run(
         )
         return EXIT_DONE
 
-    outputs.begin(goal.total_steps, progress.step)
+    outputs.begin(goal.total_steps, progress)
     parts = Parts(
         accelerator=accelerator,
         launch=launch,

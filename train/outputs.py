@@ -161,7 +161,6 @@ class Outputs:
             progress = checkpoint.restore(found, state, self._config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
             self._resumed_from = found.resolve()
-        self._log.keep(lambda row: _is_known(row, progress) and row.get("rollbacks", 0) <= progress.rollbacks)
         return self._with_its_best(progress, best_of)
 
     def _with_its_best(self, progress: Progress, best_of: str | None) -> Progress:
@@ -294,16 +293,27 @@ class Outputs:
 
         return gather_object([value]) if self._accelerator.num_processes > 1 else [value]
 
-    def begin(self, total_steps: int, step: int) -> None:
-        """Training is about to start: the resolved configuration, the trackers and the one progress line."""
-        self._log.keep(lambda row: row.get("split") != "test")  # it is evaluated at the end, perhaps once more
+    def begin(self, total_steps: int, progress: Progress) -> None:
+        """Training is about to start: what is of this run stays, the configuration, trackers, the one progress line."""
         if self._is_main:
-            self._leave_other_line(step)
+            self._leave_other_line(progress.step)
             (self.folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
             (self.folder / "stopped.json").unlink(missing_ok=True)
+        self._log.keep(
+            lambda row: (
+                _is_known(row, progress)
+                and row.get("rollbacks", 0) <= progress.rollbacks
+                and row.get("split") != "test"  # it is evaluated at the end, perhaps once more
+            )
+        )
         report.start_trackers(self._accelerator, self._config)
         self._bar = tqdm(
-            total=total_steps, initial=step, disable=not self._is_main, unit="step", dynamic_ncols=True, smoothing=0.1
+            total=total_steps,
+            initial=progress.step,
+            disable=not self._is_main,
+            unit="step",
+            dynamic_ncols=True,
+            smoothing=0.1,
         )
 
     def tick(self, step: int) -> None:
