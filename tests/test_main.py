@@ -193,6 +193,14 @@ def test_resuming_with_other_settings_names_them(
     assert train(recipe, tmp_path / "run", "--seed", 7, "--allow_changes_on_resume", "True") == EXIT_DONE
 
 
+def test_a_warmup_of_a_recipe_that_is_longer_than_the_run_is_told(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(recipe.read_text() + "warmup_steps: 60\n")
+    assert train(recipe, tmp_path / "run", "--learning_rate", 0.01) == EXIT_DONE
+    assert "learning rate: at most 1.00e-03 of 1.00e-02, for its warm-up takes 60 steps" in capsys.readouterr().out
+
+
 def test_early_stopping_ends_and_stays_ended(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Nothing improves at a learning rate of nothing: the first evaluation is the best, then patience runs out.
     flags = ("--learning_rate", "1e-30", "--eval_every_steps", 1, "--early_stopping_patience", 2)

@@ -84,6 +84,16 @@ def test_model_from_an_architecture_learns_and_fits_the_tokenizer(model_config: 
     assert model(inputs, labels).item() < before.item()
 
 
+def test_decoder_of_a_new_encoder_decoder_has_a_start() -> None:
+    t5 = {"model_type": "t5", "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8}
+    network = built(t5, CLASSES, label_names=("no", "yes"))
+    ids = torch.tensor([[3, 4, 5, END], [6, 7, 8, END]])
+    assert network(input_ids=ids).logits.shape == (2, 2)
+    assert network.config.decoder_start_token_id == PAD
+    bart = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300}
+    assert built(bart, CLASSES, label_names=("no", "yes")).config.decoder_start_token_id == 2  # its own, not ours
+
+
 def test_weights_come_in_the_dtype_and_attention_asked_for() -> None:
     model = built(LLAMA, dtype="bfloat16", attn_implementation="eager")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

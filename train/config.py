@@ -70,9 +70,9 @@ class Data:
     validation_fraction: float = 0.05
     """Share of the documents held out where there is no validation data of its own."""
     max_train_samples: int | None = None
-    """Use only this many documents of the training split."""
+    """Use only this many documents of the training split, evenly spaced ones; of a stream the first."""
     max_eval_samples: int | None = None
-    """Use only this many documents of the validation split."""
+    """Use only this many documents of the validation split, evenly spaced ones; of a stream the first."""
     text_column: str = "text"
     label_column: str = "label"
     sample_by: Literal["document", "paragraph", "line"] = "document"

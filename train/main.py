@@ -203,7 +203,7 @@ def run(
         peak_flops_per_second=runtime.peak_flops_per_second,
     )
     sizes = num_trained, num_parameters
-    outputs.note(*describe_training(state.model, sizes, arithmetic, batches, goal, data.max_length))
+    outputs.note(*describe_training(state.model, sizes, arithmetic, batches, goal, config))
     outputs.note(describe_loss(cast("ModelWithLoss", accelerator.unwrap_model(model)), optim.loss))
     if not outputs.is_complete(goal.total_steps):
         evaluated = next(prepared.evaluation_batches(examples.validation, config, accelerator, launch), None)
@@ -426,19 +426,30 @@ def describe_network(network: nn.Module, config: Config, device_type: str) -> li
 
 
 def describe_training(
-    network: Any, sizes: tuple[int, int], arithmetic: BatchArithmetic, batches: Batches, goal: Goal, length: int
+    network: Any, sizes: tuple[int, int], arithmetic: BatchArithmetic, batches: Batches, goal: Goal, config: Config
 ) -> list[str]:
-    """The arithmetic of the run in two lines; ``sizes`` are (trained, all) parameters."""
+    """The arithmetic of the run in two lines, and a third for what it does not reach.
+
+    Args:
+        sizes: parameters, (trained, all).
+    """
+    from train.optimizers import learning_rate_at, num_warmup_steps
+
     num_trained, num_parameters = sizes
     name = getattr(getattr(network, "config", None), "model_type", type(network).__name__)
     epochs = f"{goal.total_steps / batches.steps_per_epoch:.2f} epochs" if batches.steps_per_epoch else "of a stream"
     size = f"{num_parameters / 1e6:.2f} M parameters"
     if num_trained < num_parameters:
         size += f" ({num_trained / 1e6:.2f} M trained, {num_trained / num_parameters:.2%})"
-    return [
-        f"model: {name}, {size}, sequences of up to {length:,} tokens",
+    lines = [
+        f"model: {name}, {size}, sequences of up to {config.data.max_length:,} tokens",
         f"batch: {arithmetic}; {goal.total_steps:,} steps ({epochs})",
     ]
+    total, peak = goal.total_steps, goal.peak_learning_rate
+    if (warmup := num_warmup_steps(total, config.optimization)) > total:
+        highest = learning_rate_at(total - 1, total, peak, config.optimization)
+        lines.append(f"learning rate: at most {highest:.2e} of {peak:.2e}, for its warm-up takes {warmup:,} steps")
+    return lines
 
 
 if __name__ == "__main__":

@@ -171,6 +171,8 @@ def _new_config(
         limit = "max_position_embeddings"
         if limit not in fields and hasattr(known, limit) and known.attribute_map.get(limit, limit) not in fields:
             fields[limit] = max_length
+        if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
+            fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
         if auto_class == CAUSAL_LM and getattr(known, "is_decoder", None) is False:
             fields.setdefault("is_decoder", True)  # else bert and its like attend to both sides
         return AutoConfig.for_model(model_type, **{**special, **vocabulary, **fields})

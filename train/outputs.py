@@ -21,7 +21,7 @@ from train.records import Evaluation, Progress
 from train.rollback import sound_step
 from train.saving import Writing
 from train.training_state import RunState
-from train.wording import count, duration, gib, scalars, without_secrets
+from train.wording import count, duration, gib, number, scalars, without_secrets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -342,7 +342,7 @@ class Outputs:
         """The same for an evaluation, which is also said aloud."""
         values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
         self.record("evaluation", evaluation.step, values)
-        figures = [f"{k.replace('_', ' ')} {v:.4g}" for k, v in evaluation.metrics.items() if isinstance(v, float)]
+        figures = [f"{k.replace('_', ' ')} {number(v)}" for k, v in evaluation.metrics.items() if isinstance(v, float)]
         self.say(f"step {evaluation.step}: {evaluation.split}: {', '.join(figures)}")
         if evaluation.split == "validation":
             self._evaluations[evaluation.step] = evaluation
@@ -455,7 +455,9 @@ class Outputs:
         if sample:
             self.say(f"\nthe model goes on from ⟪:\n{sample}\n")
         for split, metrics in summary["result"].items():
-            self.say(f"{split}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in scalars(metrics).items()))
+            self.say(
+                f"{split}: " + ", ".join(f"{k.replace('_', ' ')} {number(v)}" for k, v in scalars(metrics).items())
+            )
         if summary["references"]:
             known = ", ".join(f"{name} {value:.3f}" for name, value in summary["references"].items())
             self.say(f"for comparison, bits per byte of the same text: {known}")

@@ -350,8 +350,11 @@ def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
 def test_sample_limits_come_after_the_split(jsonl: Write) -> None:
     path = jsonl(*({"text": f"t{i:03}"} for i in range(100)))
     whole, limited = load(path), load(path, max_train_samples=3, max_eval_samples=2)
-    assert limited.train["text"][:] == whole.train["text"][:3]
-    assert limited.validation["text"][:] == whole.validation["text"][:2]
+    texts, held = whole.train["text"][:], whole.validation["text"][:]
+    assert (len(texts), len(held)) == (95, 5)
+    assert limited.train["text"][:] == [texts[0], texts[31], texts[63]]  # as files may be sorted by label
+    assert limited.validation["text"][:] == [held[0], held[2]]
+    assert load(path, max_train_samples=1000).train["text"][:] == texts
 
 
 def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
@@ -466,9 +469,17 @@ def test_a_folder_without_anything_to_train_on_is_refused(jsonl: Write, tmp_path
         f"{tmp_path / 'in'}: nothing to train on: by their names test_1.jsonl, test_2.jsonl, test_3.jsonl, ... are for "
         "validation or test. Rename one (train.jsonl), or name a file with --dataset."
     )
-    path = jsonl({"text": "x"})
-    validation = load(path, validation_dataset=str(tmp_path / "in")).validation
-    assert sorted(validation["text"][:]) == ["test_1", "test_2", "test_3", "validation"]
+
+
+def test_a_folder_to_validate_on(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("train", "test_1", "test_2"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
+    assert (sorted(corpus.validation["text"][:]), corpus.notes) == (["test_1", "test_2", "train"], ())
+    jsonl({"text": "validation"}, name="in/valid.jsonl")
+    corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
+    assert corpus.validation["text"][:] == ["validation"]
+    assert corpus.notes == (f"{tmp_path / 'in'}: of its files those were read that are for validation by their names",)
 
 
 def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:

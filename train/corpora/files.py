@@ -87,7 +87,7 @@ def load(data: Data, labelled: bool) -> Splits:
 
 
 def load_validation(data: Data, labelled: bool) -> tuple[datasets.Dataset, tuple[str, ...]]:
-    """All documents of ``data.validation_dataset``, and notes.
+    """The documents of ``data.validation_dataset``, and notes: of files that are named so, where there are, else all.
 
     Raises:
         UserError: nothing to read there, or what it holds cannot be used.
@@ -102,6 +102,9 @@ def load_validation(data: Data, labelled: bool) -> tuple[datasets.Dataset, tuple
             raise UserError(f"{path}: no split {split!r}; it has {', '.join(names)}. Name one with --validation_split.")
         return _saved_documents(path, split, data, labelled)
     found, notes = _find(path)
+    if len(found) > 1 and "validation" in found:
+        notes += (f"{path}: of its files those were read that are for validation by their names",)
+        found = {"validation": found["validation"]}
     files = tuple(key for keys in found.values() for key in keys.keys)
     are_records = any(keys.are_records for keys in found.values())
     documents, skipped = _documents(_Files(files, are_records), data, labelled, str(path))

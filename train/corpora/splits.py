@@ -180,9 +180,10 @@ def in_memory(documents: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
 
 
 def limit(documents: Any, count: int | None) -> Any:
-    """The first ``count`` documents of a Dataset or of a stream; all for None."""
+    """``count`` documents: of a stream the first, of a Dataset, which may be sorted, evenly spaced ones; None: all."""
     if documents is None or count is None:
         return documents
     if hasattr(documents, "select"):
-        return documents.select(range(min(count, len(documents))))
+        count = min(count, len(documents))
+        return documents.select([number * len(documents) // count for number in range(count)])
     return documents.take(count)

@@ -73,9 +73,14 @@ def peak_learning_rate(config: Optimization, global_batch_size: int) -> float:
     return config.learning_rate * (ratio if config.learning_rate_scaling == "linear" else math.sqrt(ratio))
 
 
+def num_warmup_steps(total_steps: int, config: Optimization) -> int:
+    """How many steps the learning rate rises; may be more than the run has."""
+    return config.warmup_steps if config.warmup_steps is not None else round(config.warmup_ratio * total_steps)
+
+
 def learning_rate_at(step: int, total_steps: int, peak: float, config: Optimization) -> float:
     """The learning rate of the optimizer step ``step`` (from 0): a pure function, so nothing of it needs saving."""
-    warmup = config.warmup_steps if config.warmup_steps is not None else round(config.warmup_ratio * total_steps)
+    warmup = num_warmup_steps(total_steps, config)
     if step < warmup:
         return peak * (step + 1) / warmup
     floor = config.min_learning_rate_ratio

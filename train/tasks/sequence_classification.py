@@ -61,9 +61,10 @@ class SequenceClassification(Task):
         first = documents[unknown[0]]
         where = f"{first['source']}: label {first['label']!r} does not occur in the training split"
         if self.data.on_bad_record == "error":
+            more = "" if self.data.max_train_samples is None else "raise --max_train_samples, "
             raise UserError(
-                f"{where} (its labels: {', '.join(label_names[:20])}). Correct it, or leave such records out with "
-                "--on_bad_record skip."
+                f"{where} (its labels: {', '.join(label_names[:20])}). Correct it, {more}or leave such records out "
+                "with --on_bad_record skip."
             )
         kept = sorted(set(range(len(documents))) - set(unknown))
         return documents.select(kept), (f"skipped {len(unknown)} records with an unknown label, the first {where}",)
