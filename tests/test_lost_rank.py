@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 from train.errors import EXIT_ERROR
 from train.launch import Launch
 from train.parallel import lost_rank
-from train.parallel.lost_rank import RankLeftError, RankWatch, is_broken_connection
+from train.parallel.lost_rank import RankLeftError, RankWatch, Store, is_broken_connection
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4711")
 
@@ -273,7 +274,7 @@ def test_connection_that_breaks_is_made_anew(
 ) -> None:
     look, broken = RankWatch._look, threading.Event()
 
-    def breaks_once(self: RankWatch, its: TCPStore) -> None:
+    def breaks_once(self: RankWatch, its: Store) -> None:
         if not broken.is_set():
             broken.set()
             raise RuntimeError("Broken pipe")
@@ -304,6 +305,74 @@ def test_rank_0_whose_own_store_is_gone_names_who_never_came(
         assert first.concludes(BROKEN)
     assert len(told) == 1
     assert told[0].startswith("rank 2 (never came) is lost")
+
+
+class Cable:
+    """What lies between this process and a store; unplugged, it loses what is sent and tells nobody."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to = self._listener.getsockname()[1], port
+        self.plugged = threading.Event()
+        self.plugged.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            here, there = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+            for ends in ((here, there), (there, here)):
+                threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.plugged.wait()  # as TCP sends again what was lost
+                to.sendall(data)
+
+
+@pytest.fixture
+def cable(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Cable:
+    between = Cable(store.port)
+    monkeypatch.setenv("MASTER_PORT", str(between.port))
+    monkeypatch.setattr(lost_rank, "STORE_SECONDS", 0.3)
+    return between
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["its collective breaks", "it waits"])
+def test_rank_whose_host_is_cut_off_ends_too(
+    cable: Cable,
+    watch: Callable[..., RankWatch],
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    breaks: bool,
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    with watch(1, 2, timeout_seconds=1) as second:
+        assert second._connected.wait(20)
+        cable.plugged.clear()
+        began = time.monotonic()
+        if breaks:
+            assert second.concludes(BROKEN)
+        while not (breaks or statuses) and time.monotonic() < began + 20:
+            time.sleep(0.05)
+        assert time.monotonic() < began + 10
+    assert breaks or statuses == [EXIT_ERROR]
+    assert len(told) == 1 and told[0].startswith("rank 0 is lost: the launcher of its host, 127.0.0.1")
+
+
+def test_cut_that_is_mended_in_time_changes_nothing(
+    cable: Cable, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watch(0, 2, timeout_seconds=3) as first, watch(1, 2, timeout_seconds=3) as second:
+        for its in (first, second):
+            assert its._connected.wait(20)
+        cable.plugged.clear()
+        time.sleep(1.5)
+        cable.plugged.set()
+        time.sleep(3)
+        assert not first.concludes(BROKEN) and not second.concludes(BROKEN)
+    assert told == []
 
 
 def test_port_that_is_taken_is_named(store: TCPStore, watch: Callable[..., RankWatch], told: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -23,17 +24,24 @@ from train.errors import EXIT_DONE, EXIT_ERROR
 from train.report import read_metrics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+CABLE = "cable"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Host:
     """A launcher with its processes, as one host of a run has them."""
 
-    def __init__(self, log: Path, command: list[Any]) -> None:
+    def __init__(self, log: Path, command: list[Any], namespace: str | None = None) -> None:
         self.log = log
+        within = ["ip", "netns", "exec", namespace] if namespace else []
+        environment = {**ENVIRONMENT, **({"GLOO_SOCKET_IFNAME": CABLE} if namespace else {})}
         with log.open("w") as file:
             self.launcher = subprocess.Popen(
-                [sys.executable, "-m", *map(str, command)], cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file
+                [*within, sys.executable, "-m", *map(str, command)],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=file,
             )
 
     @property
@@ -87,19 +95,21 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., list[Host]]]:
     """Starts two hosts, by ``accelerate launch`` with a multi-node file or by torchrun with a c10d rendezvous."""
     started: list[Host] = []
 
-    def start(*arguments: Any, launcher: str = "ddp_multi_node") -> list[Host]:
+    def start(
+        *arguments: Any, launcher: str = "ddp_multi_node", address: str = "127.0.0.1", namespaces: Any = (None, None)
+    ) -> list[Host]:
         port, pair = free_port(), []
         for rank in (1, 0):  # the one that waits for the other first
             if launcher != "torchrun":
                 file = f"accelerate_configs/{launcher}.yaml"
                 command = ["accelerate.commands.launch", "--config_file", file, "--num_machines", 2]
                 command += ["--num_processes", 2, "--machine_rank", rank, "--mixed_precision", "no"]
-                command += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+                command += ["--main_process_ip", address, "--main_process_port", port]
             else:
                 command = ["torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d"]
                 command += ["--rdzv_endpoint", f"127.0.0.1:{port}"]
             log = tmp_path / f"host-{len(started)}.log"
-            pair.insert(0, Host(log, [*command, "train/main.py", *arguments]))
+            pair.insert(0, Host(log, [*command, "train/main.py", *arguments], namespaces[rank]))
             started.append(pair[0])
         return pair
 
@@ -209,4 +219,61 @@ def test_host_that_stops_answering_ends_the_other_in_time(
     assert timeout_seconds - 2 < time.monotonic() - began < 40
     [message] = [line for line in first.text.splitlines() if line.startswith("error")]
     assert message.startswith("error: rank 1 (host ") and "is lost" in message
+    assert verify(newest_checkpoint(output)) is None
+
+
+def ip(*words: object) -> None:
+    """Of iproute2; raises where this process may not change networks."""
+    subprocess.run(["ip", *map(str, words)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def network() -> Iterator[list[str]]:
+    """Two namespaces, each with the network of a host of its own, 10.77.0.1 and 10.77.0.2, and a cable between."""
+    names = [f"host-{os.getpid()}-{rank}" for rank in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+        for rank, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.77.0.{rank + 1}/24", "dev", CABLE)
+            for device in (CABLE, "lo"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs iproute2 and the right to make networks")
+    finally:
+        with contextlib.suppress(OSError):
+            for name in names:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mended", [True, False], ids=["mended in time", "for good"])
+def test_cable_between_two_hosts_is_cut(
+    hosts: Callable[..., list[Host]], network: list[str], recipe: Path, tmp_path: Path, mended: bool
+) -> None:
+    """Nothing tells either host: no connection is closed, what is sent is lost."""
+    output, timeout_seconds = tmp_path / "run", 30 if mended else 8
+    flags = ("--config", recipe, "--output_dir", output, "--num_epochs", 10000, "--save_every_steps", 1)
+    pair = hosts(
+        *flags, "--distributed_timeout_seconds", timeout_seconds, address="10.77.0.1", namespaces=tuple(network)
+    )
+    until(lambda: last_step(output) >= 2)
+    ip("-n", network[1], "link", "set", CABLE, "down")
+    time.sleep(1)
+    step = last_step(output)
+    if mended:
+        time.sleep(5)
+        assert last_step(output) == step
+        ip("-n", network[1], "link", "set", CABLE, "up")
+        until(lambda: last_step(output) >= step + 10)
+        return
+    began = time.monotonic()
+    assert [host.wait(90) for host in pair] == [EXIT_ERROR, EXIT_ERROR]
+    assert time.monotonic() - began < 60
+    lost = [[line for line in host.text.splitlines() if line.startswith("error")] for host in pair]
+    assert [len(lines) for lines in lost] == [1, 1]
+    assert lost[0][0].startswith("error: rank 1 (host ") and "is lost" in lost[0][0]
+    assert lost[1][0].startswith("error (rank 1): rank 0 is lost: the launcher of its host, 10.77.0.1")
     assert verify(newest_checkpoint(output)) is None

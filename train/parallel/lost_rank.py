@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, DistNetworkError, TCPStore
 
 from train.errors import EXIT_ERROR
 from train.launch import Launch
@@ -50,6 +50,61 @@ class RankLeftError(RuntimeError):
     """A rank that is waited for has ended of itself."""
 
 
+class Store:
+    """The store through which the processes met, for one who cannot wait for ever for an answer.
+
+    A TCPStore waits for one without a limit, also where its host can no longer be reached, and then neither an answer
+    nor the end of the connection comes. Each call here takes at most ``STORE_SECONDS``.
+
+    Raises:
+        DistNetworkError: from every method, when no answer came.
+        RuntimeError: from every method, when the connection is broken, or could not be made.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        timeout = timedelta(seconds=STORE_SECONDS)
+        self._store = _answer(
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), 2 * STORE_SECONDS
+        )
+
+    def set(self, key: str, value: str) -> None:
+        """Sets ``key``."""
+        _answer(lambda: self._store.set(key, value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to the number at ``key``, which is 0 before it was set; what it comes to."""
+        return _answer(lambda: self._store.add(key, amount))
+
+    def check(self, *keys: str) -> bool:
+        """Whether all ``keys`` were set."""
+        return _answer(lambda: self._store.check(list(keys)))
+
+    def value(self, key: str) -> str:
+        """The value of ``key``; empty where it was never set, for which a TCPStore's ``get`` would wait."""
+        return _answer(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+
+
+def _answer(question: Callable[[], T], seconds: float | None = None) -> T:
+    """What ``question`` gives, if it does so in time; else a thread is left behind that waits on."""
+    given: list[T] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            given.append(question())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS if seconds is None else seconds)
+    if errors:
+        raise errors[0]
+    if not given:
+        raise DistNetworkError(f"timed out waiting for the store, {seconds or STORE_SECONDS:.0f} s")
+    return given[0]
+
+
 class RankWatch:
     """Watches, while its context is open, whether all ranks are there; does nothing for a process that is alone.
 
@@ -67,7 +122,7 @@ class RankWatch:
         self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
         self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._connected, self._closing = threading.Event(), threading.Event()
         self._lock, self._thread = threading.Lock(), threading.Thread()
         self._came, self._all_met, self._has_concluded = {launch.rank}, False, False
@@ -151,13 +206,13 @@ class RankWatch:
 
     def _wait_for(self, *keys: str) -> None:
         seconds = POLL_SECONDS / 64
-        while not self._ask(lambda store: store.check(list(keys))):
-            if self._ask(lambda store: store.check([self._key(LEFT)])):
+        while not self._ask(lambda store: store.check(*keys)):
+            if self._ask(lambda store: store.check(self._key(LEFT))):
                 raise RankLeftError("a rank ended before the others")
             time.sleep(seconds)
             seconds = min(2 * seconds, POLL_SECONDS)  # soon where data is cached, seldom where a thousand ranks wait
 
-    def _ask(self, question: Callable[[TCPStore], T]) -> T:
+    def _ask(self, question: Callable[[Store], T]) -> T:
         """What the store answers, over a new connection where one breaks."""
         since = time.monotonic()
         while True:
@@ -173,17 +228,16 @@ class RankWatch:
     def _key(self, kind: str, rank: int | None = None) -> str:
         return f"{self._prefix}/{kind}" if rank is None else f"{self._prefix}/{kind}/{rank}"
 
-    def _connect(self) -> TCPStore | None:
+    def _connect(self) -> Store | None:
         """A connection of its own: the process group's may be waiting in a blocked collective. None where closed first.
 
         The store may be one that rank 0 opens only when it meets the others. Where one that was there is gone for too
         long, this process ends.
         """
         host, port, since = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), time.monotonic()
-        timeout = timedelta(seconds=STORE_SECONDS)
         while not self._closing.is_set():
             try:
-                store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                store = Store(host, port)
                 store.set(self._key("who", self._rank), f"{socket.gethostname()}, process {os.getpid()}")
                 return store
             except RuntimeError:
@@ -205,30 +259,30 @@ class RankWatch:
             except RuntimeError:
                 self._closing.wait(POLL_SECONDS)
 
-    def _look(self, store: TCPStore) -> None:
+    def _look(self, store: Store) -> None:
         """Counts, answers roll calls, looks at the next rank, and ends a process that cannot end itself."""
         neighbour = self._key("beat", (self._rank + 1) % self._world_size)
         last, since = "", time.monotonic()
         for count in itertools.count():
             store.set(self._key("beat", self._rank), str(count))
             store.set(self._key("here", self._rank), str(store.add(self._key("call"), 0)))
-            beat = _value(store, neighbour)
+            beat = store.value(neighbour)
             if beat != last or beat == LEFT:
                 last, since = beat, time.monotonic()
             if not self._all_met:
                 self._meet(store)
             is_lost = time.monotonic() - since > self._timeout_seconds
-            is_lost = is_lost or (not self._all_met and store.check([self._key(LEFT)]))
+            is_lost = is_lost or (not self._all_met and store.check(self._key(LEFT)))
             if store.add(self._key("told"), 0) > 0 or (is_lost and self._conclude(store)):
                 self._end_process()
                 return
             if self._closing.wait(POLL_SECONDS):
                 return
 
-    def _meet(self, store: TCPStore) -> None:
+    def _meet(self, store: Store) -> None:
         """Sees who has come, as long as not all have: who asks rank 0 later finds its store gone with it."""
         missing = set(range(self._world_size)) - self._came if self._rank == 0 else set()
-        self._came |= {rank for rank in missing if store.check([self._key("who", rank)])}
+        self._came |= {rank for rank in missing if store.check(self._key("who", rank))}
         self._all_met = torch.distributed.is_initialized()
 
     def _end_process(self) -> None:
@@ -236,7 +290,7 @@ class RankWatch:
         if not self._closing.wait(ANSWER_SECONDS):
             os._exit(EXIT_ERROR)
 
-    def _conclude(self, store: TCPStore, is_stopping: bool = False) -> bool:
+    def _conclude(self, store: Store, is_stopping: bool = False) -> bool:
         """Calls the roll and has one rank tell what it gave; whether some rank is no longer there."""
         with self._lock:
             if self._has_concluded:
@@ -268,7 +322,7 @@ class RankWatch:
             f"processes met, no longer answers. {self._remedy()}"
         )
 
-    def _call_roll(self, store: TCPStore, is_stopping: bool) -> tuple[list[int], list[int]]:
+    def _call_roll(self, store: Store, is_stopping: bool) -> tuple[list[int], list[int]]:
         """The ranks that do not answer, and those that have left of themselves.
 
         Of a run that is stopping those count as there that were asked to stop, whether or not they have left.
@@ -278,26 +332,21 @@ class RankWatch:
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing and time.monotonic() < deadline:
             if is_stopping:
-                missing -= {rank for rank in missing if store.check([self._key("asked to stop", rank)])}
-            left |= {rank for rank in missing if _value(store, self._key("beat", rank)) == LEFT}
+                missing -= {rank for rank in missing if store.check(self._key("asked to stop", rank))}
+            left |= {rank for rank in missing if store.value(self._key("beat", rank)) == LEFT}
             missing -= left
-            missing -= {rank for rank in missing if int(_value(store, self._key("here", rank)) or 0) >= call}
+            missing -= {rank for rank in missing if int(store.value(self._key("here", rank)) or 0) >= call}
             time.sleep(POLL_SECONDS / 10)
         return sorted(missing), sorted(left)
 
-    def _describe(self, store: TCPStore, lost: list[int], left: list[int]) -> str:
+    def _describe(self, store: Store, lost: list[int], left: list[int]) -> str:
         if not lost:
             ranks = ", ".join(map(str, left))
             return f"rank {ranks} ended before the others; its own message says why."
-        hosts = {rank: _value(store, self._key("who", rank)) for rank in lost[:8]}
+        hosts = {rank: store.value(self._key("who", rank)) for rank in lost[:8]}
         who = [f"{rank} ({f'host {host}' if host else 'never came'})" for rank, host in hosts.items()]
         more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         return (
             f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. The other "
             f"{self._world_size - len(lost)} of {self._world_size} ended for it. {self._remedy()}"
         )
-
-
-def _value(store: TCPStore, key: str) -> str:
-    """The value of ``key``; empty where it was never set, for which ``get`` would wait."""
-    return store.get(key).decode() if store.check([key]) else ""
