@@ -195,6 +195,14 @@ def test_confusion_matrix_shows_counts_shares_and_recall():
     assert '<th scope="row">dog</th>' in html and '<td class="recall">–</td>' in html
 
 
+def test_of_many_classes_the_most_frequent_confusions_are_shown():
+    confusions = [{"reference": 1, "prediction": 0, "count": 1200}, {"reference": 0, "prediction": 7, "count": 3}]
+    row = {"kind": "evaluation", "step": 5, "split": "test", "accuracy": 0.75, "most_frequent_confusions": confusions}
+    html = page("t", "", {"label_names": ["<cat>", "dog"]}, [row])
+    assert '<td class="text">dog</td><td class="text">&lt;cat&gt;</td><td>1,200</td>' in html
+    assert '<td class="text">&lt;cat&gt;</td><td class="text">7</td><td>3</td>' in html
+
+
 def test_a_row_written_twice_counts_once():
     again = {"kind": "evaluation", "step": 30, "split": "validation", "loss": 3.25}
     text = " ".join(_Outline(page("t", "", {}, [*METRICS, again])).text.split())

@@ -86,6 +86,7 @@ def page(
         section_html("Curves", figures_html(charts(metrics, summary))),
         section_html("Evaluations", _evaluation_table(evaluations, summary.get("best_step"))),
         section_html("Confusion matrix", _confusion_matrix(evaluations, summary.get("label_names") or ())),
+        section_html("Most frequent confusions", _confusions(evaluations, summary.get("label_names") or ())),
         section_html("Sample", _pre(sample)),
         section_html("Notes", _notes([*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])])),
         section_html(
@@ -135,7 +136,8 @@ def _headline(summary: Mapping[str, Any], evaluations: Sequence[Row]) -> tuple[s
     if summary.get("metric_name") and summary.get("metric_value") is not None:
         return summary["metric_name"], summary["metric_value"]
     for row in reversed(evaluations):
-        names = ("accuracy",) if row.get("confusion_matrix") else ("bits_per_byte", "perplexity", "loss")
+        of_classes = row.get("confusion_matrix") or row.get("most_frequent_confusions")
+        names = ("accuracy",) if of_classes else ("bits_per_byte", "perplexity", "loss")
         for name in names:
             if row.get(name) is not None:
                 return name, row[name]
@@ -259,6 +261,25 @@ def _confusion_matrix(evaluations: Sequence[Row], label_names: Sequence[str]) ->
     return (
         f'<figure style="overflow-x:auto">{caption}<table class="matrix"><thead><tr><td></td>{head}'
         f'<th scope="col">recall</th></tr></thead><tbody>{"".join(lines)}</tbody></table></figure>'
+    )
+
+
+def _confusions(evaluations: Sequence[Row], label_names: Sequence[str]) -> str:
+    """Those of the last evaluation, in place of a matrix of many classes."""
+    row = next((row for row in reversed(evaluations) if row.get("most_frequent_confusions")), None)
+    if row is None:
+        return ""
+    names = dict(enumerate(map(str, label_names)))
+    lines = []
+    for confusion in row["most_frequent_confusions"]:
+        classes = (confusion["reference"], confusion["prediction"])
+        cells = "".join(f'<td class="text">{escape(names.get(index, str(index)))}</td>' for index in classes)
+        lines.append(f"<tr>{cells}<td>{number(confusion['count'])}</td></tr>")
+    where = f"{escape(str(row.get('split', 'validation')))} at step {row['step']:,}"
+    return (
+        f'<div class="box"><table>\n<thead><tr><th scope="col" class="text">true class</th>'
+        f'<th scope="col" class="text">predicted instead</th><th scope="col">examples, {where}</th></tr></thead>\n'
+        f"<tbody>{''.join(lines)}</tbody>\n</table></div>"
     )
 
 
