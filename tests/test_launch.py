@@ -13,12 +13,13 @@ from train.config import Architecture, Config, Optimization
 from train.errors import EXIT_ERROR, UsageError, UserError
 from train.launch import Launch, check_launch, read_launch
 
+MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
 
 def sizes(world_size: int, rank: int = 0, **given: int) -> dict[str, str]:
     named = {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in given.items()}
-    return {**PARALLEL, "WORLD_SIZE": str(world_size), "RANK": str(rank), **named}
+    return {**PARALLEL, **MEET, "WORLD_SIZE": str(world_size), "RANK": str(rank), **named}
 
 
 def test_nobody_launched() -> None:
@@ -36,7 +37,7 @@ def test_nobody_launched() -> None:
     ],
 )
 def test_engine_of_two_processes(environment: dict[str, str], engine: str) -> None:
-    launch = read_launch({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "1", **environment})
+    launch = read_launch({**MEET, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "1", **environment})
     assert (launch.engine, str(launch), launch.data_size, launch.data_rank) == (engine, engine, 2, 1)
     assert launch.local_world_size == 1
 
@@ -68,7 +69,11 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
 def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_launch(environment)
-    assert read_launch({**environment, "WORLD_SIZE": "2", "RANK": "0"}).world_size == 2
+    assert read_launch({**environment, **MEET, "WORLD_SIZE": "2", "RANK": "0"}).world_size == 2
+    for missing in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
+        with pytest.raises(UserError, match=f"WORLD_SIZE: 2 says .* and {missing} not where they meet"):
+            read_launch({name: value for name, value in given.items() if name != missing})
 
 
 def test_a_launcher_that_starts_one_of_two_is_noticed(tmp_path: Path) -> None:

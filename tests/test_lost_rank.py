@@ -93,6 +93,17 @@ def test_nobody_is_blamed_while_all_answer(store: TCPStore, watch: Callable[...,
     assert told == []
 
 
+def test_rank_that_is_late_but_alive_is_told_with_the_flag_to_raise(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
+) -> None:
+    late = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation to complete")
+    with watch(0) as first, watch(1) as second, watch(2):
+        assert not first.concludes(late) and not second.concludes(late)
+    assert len(told) == 1
+    assert told[0].startswith("all 3 ranks are alive, but not all came to the same point within 60 s.")
+    assert "--distributed_timeout_seconds" in told[0]
+
+
 def test_rank_that_ended_by_itself_is_not_called_lost(
     store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
 ) -> None:

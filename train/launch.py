@@ -126,7 +126,15 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and finds itself alone."""
-    if world_size > 1 or "RANK" in environment:
+    if world_size > 1:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        if missing:
+            raise UserError(
+                f"WORLD_SIZE: {world_size} says that this is one of several processes, and {', '.join(missing)} not "
+                "where they meet. Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
+            )
+        return
+    if "RANK" in environment:
         return
     started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     if started > 1:

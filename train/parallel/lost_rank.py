@@ -120,6 +120,7 @@ class RankWatch:
     ) -> None:
         self._rank, self._world_size = launch.rank, launch.world_size
         self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._address, self._port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
         self._store: Store | None = None
@@ -151,20 +152,23 @@ class RankWatch:
         """
         if self._world_size == 1 or not is_broken_connection(error):
             return False
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         if "EADDRINUSE" in str(error):
             self._tell(
-                f"MASTER_PORT: {port} is taken on this host, by another run or program. Give another one "
+                f"MASTER_PORT: {self._port} is taken on this host, by another run or program. Give another one "
                 "(--main_process_port to accelerate launch, --master_port to torchrun)."
             )
             return True
         self._connected.wait(ANSWER_SECONDS)
         if self._store is not None:
-            return self._conclude(self._store)
+            if self._conclude(self._store):
+                return True
+            if "timed out" in str(error).lower():
+                self._tell_of_late_ranks(self._store)
+            return False
         if self._rank != 0 and self._is_local_first:
             self._tell(
-                f"rank 0 did not come: nothing answers at {address}:{port} (MASTER_ADDR and MASTER_PORT), where all "
-                "processes meet. Start the launchers of all hosts, each with the address of rank 0's."
+                f"rank 0 did not come: nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT), "
+                "where all processes meet. Start the launchers of all hosts, each with the address of rank 0's."
             )
         return self._rank != 0
 
@@ -234,10 +238,10 @@ class RankWatch:
         The store may be one that rank 0 opens only when it meets the others. Where one that was there is gone for too
         long, this process ends.
         """
-        host, port, since = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), time.monotonic()
+        since = time.monotonic()
         while not self._closing.is_set():
             try:
-                store = Store(host, port)
+                store = Store(self._address, int(self._port))
                 store.set(self._key("who", self._rank), f"{socket.gethostname()}, process {os.getpid()}")
                 return store
             except RuntimeError:
@@ -309,6 +313,16 @@ class RankWatch:
             self._has_concluded = True
             return True
 
+    def _tell_of_late_ranks(self, store: Store) -> None:
+        """The error itself then says where this one waited."""
+        with contextlib.suppress(RuntimeError):
+            if store.add(self._key("told of late ranks"), 1) == 1:
+                self._tell(
+                    f"all {self._world_size} ranks are alive, but not all came to the same point within "
+                    f"{self._timeout_seconds:g} s. Where one may take longer, as for a checkpoint on a slow disk, "
+                    "raise --distributed_timeout_seconds."
+                )
+
     def _without_store(self) -> str:
         """What to say where nobody can be asked any more."""
         never_came = sorted(set(range(self._world_size)) - self._came)
@@ -318,7 +332,7 @@ class RankWatch:
                 f"gone. {self._remedy()}"
             )
         return (
-            f"rank 0 is lost: the launcher of its host, {os.environ['MASTER_ADDR']}, through which all "
+            f"rank 0 is lost: the launcher of its host, {self._address}, through which all "
             f"processes met, no longer answers. {self._remedy()}"
         )
 
