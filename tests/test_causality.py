@@ -38,9 +38,17 @@ def change_before(model: nn.Module) -> float:
     return (first - second).abs().max().item()
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "camembert", "big_bird", "roformer", "rembert"])
+IN_VAIN = ("big_bird", "roformer", "rembert")
+"""Models that transformers 5.17 has see the future all the same."""
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "camembert", *IN_VAIN])
 def test_an_encoder_from_scratch_becomes_a_decoder(model_type: str) -> None:
-    model = built({**SHAPE, "model_type": model_type})
+    try:
+        model = built({**SHAPE, "model_type": model_type})
+    except UserError as error:
+        assert SEES in str(error) and model_type in IN_VAIN and transformers.__version__ < "5.20", error
+        return
     assert model.config.is_decoder is True
     assert change_before(model) == 0
 

@@ -162,7 +162,7 @@ def test_liger_is_asked_for_the_objective_and_fp32_sums(objective: Objective, mo
 @pytest.mark.parametrize(
     ("kernel", "place", "objective", "message"),
     [
-        ("torch", CPU, Objective(0.1), "no label smoothing"),
+        pytest.param("torch", CPU, Objective(0.1), "no label smoothing", marks=has_torch_loss),
         ("torch", Place("cpu", torch.float32, divides_classes=True), PLAIN, "tensor parallelism"),
         ("cce", CPU, PLAIN, "CUDA devices alone"),
         ("cce", TURING, PLAIN, "Ampere"),

@@ -78,7 +78,7 @@ def test_no_labels_and_no_library(library: Path) -> None:
 def test_packages_have_both_splits_and_nothing_that_gives_the_place_away() -> None:
     corpus = load("stdlib_packages", labelled=True, validation_fraction=0.1)
     train, validation = Counter(corpus.train["label"]), Counter(corpus.validation["label"])
-    assert len(train) >= 5
+    assert len(train) >= 4  # distributions of Python part with some of them, and newer ones have fewer
     assert train.keys() == validation.keys() <= stdlib.PACKAGES.keys()
     for label in train:
         total = train[label] + validation[label]

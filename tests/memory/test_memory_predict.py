@@ -147,6 +147,10 @@ CASES: dict[str, Job] = {
 }
 
 
+if not hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch < 2.13
+    CASES = {name: case for name, case in CASES.items() if case.values["loss"] != "torch"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_equals_the_real_step(name: str, predictor: Predictor) -> None:
     case = CASES[name]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.errors import UserError
@@ -112,6 +113,9 @@ def _install_answers(capability: tuple[int, int]) -> None:
     cuda.is_bf16_supported = lambda including_emulation=True: capability >= (8, 0)
     cuda.get_device_name = lambda device=None: "this card"
     cuda.manual_seed_all = lambda seed: None
+    cuda.is_current_stream_capturing = lambda: False
+    # the first fake tensor of a device would else be preceded by a real one, which a build for CUDA tries to make
+    fake_tensor.init_gpu_context = lambda device: None
     # fake tensors made from Python numbers would else be made on the card first
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore[reportAttributeAccessIssue]
     from torch.amp import autocast_mode, grad_scaler
