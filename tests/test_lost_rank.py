@@ -28,7 +28,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(lost_rank, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(lost_rank, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(lost_rank, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     return server
 
@@ -108,8 +108,8 @@ def test_rank_that_ended_by_itself_is_not_called_lost(
     store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
 ) -> None:
     with watch(0) as first, watch(1):
-        with watch(2):
-            pass
+        with watch(2) as third:
+            third._connected.wait(20)
         assert first.concludes(BROKEN)
     assert told == ["rank 2 ended before the others; its own message says why."]
 
@@ -375,13 +375,13 @@ def test_rank_whose_host_is_cut_off_ends_too(
 def test_cut_that_is_mended_in_time_changes_nothing(
     cable: Cable, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with watch(0, 2, timeout_seconds=3) as first, watch(1, 2, timeout_seconds=3) as second:
+    with watch(0, 2, timeout_seconds=4) as first, watch(1, 2, timeout_seconds=4) as second:
         for its in (first, second):
             assert its._connected.wait(20)
         cable.plugged.clear()
         time.sleep(1.5)
         cable.plugged.set()
-        time.sleep(3)
+        time.sleep(4)
         assert not first.concludes(BROKEN) and not second.concludes(BROKEN)
     assert told == []
 

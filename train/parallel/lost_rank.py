@@ -268,6 +268,8 @@ class RankWatch:
         neighbour = self._key("beat", (self._rank + 1) % self._world_size)
         last, since = "", time.monotonic()
         for count in itertools.count():
+            if self._closing.is_set():  # one that ends while it connects does not count as there
+                return
             store.set(self._key("beat", self._rank), str(count))
             store.set(self._key("here", self._rank), str(store.add(self._key("call"), 0)))
             beat = store.value(neighbour)
