@@ -103,6 +103,7 @@ def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
         assert values["stopped"], name  # one rank was asked to
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_run_from_the_launch_file_equals_that_of_one_process(llama_recipe: Path, tmp_path: Path) -> None:
     """Ragged documents, evaluation with each example once, checkpointing of activations; ``final/`` is whole."""

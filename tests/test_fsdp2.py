@@ -109,6 +109,7 @@ def test_what_one_process_wrote_is_taken_in_parts(recipe: Path, tmp_path: Path) 
         goes_on(file, 2, tmp_path / "one" / "checkpoints" / "step-00000002", recipe, tmp_path, *flags)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_exact(recipe: Path, tmp_path: Path) -> None:
     """With dropout; and the peak of memory is the predicted one."""
     flags = ("--save_every_steps", 1, "--save_total_limit", 9)

@@ -158,6 +158,7 @@ def test_auto_takes_what_is_predicted_to_fit(recipe: Path, run_main: Run, tmp_pa
     assert summary_of(tmp_path / "run")["micro_batch_size"] == 8
 
 
+@pytest.mark.slow
 def test_auto_recomputes_only_as_much_as_a_budget_asks_for(llama_recipe: Path, run_main: Run, tmp_path: Path) -> None:
     flags = ("--gradient_checkpointing", "auto", "--max_steps", 1, "--num_epochs", "None", "--rehearse", "False")
     flags += ("--gradient_checkpointing_offload", "True", "--micro_batch_size", 8)
