@@ -47,7 +47,7 @@ def test_an_encoder_from_scratch_becomes_a_decoder(model_type: str) -> None:
     try:
         model = built({**SHAPE, "model_type": model_type})
     except UserError as error:
-        assert SEES in str(error) and model_type in IN_VAIN and transformers.__version__ < "5.20", error
+        assert SEES in str(error) and model_type in IN_VAIN and transformers.__version__.startswith("5.17."), error
         return
     assert model.config.is_decoder is True
     assert change_before(model) == 0

@@ -125,7 +125,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
-    """Stops a process that was meant to be one of several, and finds itself alone."""
+    """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
     if world_size > 1:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if missing:

@@ -40,5 +40,5 @@ def test_attention_counts_as_torch_counts_it(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_that_share_keys_compute_as_much(kernel: str) -> None:
-    """Which torch before 2.13 cannot count."""
+    """Which torch 2.11 cannot count."""
     assert attention(kernel, HEADS // 4)[0].flops == attention(kernel, HEADS)[0].flops

@@ -74,7 +74,7 @@ def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _flops_of_attention(func: Any, args: Any, kwargs: Any) -> float:
-    """Of attention over whole rows; before torch 2.13 its own formula refuses several query heads to a key head."""
+    """Of attention over whole rows; torch 2.11's own formula refuses several query heads to a key head."""
     given = _named(func, args, kwargs)
     batch, heads, queries, size = given["query"].shape
     keys, value_size = given["value"].shape[-2:]

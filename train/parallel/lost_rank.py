@@ -86,6 +86,7 @@ class Store:
 
 def _answer(question: Callable[[], T], seconds: float | None = None) -> T:
     """What ``question`` gives, if it does so in time; else a thread is left behind that waits on."""
+    limit = STORE_SECONDS if seconds is None else seconds
     given: list[T] = []
     errors: list[Exception] = []
 
@@ -97,11 +98,11 @@ def _answer(question: Callable[[], T], seconds: float | None = None) -> T:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(STORE_SECONDS if seconds is None else seconds)
+    thread.join(limit)
     if errors:
         raise errors[0]
     if not given:
-        raise DistNetworkError(f"timed out waiting for the store, {seconds or STORE_SECONDS:.0f} s")
+        raise DistNetworkError(f"timed out waiting for the store, {limit:.0f} s")
     return given[0]
 
 
