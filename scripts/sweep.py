@@ -381,7 +381,7 @@ def run(request: Request) -> Sweep:
     Raises:
         UserError: no cell at all could be measured or predicted.
     """
-    from train.report import hardware, versions
+    from train.extras.report.files import hardware, versions
 
     machine = {"hardware": hardware(), "versions": versions()}
     deadline = time.perf_counter() + request.stop_after_seconds
@@ -565,7 +565,7 @@ class Processes:
         self._context = forking if on_cpu else fresh
         if on_cpu:
             forking.set_forkserver_preload(
-                ["torch.profiler", "accelerate", "transformers.modeling_utils", "train.step", "train.modeling"]
+                ["torch.profiler", "accelerate", "transformers.modeling_utils", "train.step", "train.model"]
             )
 
     def measure(self, task: Task, timeout_seconds: float) -> dict[str, Any]:
@@ -609,11 +609,11 @@ def measure(task: Task) -> dict[str, Any]:
     """The step of ``task`` for real, in this process: fields of a :class:`Cell`."""
     import torch
 
+    from train.extras.meter.throughput import mfu, model_flops_per_token
     from train.launch import Launch
     from train.memory.predict import build, random_batch
     from train.runtime import DeviceMeter, start_runtime
     from train.step import optimizer_step
-    from train.throughput import mfu, model_flops_per_token
 
     job, config = task.job, from_values(task.job.values)
     on_cuda = job.target.device_type == "cuda"

@@ -13,6 +13,9 @@ import pytest
 from support import ROOT, Run, write_recipe
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test file first imports a library
+# Scripts that tests start import from test files, which lie in folders like those of what they test.
+_FOLDERS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts})
+os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
 LLAMA = (
     "  {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
     "num_key_value_heads: 2, tie_word_embeddings: true}"

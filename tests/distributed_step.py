@@ -13,10 +13,10 @@ from test_step import TinyModel, batch, rows
 from train.batching import micro_batches, without_targets
 from train.config import Optimization
 from train.launch import read_launch
-from train.losses import ModelWithLoss
+from train.loss import ModelWithLoss
 from train.runtime import make_accelerator, meet_over_gloo
+from train.state import whole_tensors
 from train.step import optimizer_step
-from train.training_state import whole_tensors
 
 
 def main(output: str, micro_batch_size: int) -> None:

@@ -57,30 +57,34 @@ def below(module: str, *packages: str) -> bool:
 
 def test_the_reader_of_imports_sees_them() -> None:
     assert {"train.config", "train.errors", "train.tasks"} <= imports("train.main", everywhere=False)
-    assert "train.modeling" in imports("train.main") - imports("train.main", everywhere=False)
-    assert imports("train.corpora") >= {"train.corpora.files", "train.records", "train.config"}
-    assert "train.config" not in imports("train.corpora", everywhere=False)  # for types alone
+    assert "train.model" in imports("train.main") - imports("train.main", everywhere=False)
+    assert imports("train.extras.readers.corpus") >= {"train.extras.readers.files", "train.records", "train.config"}
+    assert "train.config" not in imports("train.extras.readers.corpus", everywhere=False)  # for types alone
 
 
 ALLOWED = {
     "train.errors": set(),
     "train.records": {"train.errors"},
     "train.config": {"train.errors"},
-    "train.parallel.vocabulary": {"train.records"},
-    "train.losses.cross_entropy": {"train.records"},
-    "train.losses.chunked": {"train.records", "train.losses.cross_entropy", "train.parallel.vocabulary"},
-    "train.losses.fused": {"train.records", "train.losses.cross_entropy", "train.losses.chunked"},
-    "train.losses.answering_head": {"train.losses.cross_entropy", "train.losses.chunked", "train.parallel.vocabulary"},
-    "train.losses": {
-        "train.errors",
-        "train.losses.cross_entropy",
-        "train.losses.chunked",
-        "train.losses.fused",
-        "train.losses.answering_head",
-        "train.parallel.vocabulary",
+    "train.extras.parallelism.vocabulary": {"train.records"},
+    "train.cross_entropy": {"train.records"},
+    "train.extras.losses.chunked": {"train.records", "train.cross_entropy", "train.extras.parallelism.vocabulary"},
+    "train.extras.losses.fused": {"train.records", "train.cross_entropy", "train.extras.losses.chunked"},
+    "train.extras.losses.answering_head": {
+        "train.cross_entropy",
+        "train.extras.losses.chunked",
+        "train.extras.parallelism.vocabulary",
     },
-    "train.parallel.context": {"train.records", "train.errors"},
-    "train.step": {"train.records", "train.losses", "train.parallel.context", "train.config", "train.errors"},
+    "train.loss": {
+        "train.errors",
+        "train.cross_entropy",
+        "train.extras.losses.chunked",
+        "train.extras.losses.fused",
+        "train.extras.losses.answering_head",
+        "train.extras.parallelism.vocabulary",
+    },
+    "train.extras.parallelism.context": {"train.records", "train.errors"},
+    "train.step": {"train.records", "train.loss", "train.extras.parallelism.context", "train.config", "train.errors"},
 }
 
 
@@ -91,13 +95,20 @@ def test_the_ground_floor_imports_nothing_above_it(name: str) -> None:
 
 def test_tasks_and_corpora_know_no_model_and_models_neither() -> None:
     for name in FILES:
-        if below(name, "train.tasks", "train.corpora"):
-            assert not any(below(module, "train.modeling") for module in imports(name)), name
-    assert not any(below(module, "train.tasks", "train.corpora") for module in imports("train.modeling"))
+        if below(name, "train.tasks", "train.extras.readers.corpus"):
+            assert not any(below(module, "train.model") for module in imports(name)), name
+    assert not any(below(module, "train.tasks", "train.extras.readers.corpus") for module in imports("train.model"))
 
 
 def test_the_loop_is_handed_what_is_built_elsewhere() -> None:
-    built = ("train.data", "train.tasks", "train.corpora", "train.modeling", "train.checkpoint", "train.report")
+    built = (
+        "train.data",
+        "train.tasks",
+        "train.extras.readers.corpus",
+        "train.model",
+        "train.checkpoint",
+        "train.extras.report.files",
+    )
     assert not any(below(module, *built) for module in imports("train.loop"))
 
 

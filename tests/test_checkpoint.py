@@ -18,7 +18,7 @@ from train.checkpoint import StoredBlocks
 from train.errors import UserError
 from train.records import Progress
 from train.saving import save
-from train.training_state import Part, TrainingState
+from train.state import Part, TrainingState
 
 IDENTITY = {"dataset": "stdlib", "seed": 1}
 

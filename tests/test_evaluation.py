@@ -22,8 +22,8 @@ from train.data import PreparedData
 from train.errors import UserError
 from train.evaluation import ClassMetrics, Evaluator, TokenMetrics
 from train.launch import Launch
-from train.losses import ModelWithLoss
-from train.modeling import build_model, pad_token_id
+from train.loss import ModelWithLoss
+from train.model import build_model, pad_token_id
 from train.records import IGNORE, Corpus
 from train.runtime import DeviceMeter
 from train.tasks import build_task

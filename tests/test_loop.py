@@ -17,7 +17,7 @@ from train.config import Architecture, Config, Optimization, Output
 from train.errors import UserError
 from train.launch import Launch
 from train.loop import Goal, Parts, fit
-from train.losses import ModelWithLoss
+from train.loss import ModelWithLoss
 from train.records import Evaluation, MicroBatch, Progress
 from train.runtime import DeviceMeter, StopRequest
 from train.step import optimizer_step

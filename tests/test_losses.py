@@ -19,14 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_outputs import CausalLMOutput
 
-from train import losses
+from train import loss as losses
+from train.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
 from train.errors import UserError
-from train.layers.recompute import enable_checkpointing
-from train.losses import ModelWithLoss, choose_loss, chunked
-from train.losses.answering_head import logits_of, obstacle_to_chunks
-from train.losses.chunked import chunked_scores, chunked_sum
-from train.losses.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
-from train.losses.fused import Place
+from train.extras.activations.recompute import enable_checkpointing
+from train.extras.losses import chunked
+from train.extras.losses.answering_head import logits_of, obstacle_to_chunks
+from train.extras.losses.chunked import chunked_scores, chunked_sum
+from train.extras.losses.fused import Place
+from train.loss import ModelWithLoss, choose_loss
 from train.records import IGNORE
 
 

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from train.config import Optimization
-from train.optimizers import build_optimizer, learning_rate_at, peak_learning_rate, set_learning_rate
+from train.optim import build_optimizer, learning_rate_at, peak_learning_rate, set_learning_rate
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 OPTIMIZERS = [

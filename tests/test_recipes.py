@@ -11,7 +11,7 @@ import torch
 from support import ROOT
 
 from train.config import dump, parse, read_recipe
-from train.modeling import build_model
+from train.model import build_model
 from train.tasks import build_task
 from train.tokenization import load_tokenizer
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from test_modeling import LLAMA, built
+from test_model import LLAMA, built
 from test_step import TinyModel, batch, rows
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.config import Optimization
+from train.extras.meter.throughput import peak_flops_per_second
 from train.launch import let_segments_grow, segments_grow
-from train.losses import ModelWithLoss
-from train.optimizers import build_optimizer
+from train.loss import ModelWithLoss
+from train.optim import build_optimizer
 from train.records import MicroBatch, unmarked
 from train.runtime import set_fp32_products
 from train.step import accumulate_gradients, count_targets, optimizer_step
-from train.throughput import peak_flops_per_second
 
 aten = torch.ops.aten
 WAITS = (

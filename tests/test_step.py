@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from train.config import Optimization
 from train.errors import UserError
-from train.losses import ModelWithLoss
+from train.loss import ModelWithLoss
 from train.records import IGNORE, MicroBatch, StepOutcome
 from train.step import optimizer_step, seed_step
 

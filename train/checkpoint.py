@@ -23,7 +23,7 @@ from torch import Tensor
 
 from train.errors import UserError
 from train.records import Progress
-from train.training_state import RunState
+from train.state import RunState
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -78,7 +78,7 @@ def _unreadable(checkpoint: Path, error: Exception) -> UserError:
 
 
 class StoredBlocks:
-    """The :class:`train.training_state.Blocks` of a checkpoint's files."""
+    """The :class:`train.state.Blocks` of a checkpoint's files."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._folder = checkpoint

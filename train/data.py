@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from train.batching import Collate, MapBatches, StreamBatches, evaluation_batches
-from train.batching.packing import collate_packed, pack
 from train.config import Config
-from train.corpora import load_corpus
+from train.extras.long_sequences.packing import collate_packed, pack
+from train.extras.readers.corpus import load_corpus
 from train.identity import examples_digest
-from train.modeling import pad_token_id
+from train.model import pad_token_id
 from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch
 from train.tasks.base import Task
 from train.tokenization import load_tokenizer, tokenize

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from train.errors import UserError
+from train.extras.parallelism.context import shared_sequences
 from train.launch import Launch
-from train.losses import Scores
-from train.parallel.context import shared_sequences
+from train.loss import Scores
 from train.records import IGNORE, Evaluation, Meter, MicroBatch, column
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from train.batching.sequence_length import cut, sequence_length_at
 from train.config import Config
 from train.errors import StepError, UserError
+from train.extras.endurance.rollback import DivergenceError, go_back, is_spike, usual_loss
+from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.launch import Launch
-from train.optimizers import learning_rate_at, set_learning_rate
+from train.optim import learning_rate_at, set_learning_rate
 from train.records import Batches, Evaluation, IntervalSums, Meter, MicroBatch, Progress, StepOutcome
-from train.rollback import DivergenceError, go_back, is_spike, usual_loss
 from train.step import seed_step
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 
 from train.config import Config, Optimization, parse
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, UserError
+from train.extras.endurance.parent import follow_launcher
 from train.launch import Launch, check_launch, let_segments_grow, read_launch
-from train.parent import follow_launcher
 from train.tasks import check_task
 from train.wording import without_secrets
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
     from train.data import PreparedData
     from train.evaluation import Evaluator
-    from train.layers.compilation import Compilation
+    from train.extras.activations.compilation import Compilation
+    from train.extras.endurance.lost_rank import RankWatch
     from train.loop import Goal
-    from train.losses import ModelWithLoss
+    from train.loss import ModelWithLoss
     from train.memory.session import MemorySession
     from train.outputs import Outputs
-    from train.parallel.lost_rank import RankWatch
     from train.records import BatchArithmetic, Batches, Progress
     from train.runtime import Runtime, StopRequest
+    from train.state import RunState
     from train.tasks.base import Task
-    from train.training_state import RunState
 
 STARTED = time.perf_counter()
 OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
@@ -75,9 +75,9 @@ def tell_error(message: str, rank: int) -> None:
 def train(config: Config, launch: Launch) -> int:
     """Opens what a run needs from its start to its end, and explains what ended it early; the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
-    from train.layers.compilation import Compilation
+    from train.extras.activations.compilation import Compilation
+    from train.extras.endurance.lost_rank import RankWatch
     from train.outputs import Outputs, how_to_go_on
-    from train.parallel.lost_rank import RankWatch
     from train.runtime import StopAtOnce, StopRequest, start_runtime
 
     patience, tell = config.optimization.distributed_timeout_seconds, partial(tell_error, rank=launch.rank)
@@ -133,18 +133,18 @@ def run(
     """Builds all parts, trains, and writes what the run leaves behind; returns the exit status."""
     import torch
 
-    from train.adapters import parameter_counts
     from train.data import prepare_data
     from train.evaluation import SMALLER_IS_BETTER, Evaluator
+    from train.extras.activations.compilation import compile_layers
+    from train.extras.adapters.lora import parameter_counts
+    from train.extras.meter.throughput import model_flops_per_token
+    from train.extras.parallelism import deepspeed_engine
     from train.identity import run_identity
-    from train.layers.compilation import compile_layers
     from train.loop import Goal, Parts, fit, is_done
-    from train.losses import describe_loss
-    from train.modeling import build_model
-    from train.optimizers import peak_learning_rate
-    from train.parallel import deepspeed_engine
+    from train.loss import describe_loss
+    from train.model import build_model
+    from train.optim import peak_learning_rate
     from train.tasks import build_task
-    from train.throughput import model_flops_per_token
     from train.tokenization import tokenizer_digest
 
     accelerator, data = runtime.accelerator, config.data
@@ -268,14 +268,14 @@ def share_out(
     identity: dict[str, Any],
 ) -> tuple[nn.Module, AcceleratedOptimizer, RunState]:
     """The model with its loss, its optimizer and what a checkpoint holds of them, shared among ranks as launched."""
-    from train.adapters import AdapterState, has_adapter
-    from train.losses import ModelWithLoss, choose_loss, place_of
-    from train.losses.cross_entropy import Objective
-    from train.optimizers import build_optimizer
-    from train.parallel import deepspeed_engine
-    from train.parallel.deepspeed_state import DeepSpeedState
+    from train.cross_entropy import Objective
+    from train.extras.adapters.lora import AdapterState, has_adapter
+    from train.extras.parallelism import deepspeed_engine
+    from train.extras.parallelism.deepspeed_state import DeepSpeedState
+    from train.loss import ModelWithLoss, choose_loss, place_of
+    from train.optim import build_optimizer
     from train.runtime import shard_by_layer
-    from train.training_state import TrainingState
+    from train.state import TrainingState
 
     objective = Objective(optim.label_smoothing, optim.z_loss)
     place = place_of(network, accelerator.device, accelerator.mixed_precision, launch.tensor_size > 1)
@@ -296,11 +296,11 @@ def share_out(
 def divide_work(launch: Launch, accelerator: Accelerator, with_loss: ModelWithLoss) -> None:
     """Divides the model's tensors among ranks as the launch file says, and sees whether its sequences can be."""
     if launch.context_size > 1:
-        from train.parallel.context import check_model
+        from train.extras.parallelism.context import check_model
 
         check_model(with_loss.model)
     if launch.tensor_size > 1:
-        from train.parallel.tensor import split_weights
+        from train.extras.parallelism.tensor import split_weights
 
         assert accelerator.torch_device_mesh is not None
         split_weights(with_loss, accelerator.torch_device_mesh["tp"])
@@ -324,9 +324,9 @@ def finish(
     progress: Progress,
 ) -> None:
     """Evaluates what is left to evaluate, and writes ``final/``, the summary and the report."""
-    from train import report
-    from train.layers.compilation import uncompiled
-    from train.model_card import model_card
+    from train.extras.activations.compilation import uncompiled
+    from train.extras.report import files as report
+    from train.extras.report.model_card import model_card
 
     step = progress.step
     if config.output.load_best_model_at_end and progress.best_step and outputs.load_best(state, progress.best_step):
@@ -420,7 +420,7 @@ def arithmetic_of(config: Config, data_size: int, size_for_auto: int = 0) -> Bat
 
 def describe_network(network: nn.Module, config: Config, device_type: str) -> list[str]:
     """How ``network`` saves memory, where that needs a word."""
-    from train.layers import recompute, tiling
+    from train.extras.activations import recompute, tiling
 
     return [*recompute.describe(config.architecture, device_type), *tiling.describe(network, config.architecture)]
 
@@ -433,7 +433,7 @@ def describe_training(
     Args:
         sizes: parameters, (trained, all).
     """
-    from train.optimizers import learning_rate_at, num_warmup_steps
+    from train.optim import learning_rate_at, num_warmup_steps
 
     num_trained, num_parameters = sizes
     name = getattr(getattr(network, "config", None), "model_type", type(network).__name__)

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from train import checkpoint, report
-from train.adapters import AdapterState
+from train import checkpoint
 from train.config import Config, dump
 from train.errors import UserError
+from train.extras.adapters.lora import AdapterState
+from train.extras.endurance.rollback import sound_step
+from train.extras.report import files as report
 from train.records import Evaluation, Progress
-from train.rollback import sound_step
 from train.saving import Writing
-from train.training_state import RunState
+from train.state import RunState
 from train.wording import count, duration, gib, number, scalars, without_secrets
 
 if TYPE_CHECKING:

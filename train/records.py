@@ -109,7 +109,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on ``device``, ready for the model; asynchronous from pinned memory."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        if self.documents is not None:  # one more argument of the model, see train.layers.attention
+        if self.documents is not None:  # one more argument of the model, see train.extras.long_sequences.attention
             inputs["documents"] = self.documents.to(device)
         return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True))
 

@@ -21,11 +21,11 @@ from torch import nn
 
 from train.config import Config
 from train.errors import UsageError, UserError
+from train.extras.activations.compilation import check_compiler
+from train.extras.meter.throughput import peak_flops_per_second
 from train.launch import Launch, segments_grow
-from train.layers.compilation import check_compiler
-from train.optimizers import step_function
+from train.optim import step_function
 from train.records import Meter, MicroBatch
-from train.throughput import peak_flops_per_second
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -60,7 +60,9 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
         check_compiler(device)
     timeout = timedelta(seconds=config.optimization.distributed_timeout_seconds)
     if device.type == "cuda":
-        timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: train.parallel.lost_rank speaks first
+        timeout += (
+            ROLL_CALL  # NCCL's watchdog ends the process without a word: train.extras.endurance.lost_rank speaks first
+        )
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     arithmetic = set_fp32_products(config.optimization.tf32, device) if precision == "no" else precision
     threads, options = None, {}
@@ -69,7 +71,7 @@ def start_runtime(config: Config, launch: Launch, accumulation_steps: int) -> Ru
         keep_freed_memory()
         meet_over_gloo(launch, timeout)
     if launch.engine == "deepspeed":
-        from train.parallel.deepspeed_engine import deepspeed_plugin, sequence_parallelism
+        from train.extras.parallelism.deepspeed_engine import deepspeed_plugin, sequence_parallelism
 
         options["deepspeed_plugin"] = deepspeed_plugin(config, launch, accumulation_steps)
         if launch.sequence_size > 1:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from train.checkpoint import INDEX, MANIFEST, PARTIAL, digest, remove
 from train.errors import UserError
-from train.host_memory import free_host_bytes
+from train.extras.endurance.host_memory import free_host_bytes
 from train.records import Progress
-from train.training_state import Part, RunState
+from train.state import Part, RunState
 
 WORD = "rank-"
 """Files in a partial checkpoint in which a rank tells what it wrote."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from train.config import Optimization
 from train.errors import UserError
-from train.parallel.context import shared_sequences
+from train.extras.parallelism.context import shared_sequences
 from train.records import Mark, MicroBatch, StepOutcome, unmarked
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def optimizer_step(
     is short. A gradient that is not finite never reaches the weights, on no rank.
 
     Args:
-        model: prepared :class:`train.losses.ModelWithLoss`.
+        model: prepared :class:`train.loss.ModelWithLoss`.
         window: this rank's micro-batches, as many as on every other rank.
         stop_requested: whether this rank was asked to stop; the outcome says whether any was.
         mark: told which phase of the step begins: forward, backward, clip, optimizer.

@@ -181,8 +181,8 @@ def measure(case: Case, counts_wire: bool) -> tuple[Shape, Measured]:
     import torch.distributed as dist
 
     from train.config import from_values
+    from train.extras.endurance.recovery import RecoveringStep
     from train.launch import read_launch
-    from train.memory.recovery import RecoveringStep
     from train.runtime import start_runtime
     from train.step import optimizer_step
 
@@ -275,8 +275,8 @@ def held_bytes(accelerator: Any, model: Any, optimizer: Any, window: Any, config
     """Bytes of this rank, by kind, when all gradients are there; counted storage by storage through a step."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from train.memory.meter import tag_held
-    from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker
+    from train.extras.meter.memory import tag_held
+    from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker
     from train.step import optimizer_step
 
     network, found = accelerator.unwrap_model(model).model, {}
@@ -419,7 +419,7 @@ def machine_of(found: dict[str, Any]) -> str:
 
 def write(path: Path, shape: Shape, rows: list[dict[str, Any]]) -> None:
     """JSON and a table."""
-    from train.report import hardware, versions
+    from train.extras.report.files import hardware, versions
 
     found = {"hardware": hardware(), "versions": versions(), "model": MODEL, "shape": asdict(shape), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ if sys.path[0] != str(ROOT):  # run as a script: the template is the package bes
 
 from train.config import Config, from_values, to_values  # noqa: E402
 from train.errors import UserError  # noqa: E402
+from train.extras.meter.throughput import mfu, model_flops_per_token, peak_flops_per_second  # noqa: E402
 from train.launch import let_segments_grow  # noqa: E402
 from train.memory.devices import Device, find_device, this_device  # noqa: E402
 from train.memory.plan import (  # noqa: E402
@@ -44,7 +45,6 @@ from train.memory.plan import (  # noqa: E402
     target_of,
 )
 from train.memory.predict import Job, Predictor, job_from  # noqa: E402
-from train.throughput import mfu, model_flops_per_token, peak_flops_per_second  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     # The published shapes; nothing is downloaded.
@@ -248,9 +248,9 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
     import torch
     from accelerate import Accelerator
 
-    from train.layers.compilation import compile_layers
+    from train.extras.activations.compilation import compile_layers
     from train.memory.predict import build, random_batch
-    from train.optimizers import step_function
+    from train.optim import step_function
     from train.runtime import resolve_precision
 
     config = from_values(job.values)
@@ -509,7 +509,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
-    from train.report import hardware, versions
+    from train.extras.report.files import hardware, versions
 
     about = {"date": datetime.now(timezone.utc).date().isoformat(), "hardware": hardware(), "versions": versions()}
     on_card = options.device is None and torch.cuda.is_available()

@@ -182,16 +182,16 @@ def run_template(job: Job) -> None:
     import datasets
 
     from train.batching import MapBatches, batch_arithmetic
+    from train.extras.meter.throughput import model_flops_per_token
     from train.launch import Launch
     from train.loop import Goal, Parts, fit
-    from train.losses import ModelWithLoss, choose_loss, place_of
-    from train.optimizers import build_optimizer, peak_learning_rate
+    from train.loss import ModelWithLoss, choose_loss, place_of
+    from train.optim import build_optimizer, peak_learning_rate
     from train.outputs import Outputs
     from train.records import Evaluation, Progress
     from train.runtime import DeviceMeter, StopRequest, start_runtime
     from train.step import optimizer_step
     from train.tasks import build_task
-    from train.throughput import model_flops_per_token
 
     load, config, clock = job.load, job.config, job.clock
     arithmetic = batch_arithmetic(load.micro_batch_size, load.accumulation, None, 1)
@@ -404,7 +404,7 @@ def measure(variant: str, load: Workload, trace_memory: bool) -> Measurement:
     import torch
     import transformers
 
-    from train.modeling import build_model
+    from train.model import build_model
     from train.runtime import set_cpu_threads, target_device
     from train.tokenization import load_tokenizer
 
@@ -648,7 +648,7 @@ def main() -> int:
     # Imported only now: torch reads the environment, and --help should not wait for it.
     import torch
 
-    from train.report import hardware, versions
+    from train.extras.report.files import hardware, versions
     from train.runtime import target_device
 
     device = target_device()

@@ -30,9 +30,9 @@ from accelerate import Accelerator  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from train.config import Optimization  # noqa: E402
-from train.losses import ModelWithLoss  # noqa: E402
-from train.memory.tracker import StorageTracker  # noqa: E402
-from train.optimizers import build_optimizer, learning_rate_at, set_learning_rate, step_function  # noqa: E402
+from train.extras.meter.tracker import StorageTracker  # noqa: E402
+from train.loss import ModelWithLoss  # noqa: E402
+from train.optim import build_optimizer, learning_rate_at, set_learning_rate, step_function  # noqa: E402
 from train.records import MicroBatch  # noqa: E402
 
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": None}
@@ -237,7 +237,7 @@ def write(
     remark: str,
 ) -> None:
     """JSON and tables."""
-    from train.report import hardware, versions
+    from train.extras.report.files import hardware, versions
 
     machine: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "threads": threads, "remark": remark}
     path.parent.mkdir(parents=True, exist_ok=True)

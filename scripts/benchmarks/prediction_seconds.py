@@ -78,7 +78,7 @@ def line(row: dict[str, Any]) -> str:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """JSON and a table."""
-    from train.report import hardware, versions
+    from train.extras.report.files import hardware, versions
 
     machine = {"hardware": hardware(), "versions": versions()}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,9 +42,9 @@ def padding_rows() -> list[dict[str, Any]]:
     import numpy as np
 
     from train.batching import epoch_order, micro_batches, micro_batches_by_tokens
-    from train.batching.packing import best_fit
     from train.config import Config, from_values, to_values
     from train.data import prepare_data
+    from train.extras.long_sequences.packing import best_fit
     from train.records import column
     from train.tasks import build_task
 
@@ -111,7 +111,7 @@ def main() -> int:
     import tyro
 
     options = tyro.cli(Options, prog="sequence_length.py", description=__doc__)
-    from train.report import hardware, versions
+    from train.extras.report.files import hardware, versions
 
     padding = padding_rows()
     lines = [

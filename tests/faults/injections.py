@@ -54,7 +54,7 @@ def quick_roll_call() -> Fault:
 
 
 def _quick_roll_call(rank: int) -> None:
-    from train.parallel import lost_rank
+    from train.extras.endurance import lost_rank
 
     lost_rank.POLL_SECONDS, lost_rank.ANSWER_SECONDS = 0.2, 1.2
 

@@ -13,19 +13,19 @@ import torch  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import train.batching.packing
 import train.data
 import train.evaluation
-import train.layers.attention
-import train.layers.compilation
+import train.extras.activations.compilation
+import train.extras.endurance.lost_rank
+import train.extras.long_sequences.attention
+import train.extras.long_sequences.packing
+import train.extras.parallelism.deepspeed_engine
 import train.loop
-import train.losses
+import train.loss
 import train.main
-import train.modeling
+import train.model
 import train.outputs
-import train.parallel.deepspeed_engine
-import train.parallel.lost_rank
 import train.runtime
-import train.training_state  # noqa: F401
+import train.state  # noqa: F401
 
 logging.captureWarnings(True)

@@ -32,8 +32,8 @@ from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED
 STEPS = 6
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MOMENTS = {
-    "model": ("train.modeling:build_model", 1),
-    "forward": ("train.losses:ModelWithLoss.forward", 3),
+    "model": ("train.model:build_model", 1),
+    "forward": ("train.loss:ModelWithLoss.forward", 3),
     "evaluation": ("train.evaluation:Evaluator.validation", 1),
     "saving": ("train.saving:_write_parts", 1),
     "completing": ("train.saving:_complete", 1),
@@ -106,7 +106,7 @@ def test_signal_of_a_launcher_that_lost_a_rank_is_no_request_to_stop(
         quick_roll_call(),
         on_rank(0, at_call("train.data:tokenize", sleep_for_long)),
         on_rank(1, at_call("train.data:tokenize", rank_1)),
-        on_rank(1, at_call("train.parallel.lost_rank:RankWatch.preparing", rank_1)),
+        on_rank(1, at_call("train.extras.endurance.lost_rank:RankWatch.preparing", rank_1)),
     )
     with started(its, tmp_path / "logs", 2, fault) as job:
         job.wait_until(lambda: "device:" in job.said())

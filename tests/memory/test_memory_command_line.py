@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from train.memory.__main__ import main, read_request
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = json.dumps(
     {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
      "num_attention_heads": 2, "vocab_size": 300}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from train.errors import UsageError
+from train.extras.meter.throughput import peak_flops_per_second
 from train.memory.devices import Device, find_device, nccl_buffer_bytes, this_device
-from train.throughput import peak_flops_per_second
 
 GIB, MIB = 2**30, 2**20
 

@@ -554,7 +554,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 def test_the_loss_without_all_logits_is_the_one_asked_for_or_the_best_that_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from train.losses import fused
+    from train.extras.losses import fused
 
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert question().losses == ("full", "chunked") and question().automatic_loss == "chunked"

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from train.config import Config, from_values, to_values
 from train.errors import UserError
-from train.layers.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
-from train.memory.predict import Job, Prediction, Predictor, Target, build, random_batch
-from train.memory.tracker import (
+from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
+from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
     KINDS,
@@ -30,7 +29,8 @@ from train.memory.tracker import (
     held_by,
     tag_gradients,
 )
-from train.optimizers import step_function
+from train.memory.predict import Job, Prediction, Predictor, Target, build, random_batch
+from train.optim import step_function
 from train.runtime import resolve_precision
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -350,7 +350,7 @@ def test_torch_loss_is_followed_inside() -> None:
 
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("torch < 2.13")
-    from train.losses.fused import torch_sum
+    from train.extras.losses.fused import torch_sum
 
     hidden, weight = torch.randn(256, 64, requires_grad=True), torch.randn(1200, 64, requires_grad=True)
     with StorageTracker("cpu") as tracker:

@@ -95,9 +95,9 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any
     from accelerate import Accelerator
 
     from train.config import Optimization
-    from train.losses import ModelWithLoss
+    from train.loss import ModelWithLoss
     from train.memory.rehearsal import rehearse
-    from train.optimizers import build_optimizer, step_function
+    from train.optim import build_optimizer, step_function
     from train.records import MicroBatch
     from train.runtime import DeviceMeter
     from train.step import seed_step

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from train.errors import UsageError, UserError
-from train.throughput import peak_flops_per_second
+from train.extras.meter.throughput import peak_flops_per_second
 
 _GIB = 2**30
 _MIB = 2**20
@@ -34,7 +34,7 @@ class Device:
         return self.total_bytes - self.context_bytes
 
     def peak_flops_per_second(self, precision: str) -> float | None:
-        """The published dense rate; see :func:`train.throughput.peak_flops_per_second`."""
+        """The published dense rate; see :func:`train.extras.meter.throughput.peak_flops_per_second`."""
         return peak_flops_per_second(self.name, precision)
 
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from train.layers import recompute, tiling
-from train.losses import chunked
+from train.extras.activations import recompute, tiling
+from train.extras.losses import chunked
+from train.extras.meter.tracker import StorageTracker
+from train.extras.optimizers import offload
 from train.memory.costs import Costs
 from train.memory.kernels import temporary_bytes
-from train.memory.tracker import StorageTracker
-from train.optimizers import offload
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.layers import attention
+from train.extras.long_sequences import attention
 from train.runtime import cpu_is_fast_at_bf16
 
 aten = torch.ops.aten

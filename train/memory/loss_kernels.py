@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.losses import fused
-from train.losses.cross_entropy import Objective
+from train.cross_entropy import Objective
+from train.extras.losses import fused
 from train.memory.costs import Costs
 
 LIGER_FUSED_SUM_CAPABILITY = (8, 0)

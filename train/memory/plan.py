@@ -356,8 +356,8 @@ class Question:
 
     @property
     def automatic_loss(self) -> str:
-        """What ``auto`` stands for with most models; :func:`train.losses.choose_loss` has the last word."""
-        from train.losses import MIN_CHUNKED_CLASSES
+        """What ``auto`` stands for with most models; :func:`train.loss.choose_loss` has the last word."""
+        from train.loss import MIN_CHUNKED_CLASSES
 
         return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss
 
@@ -374,8 +374,8 @@ class Question:
         """The loss without all logits that a run would choose, with the packages that are installed here."""
         import torch
 
-        from train.losses.cross_entropy import Objective
-        from train.losses.fused import Place, best_kernel
+        from train.cross_entropy import Objective
+        from train.extras.losses.fused import Place, best_kernel
 
         target, optim = target_of(self.device), self.config.optimization
         names = {"fp16": "float16", "bf16": "bfloat16"}

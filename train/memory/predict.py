@@ -1,6 +1,6 @@
 """Memory of a training step before there is one: the real builder and the real step, run on fake tensors.
 
-Nothing here knows what a layer needs: the model comes from :mod:`train.modeling`, the step from :mod:`train.step`,
+Nothing here knows what a layer needs: the model comes from :mod:`train.model`, the step from :mod:`train.step`,
 and what they allocate is counted. So it holds for any model and any recipe, and takes the same few seconds whatever
 the sequence length. A prediction runs in a process of its own, see :class:`Predictor`.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from torch import Tensor, nn
 
-    from train.losses import ModelWithLoss
+    from train.loss import ModelWithLoss
     from train.records import MicroBatch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -216,7 +216,8 @@ def predict(job: Job) -> Prediction:
     """
     import torch
 
-    from train.adapters import parameter_counts
+    from train.extras.adapters.lora import parameter_counts
+    from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
     from train.launch import segments_grow
     from train.memory import fake_cuda, ranks, zero
     from train.memory.allocator import replay
@@ -224,8 +225,7 @@ def predict(job: Job) -> Prediction:
     from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles, one_piece
     from train.memory.kernels import Attention, library_workspace_bytes
     from train.memory.loss_kernels import library_losses
-    from train.memory.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
-    from train.optimizers import step_function
+    from train.optim import step_function
 
     started = time.perf_counter()
     asked, target = job.values, job.target
@@ -405,12 +405,12 @@ def build(
     from torch.utils._python_dispatch import _disable_current_modes
     from transformers.initialization import no_init_weights
 
-    from train.losses import ModelWithLoss, choose_loss, place_of
-    from train.losses.cross_entropy import Objective
+    from train.cross_entropy import Objective
+    from train.loss import ModelWithLoss, choose_loss, place_of
     from train.memory.eight_bit import EightBitState
     from train.memory.fakes import fake_adapters
-    from train.modeling import build_model
-    from train.optimizers import build_optimizer, parameter_groups
+    from train.model import build_model
+    from train.optim import build_optimizer, parameter_groups
     from train.runtime import shard_by_layer
 
     labels = [str(number) for number in range(job.num_labels)]

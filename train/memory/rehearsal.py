@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from train.evaluation import reshard
-from train.memory.recovery import PersistentBuffers, Start
-from train.parallel.context import shared_sequences
+from train.extras.endurance.recovery import PersistentBuffers, Start
+from train.extras.parallelism.context import shared_sequences
 from train.records import MicroBatch, StepOutcome
 
 if TYPE_CHECKING:

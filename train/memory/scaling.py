@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from train.throughput import flops_per_token, model_flops_per_token
+from train.extras.meter.throughput import flops_per_token, model_flops_per_token
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that DDP sends at once."""
@@ -42,7 +42,7 @@ class Shape:
     head_size: int
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Of forward and backward, see :func:`train.throughput.flops_per_token`."""
+        """Of forward and backward, see :func:`train.extras.meter.throughput.flops_per_token`."""
         width = self.num_heads * self.head_size
         return flops_per_token(self.multiplied_parameters, 0, self.num_layers, width, sequence_length)
 
@@ -85,7 +85,7 @@ class Division:
     """Whether parameters, gradients and optimizer state stay in the host's memory."""
     recovers: bool = False
     """Whether DDP's gradients are exchanged after the last backward, by the step that survives running out of memory
-    (:mod:`train.memory.recovery`)."""
+    (:mod:`train.extras.endurance.recovery`)."""
 
     @property
     def num_devices(self) -> int:

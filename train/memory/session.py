@@ -12,19 +12,19 @@ import torch
 
 from train.config import Config, Optimization, to_values
 from train.errors import UserError
-from train.host_memory import free_host_bytes
-from train.layers.recompute import enable_checkpointing
-from train.losses import ModelWithLoss
-from train.losses.answering_head import obstacle_to_chunks
+from train.extras.activations.recompute import enable_checkpointing
+from train.extras.endurance.host_memory import free_host_bytes
+from train.extras.endurance.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
+from train.extras.losses.answering_head import obstacle_to_chunks
+from train.extras.meter.memory import MemoryMeter
+from train.loss import ModelWithLoss
 from train.memory.choice import choose
 from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, is_out_of_memory, post_mortem
-from train.memory.meter import MemoryMeter
 from train.memory.plan import largest_fitting, target_of
 from train.memory.predict import Job, Prediction, Predictor
-from train.memory.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
 from train.memory.rehearsal import rehearse
-from train.optimizers import step_function
+from train.optim import step_function
 from train.records import Meter, MicroBatch, StepOutcome
 from train.runtime import DeviceMeter
 from train.wording import gib

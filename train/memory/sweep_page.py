@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from train.report.charts import FIRST, INK, MUTED, SECOND, STYLE, WARN, Chart, for_page, short_count
-from train.report.page import CSS, POLICY, facts_html, figures_html, machine_facts, section_html
+from train.extras.report.charts import FIRST, INK, MUTED, SECOND, STYLE, WARN, Chart, for_page, short_count
+from train.extras.report.page import CSS, POLICY, facts_html, figures_html, machine_facts, section_html
 from train.wording import count, gib, percent
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.parallel.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS
+from train.extras.parallelism.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS
 
 STAGE = {"zero2": 2, "zero3": 3}
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}

@@ -1,0 +1,69 @@
+"""Run under torchrun by tests: fp64 steps of a small model that recomputes in several ways; rank 0 writes weights."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from test_model import LLAMA, built
+from test_recompute import LazyCopies, offloaded
+from test_step import batch, rows
+
+from train.batching import micro_batches, without_targets
+from train.config import Optimization
+from train.launch import read_launch
+from train.loss import ModelWithLoss
+from train.runtime import make_accelerator, meet_over_gloo, shard_by_layer
+from train.state import whole_tensors
+from train.step import optimizer_step
+
+TIED = {**LLAMA, "num_hidden_layers": 3, "tie_word_embeddings": True}
+TILES: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 2}
+WAYS: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
+    "plain": ({}, None),
+    "tiled": (TILES, None),
+    "all": (TILES, ("full", 1)),
+    "selective": (TILES, ("selective", 2)),
+}
+"""Settings of the builder, and the checkpointing with which inputs rest elsewhere."""
+
+
+def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
+    launch = read_launch()
+    meet_over_gloo(launch)
+    accelerator = make_accelerator(launch, "no", accumulation_steps=1, on_cpu=True)
+    lengths = [9, 2, 5, 7, 3, 3, 8, 1, 6]
+    examples = rows(lengths)
+    found: dict[str, torch.Tensor] = {}
+    for way in ways:
+        settings, checkpointing = WAYS[way]
+        network, transfers = built(TIED, **settings).double(), LazyCopies()
+        if checkpointing is not None:
+            offloaded(network, transfers, *checkpointing)
+        shard_by_layer(accelerator, network)
+        accelerator._models.clear()
+        model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
+        norms = []
+        for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):  # the last window has fewer examples than there are ranks
+            parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, launch.data_size)
+            mine = [part[launch.data_rank] for part in parts]
+            window = [batch([examples[i] for i in m]) if m else without_targets(batch([examples[0]])) for m in mine]
+            outcome = optimizer_step(accelerator, model, optimizer, window, Optimization(max_grad_norm=0.5))
+            norms.append(outcome.grad_norm)
+        assert bool(transfers.log) is (checkpointing is not None)
+        weights = whole_tensors(
+            cast("ModelWithLoss", accelerator.unwrap_model(model)).model, keep=accelerator.is_main_process
+        )
+        found |= {f"{way}.{name}": value.clone() for name, value in weights.items()}
+        found[f"{way}.norms"] = torch.tensor(norms, dtype=torch.float64)
+    if accelerator.is_main_process:
+        save_file(found, output)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","))
+    sys.stdout.flush()
+    os._exit(0)

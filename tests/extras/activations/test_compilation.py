@@ -1,0 +1,167 @@
+"""Layers compiled one by one: the same loss and gradients, causal attention, few compilations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_main import train as train_run
+from test_model import GPT2, LLAMA, MODES, built
+from torch import Tensor, nn
+
+from train.errors import EXIT_DONE, EXIT_USAGE, UsageError, UserError
+from train.extras.activations.compilation import Compilation, check_compiler, compile_layers, uncompiled
+from train.loss import ModelWithLoss
+
+DROPOUT = {**GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
+EAGER = "aot_eager"
+"""Traced and differentiated as by inductor, without its minutes of C++."""
+
+
+@pytest.fixture(autouse=True)
+def _forgets() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gradients(model: nn.Module, length: int, chunked: bool = True) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    ids = torch.arange(3, 3 + 2 * length).view(2, length)
+    torch.manual_seed(1)
+    loss = ModelWithLoss(model.train(), "chunked" if chunked else "full")({"input_ids": ids}, ids.clone())
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, pytest.param(MODES[1], marks=pytest.mark.slow), pytest.param(MODES[2], marks=pytest.mark.slow)],
+    ids=["none", "every second", "selective"],
+)
+def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: dict[str, Any]) -> None:
+    model_config = DROPOUT if mode == MODES[1] else LLAMA
+    plain, compiled = built(model_config, **mode), built(model_config, **mode)
+    assert compile_layers(compiled, EAGER) == 2
+    with Compilation(True, pytest.fail).listening() as compilation:
+        for length in (12, 20, 31):
+            loss, expected = gradients(plain, length)
+            again, found = gradients(compiled, length)
+            assert again == pytest.approx(loss, rel=1e-6)
+            assert found.keys() == expected.keys()
+            for name, gradient in found.items():  # fp32, the same operations
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    kinds = 2 if mode == MODES[1] else 1  # layers that recompute and layers that do not are two functions
+    assert compilation.compilations == 2 * kinds
+    assert compilation.recompilations == compilation.compilations - 1
+    assert compilation.seconds > 0
+    summary = compilation.summary()
+    assert (summary["recompilations"], summary["recompile_limit_reached"]) == (compilation.recompilations, None)
+    assert f"{compilation.compilations} compilations" in (compilation.line() or "")
+
+
+def test_attention_stays_causal_without_a_mask() -> None:
+    length, shapes, calls = 20, [], []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        for node in graph.graph.nodes:
+            value = node.meta.get("example_value")
+            shapes.extend([tuple(value.shape)] if isinstance(value, Tensor) else [])
+            calls.extend([node] if "scaled_dot_product_attention" in str(node.target) else [])
+        return graph.forward
+
+    model = built(LLAMA)
+    compile_layers(model, look)
+    gradients(model, length)
+    assert calls and all(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] for node in calls)
+    assert shapes and not any(shape[-2:] == (length, length) for shape in shapes)
+
+
+def test_names_of_weights_stay_and_the_sample_runs_uncompiled() -> None:
+    model = built(LLAMA)
+    names = list(model.state_dict())
+    compile_layers(model, EAGER)
+    with Compilation(True, pytest.fail).listening() as compilation:
+        with uncompiled(model):
+            gradients(model, 8)
+        assert compilation.compilations == 0
+        gradients(model, 8)
+        assert compilation.compilations == 1
+    assert list(model.state_dict()) == names
+
+
+def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch never compiles a function that it first met while operators were watched."""
+    import train.extras.activations.compilation
+
+    monkeypatch.setattr(
+        train.extras.activations.compilation, "compile_layers", lambda model: compile_layers(model, EAGER)
+    )
+    monkeypatch.setattr("train.extras.meter.memory.TRACK_EVERY_STEPS", 1000)
+    assert train_run(recipe, tmp_path / "run", "--compile", "True", "--num_epochs", 3) == EXIT_DONE
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 1 <= summary["compilations"] < 8 and summary["recompile_limit_reached"] is None
+
+
+@torch._dynamo.config.patch(recompile_limit=1)  # of torch's own making: pytest's leaves the setting hidden afterwards
+def test_too_many_compilations_are_told_with_their_cause() -> None:
+    said: list[str] = []
+    model = built(LLAMA)
+    compile_layers(model, EAGER)
+    with Compilation(True, said.append).listening() as compilation:
+        for length in (8, 12, 16):
+            gradients(model, length)
+    assert len(said) == 1
+    assert "runs it uncompiled" in said[0] and "12" in said[0]  # the length that did not fit
+    assert compilation.summary()["recompile_limit_reached"]
+
+
+def test_nothing_is_counted_where_nothing_is_compiled() -> None:
+    with Compilation(False, pytest.fail).listening() as compilation:
+        assert (compilation.summary(), compilation.line()) == ({}, None)
+
+
+def test_model_without_repeated_layers_is_refused() -> None:
+    with pytest.raises(UserError, match="compile: finds no repeated layers"):
+        compile_layers(nn.Linear(2, 2))
+
+
+def test_missing_compiler_is_said_before_anything_is_loaded(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_compiler(torch.device("cpu"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UsageError, match=r"compile: needs a C\+\+ compiler, and there is no no-such-compiler"):
+        check_compiler(torch.device("cpu"))
+    assert train_run(recipe, tmp_path / "run", "--compile", "True") == EXIT_USAGE
+    assert "needs a C++ compiler" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="compile: needs Triton on CUDA"):
+        check_compiler(torch.device("cuda"))
+
+
+@pytest.mark.slow
+def test_compiled_run_learns_the_same_and_goes_on_exactly(llama_recipe: Path, tmp_path: Path) -> None:
+    """By inductor, in whole runs; a resumed one equals an uninterrupted one."""
+    flags = ("--gradient_checkpointing", "full", "--lr_scheduler", "constant", "--measure_memory", "False")
+    plain, whole, pieces = tmp_path / "plain", tmp_path / "whole", tmp_path / "pieces"
+    assert train_run(llama_recipe, plain, *flags, "--max_steps", 4) == EXIT_DONE
+    assert train_run(llama_recipe, whole, *flags, "--compile", "True", "--max_steps", 4) == EXIT_DONE
+    for steps in (2, 4):
+        assert train_run(llama_recipe, pieces, *flags, "--compile", "True", "--max_steps", steps) == EXIT_DONE
+    stored = [load_file(run / "final" / "model.safetensors") for run in (plain, whole, pieces)]
+    assert stored[0].keys() == stored[1].keys()
+    for name, weight in stored[1].items():
+        torch.testing.assert_close(weight, stored[0][name], rtol=1e-3, atol=2e-4)  # Adam magnifies last bits
+        torch.testing.assert_close(weight, stored[2][name], rtol=0, atol=0)
+    summary = json.loads((whole / "summary.json").read_text())
+    assert 1 <= summary["recompilations"] < 8 and summary["recompile_limit_reached"] is None
+    assert summary["compile_seconds"] > 0

@@ -1,0 +1,253 @@
+"""MLPs in tiles: the same loss and gradients, less memory, gradients that arrive once, no forward too many."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_model import CAUSAL, GPT2, LLAMA, MASKED, SHAPE
+from test_model import built as built_for
+from test_recompute import LazyCopies, offloaded
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train.config import Architecture
+from train.errors import UserError
+from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, describe, mlps, norms, tile_mlps
+from train.loss import ModelWithLoss
+
+built = partial(built_for, max_length=128)
+MODELS = {
+    "llama": (LLAMA, CAUSAL),
+    "gpt2": ({**GPT2, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, CAUSAL),
+    "modernbert": ({"model_type": "modernbert", **SHAPE}, MASKED),
+    "qwen3, tied": (
+        {"model_type": "qwen3", **SHAPE, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
+        CAUSAL,
+    ),
+    "gemma2": ({"model_type": "gemma2", **SHAPE, "num_key_value_heads": 1, "head_dim": 8}, CAUSAL),
+}
+
+
+def step(model: nn.Module, times: int = 1, length: int = 100) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of ``times`` micro-batches of two examples."""
+    model.train()
+    torch.manual_seed(1)
+    loss = 0.0
+    for number in range(times):
+        ids = torch.arange(3 + number, 3 + number + 2 * length).view(2, length)
+        part = ModelWithLoss(model)({"input_ids": ids}, ids)
+        part.backward()
+        loss += part.item()
+    return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10, norms_in_fp32: bool = False
+) -> None:
+    assert found.keys() == expected.keys() and len(found) > 2
+    for name, gradient in found.items():
+        # Gemma's norms sum the gradient of their weights in fp32, whatever the type: tiles in another order
+        own = max(rtol, 1e-5) if norms_in_fp32 and "norm" in name else rtol
+        torch.testing.assert_close(gradient, expected[name], rtol=own, atol=own * 1e-2, msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tile", [1, 33, 200, 1000])
+def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int) -> None:
+    """fp64; weights' gradients are summed in another order."""
+    expected = step(built(*MODELS[name]).double(), times=2)
+    model = built(*MODELS[name], tiled_mlp=True, mlp_tile_tokens=tile).double()
+    assert len(mlps(model)) == 2 and len(norms(model)) >= 3
+    assert all(isinstance(module, Tiled) for module in (*mlps(model), *norms(model)))
+    loss, found = step(model, times=2)
+    assert loss == pytest.approx(expected[0], rel=1e-12)
+    assert_same(found, expected[1], norms_in_fp32=name == "gemma2")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_all_together_change_neither_loss_nor_gradients(name: str, every: int, mode: str) -> None:
+    config, auto_class = MODELS[name]
+    config = {**config, "num_hidden_layers": 3}
+    expected = step(built(config, auto_class).double(), times=2)
+    model, transfers = built(config, auto_class, tiled_mlp=True, mlp_tile_tokens=30).double(), LazyCopies()
+    offloaded(model, transfers, mode, every)
+    loss, found = step(model, times=2)
+    assert transfers.log.count("out") == 2 * (3 if every == 1 else 2)
+    assert loss == pytest.approx(expected[0], rel=1e-12)
+    assert_same(found, expected[1], norms_in_fp32=name == "gemma2")
+
+
+def test_in_fp32_and_bf16_gradients_are_as_near_the_truth_as_without_tiles() -> None:
+    """fp32 to 1e-5 of each tensor's norm. bf16 weights: sums over tiles are fp32, so errors do not grow with them."""
+    truth = step(built(LLAMA).double())[1]
+
+    def errors(dtype: Any, autocast: Any = False, **settings: Any) -> dict[str, float]:
+        model: Any = built(LLAMA, **settings)
+        model = model.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            ids = torch.arange(3, 203).view(2, 100)
+            loss = ModelWithLoss(model.train())({"input_ids": ids}, ids)
+        loss.backward()
+        return {
+            n: ((p.grad.double() - truth[n]).norm() / truth[n].norm()).item()
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        }
+
+    tiled: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 7}
+    assert max(errors(torch.float32, **tiled).values()) < 1e-5
+    for kind in ({"dtype": torch.bfloat16}, {"dtype": torch.float32, "autocast": True}):
+        whole, in_tiles = errors(**kind), errors(**kind, **tiled)
+        assert whole.keys() == in_tiles.keys()
+        assert all(in_tiles[name] < 1.3 * whole[name] for name in whole)
+
+
+def test_dropout_drops_in_backward_what_it_dropped_in_forward() -> None:
+    """Against the same tiles under plain autograd, which draws the same numbers."""
+    config = {"model_type": "modernbert", **SHAPE, "mlp_dropout": 0.5}
+    mlp = mlps(built(config, MASKED))[0].double().train()
+    hidden = torch.randn(2, 30, 16, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(3)
+    expected = torch.cat([mlp(part) for part in hidden.view(60, 16).split(20)]).view(2, 30, 16)
+    after = torch.get_rng_state()
+    weights = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, [hidden, *mlp.parameters()], weights)
+    model = built(config, MASKED)
+    tile_mlps(model, 20)
+    tiled = mlps(model)[0].double().train()
+    tiled.load_state_dict(mlp.state_dict())
+    torch.manual_seed(3)
+    found = tiled(hidden)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.testing.assert_close(found, expected)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    gradients = torch.autograd.grad(found, [hidden, *tiled.parameters()], weights)
+    assert torch.equal(torch.get_rng_state(), before)  # backward leaves the random state alone
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert not torch.equal(tiled(hidden), tiled(hidden))
+
+
+def test_frozen_weights_and_added_ones_get_what_is_theirs() -> None:
+    """As adapters make it: some weights frozen, further ones within the MLP; and hidden states without a gradient."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.down, self.up = base, nn.Linear(16, 2, bias=False), nn.Linear(2, 24, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    def adapted(**settings: Any) -> nn.Module:
+        model: Any = built(LLAMA, **settings)
+        model.requires_grad_(False)
+        for layer in model.base_model.layers:
+            layer.mlp.gate_proj = Adapted(layer.mlp.gate_proj)
+        return model.double()
+
+    expected = step(adapted())
+    loss, found = step(adapted(tiled_mlp=True, mlp_tile_tokens=9))
+    assert len(found) == 4 and loss == pytest.approx(expected[0], rel=1e-12)
+    assert_same(found, expected[1])
+
+
+def test_gradients_arrive_once_and_whole() -> None:
+    """As the hooks of DDP and FSDP2 need them."""
+    model = built(LLAMA, tiled_mlp=True, mlp_tile_tokens=10).double()
+    arrived: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        def hook(parameter: Tensor) -> None:
+            arrived[name] = arrived.get(name, 0) + 1
+
+        return hook
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(count(name))
+    step(model)
+    assert len(arrived) > 10 and set(arrived.values()) == {1}
+
+
+class Products(TorchDispatchMode):
+    """Multiplications of matrices, counted in multiplications of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            one, other = args[-2:]
+            self.count += one.shape[0] * one.shape[1] * other.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_checkpointed_layer_computes_its_tiled_mlp_no_more_often() -> None:
+    """But for its last product, of which torch's recomputation of a layer knows that nobody needs it."""
+
+    def products(**settings: Any) -> int:
+        model = built(LLAMA, **settings)
+        with Products() as found:
+            step(model)
+        return found.count
+
+    tiled: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 25}
+    product = 2 * 16 * 24 * 200  # layers, sizes, tokens; an MLP has three
+    assert products(**tiled) - products() == 3 * product
+    for mode in ("full", "selective"):
+        checkpointed = products(gradient_checkpointing=mode)
+        assert products(**tiled, gradient_checkpointing=mode) - checkpointed == product
+
+
+def test_evaluation_is_the_same_and_keeps_nothing() -> None:
+    ids = torch.arange(3, 203).view(2, 100)
+    expected = built(LLAMA).eval()(input_ids=ids).logits
+    with torch.no_grad():
+        found = built(LLAMA, tiled_mlp=True, mlp_tile_tokens=30).eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, expected)
+
+
+def test_weights_keep_their_names_and_a_model_may_be_tiled_twice() -> None:
+    model = built(LLAMA, tiled_mlp=True)
+    assert model.state_dict().keys() == built(LLAMA).state_dict().keys()
+    classes = {type(m) for m in mlps(model)}
+    tile_mlps(model, 50)
+    assert {type(m) for m in mlps(model)} == classes
+    assert {m.tile_tokens for m in mlps(model)} == {50}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_by_default_a_tile_is_about_as_long_as_hidden_states_are_wide_but_not_tiny() -> None:
+    sizes: list[int] = []
+
+    def tokens_of_tiles(hidden_size: int, tokens: int) -> list[int]:
+        sizes.clear()
+        shape = {**LLAMA, "hidden_size": hidden_size, "num_attention_heads": 2, "num_hidden_layers": 1}
+        mlp: Any = mlps(built(shape, tiled_mlp=True))[0]
+        mlp.act_fn.register_forward_hook(lambda m, args, out: sizes.append(args[0].shape[-2]))
+        with torch.no_grad():
+            mlp(torch.zeros(1, tokens, hidden_size))
+        return list(sizes)
+
+    assert tokens_of_tiles(16, 2048) == [MIN_TILE_TOKENS] * 4
+    assert tokens_of_tiles(768, 2000) == [667, 667, 666]
+    assert tokens_of_tiles(768, 700) == [700]
+
+
+def test_mixtures_of_experts_are_left_whole_and_a_model_of_nothing_else_is_refused() -> None:
+    moe = {"model_type": "qwen2_moe", **SHAPE, "num_key_value_heads": 2, "moe_intermediate_size": 8, "num_experts": 2,
+           "num_experts_per_tok": 1, "shared_expert_intermediate_size": 8}  # fmt: skip
+    with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile.*Qwen2MoeSparseMoeBlock.*Use False"):
+        built(moe, tiled_mlp=True)
+    model = built({**moe, "mlp_only_layers": [0]}, tiled_mlp=True, mlp_tile_tokens=40)
+    assert describe(model, Architecture(tiled_mlp=True, mlp_tile_tokens=40)) == [
+        "tiled_mlp: 1 MLPs and 3 norms compute in tiles of 40 tokens; 1 other blocks are left whole"
+    ]
+    with pytest.raises(UserError, match=r"no layers with an mlp that are known"):
+        built({"model_type": "bert", **SHAPE}, MASKED, tiled_mlp=True)

@@ -1,0 +1,259 @@
+"""LoRA and QLoRA: what is trained, what a checkpoint holds, and what ``final/`` computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from train.config import Architecture, parse
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UsageError, UserError
+from train.extras.adapters.lora import has_adapter, parameter_counts
+from train.loss import ModelWithLoss, obstacle_to_chunks
+from train.main import main
+from train.model import build_model
+from train.tokenization import load_tokenizer
+
+pytest.importorskip("peft")
+needs_bitsandbytes = pytest.mark.skipif(
+    __import__("importlib.util").util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+KINDS = ["lora", pytest.param("qlora", marks=needs_bitsandbytes)]
+
+BYTES = load_tokenizer("bytes", ())
+CAUSAL, CLASSES = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {"model_type": "llama", **SHAPE, "num_key_value_heads": 2}
+STEPS = 5
+
+
+def built(model_config: Any = LLAMA, auto_class: str = CAUSAL, precision: str = "no", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    names = ("no", "yes") if auto_class == CLASSES else ()
+    config = Architecture(model_config=None if "model" in settings else model_config, **settings)
+    return build_model(config, auto_class, BYTES, 32, names, precision=precision)
+
+
+def batch() -> tuple[dict[str, Tensor], Tensor]:
+    ids = torch.arange(3, 27).view(2, 12)
+    return {"input_ids": ids}, ids.clone()
+
+
+def gradients(model: nn.Module, chunked: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    inputs, labels = batch()
+    loss = ModelWithLoss(model.train(), "chunked" if chunked else "full")(inputs, labels)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), found
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """``model`` with adapters that do something: fresh ones add nothing."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_alone_are_trained_in_fp32(adapter: str, dtype: str) -> None:
+    model = built(adapter=adapter, dtype=dtype, lora_rank=4)
+    assert has_adapter(model) and not has_adapter(built())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 7 * 2  # A and B of seven layers in two blocks; none of the head
+    assert all("lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
+    _, found = gradients(moved(model))
+    assert found.keys() == trained.keys()
+    assert all(g.abs().sum() > 0 for g in found.values())
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_parameters_are_counted_as_weights_not_as_bytes(adapter: str) -> None:
+    everything = sum(p.numel() for p in built().parameters())
+    trained = 4 * 2 * (4 * (64 + 64) + 3 * (64 + 96))  # rank × blocks × (in + out) of each layer
+    assert parameter_counts(built(adapter=adapter, lora_rank=4)) == (trained, everything + trained)
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_and_chunks_change_no_gradient(adapter: str, mode: str) -> None:
+    loss, expected = gradients(moved(built(adapter=adapter, lora_dropout=0.1)))
+    again = moved(built(adapter=adapter, lora_dropout=0.1, gradient_checkpointing=mode))
+    assert obstacle_to_chunks(again) is None
+    chunked_loss, found = gradients(again, chunked=True)
+    torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():  # fp32 sums in another order
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@needs_bitsandbytes
+def test_weights_in_four_bits_take_an_eighth_and_multiply_in_the_runs_precision() -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    model = built(adapter="qlora", precision="bf16")
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, Linear4bit)]
+    assert len(layers) == 14
+    for layer in layers:
+        assert layer.weight.quant_state.nested and layer.weight.quant_state.quant_type == "nf4"
+        assert layer.weight.numel() * layer.weight.element_size() * 2 == layer.in_features * layer.out_features
+        assert layer.compute_dtype == torch.bfloat16
+    assert type(model.get_output_embeddings()) is nn.Linear
+    assert built(adapter="qlora").model.layers[0].mlp.up_proj.get_base_layer().compute_dtype == torch.float32
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_training_goes_on_after_an_evaluation(adapter: str) -> None:
+    """Some layers in 4 bits repack their weights in evaluation, and have no gradient from then on."""
+    model = moved(built(adapter=adapter))
+    _, before = gradients(model)
+    model.zero_grad()
+    with torch.no_grad():
+        model.eval()(**batch()[0])
+    _, after = gradients(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_head_of_a_classifier_is_trained_whole() -> None:
+    for architecture in (LLAMA, {"model_type": "modernbert", **SHAPE}, {"model_type": "bert", **SHAPE}):
+        model = built(architecture, CLASSES, adapter="lora")
+        heads = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
+        assert heads and all(not n.startswith(model.base_model_prefix) for n in heads)
+        inside = [n for n, _ in model.named_parameters() if "lora_" in n]
+        assert inside and all(n.startswith(model.base_model_prefix) for n in inside)
+
+
+def test_chosen_layers_get_adapters_and_wrong_names_are_refused() -> None:
+    model = built(adapter="lora", lora_target_modules=("q_proj", "v_proj"))
+    assert {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {
+        "q_proj",
+        "v_proj",
+    }
+    with pytest.raises(UserError, match=r"adapter: lora does not work with this model: .*no_such_layer"):
+        built(adapter="lora", lora_target_modules=("no_such_layer",))
+
+
+# Runs
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder with a pretrained model."""
+    torch.manual_seed(5)
+    folder = tmp_path / "base"
+    config = {**LLAMA, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    model = build_model(Architecture(model_config=config), CAUSAL, BYTES, 64)
+    model.save_pretrained(folder)  # pyright: ignore
+    BYTES.save_pretrained(folder)
+    return folder
+
+
+def train(recipe: Path, output: Path, *flags: Any) -> int:
+    return main(["--config", str(recipe), "--output_dir", str(output), *map(str, flags)])
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path, base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    output = tmp_path / "run"
+    flags = ("--model", base, "--adapter", adapter, "--lora_rank", 4, "--gradient_checkpointing", "full")
+    assert train(recipe, output, *flags) == EXIT_DONE
+    inputs = batch()[0]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(output / "final").eval()
+        quantized = {}
+        if adapter == "qlora":
+            quantized["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+            )
+        plain = AutoModelForCausalLM.from_pretrained(base, **quantized).eval()
+        before = plain(**inputs).logits
+        beside = PeftModel.from_pretrained(plain, str(output / "final" / "adapter")).eval()(**inputs).logits
+        after = merged(**inputs).logits
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}
+    assert not hasattr(merged.config, "quantization_config")
+    assert (before - beside).abs().max() > 0.05  # it has learned something
+    torch.testing.assert_close(after, beside, rtol=1e-4, atol=1e-4)  # fp32: (W + BA)x against Wx + B(Ax)
+    summary = json.loads((output / "summary.json").read_text())
+    assert 0 < summary["num_trained_parameters"] < summary["num_parameters"] / 5
+    card = (output / "final" / "README.md").read_text()
+    assert f"fine-tuned from `base` by {'QLoRA' if adapter == 'qlora' else 'LoRA'} " in card
+    assert "its base is `base`" in card
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_stopped_and_resumed_equals_uninterrupted_and_checkpoints_are_small(
+    adapter: str, recipe: Path, base: Path, tmp_path: Path
+) -> None:
+    flags = ("--model", base, "--adapter", adapter, "--lora_dropout", 0.1, "--lr_scheduler", "constant")
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert train(recipe, whole, *flags, "--max_steps", STEPS) == EXIT_DONE
+    for steps in (2, STEPS):
+        assert train(recipe, pieces, *flags, "--max_steps", steps) == EXIT_DONE
+    last = Path("checkpoints") / f"step-{STEPS:08d}"
+    for name in ("model-00000.safetensors", "optimizer-00000.safetensors"):
+        one, other = load_file(whole / last / name), load_file(pieces / last / name)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    stored = load_file(whole / last / "model-00000.safetensors")
+    assert stored and all("lora_" in name for name in stored)
+
+
+def test_a_base_that_has_changed_is_refused_by_name(
+    recipe: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--model", base, "--adapter", "lora")
+    assert train(recipe, tmp_path / "run", *flags, "--max_steps", 1) == EXIT_DONE
+    torch.manual_seed(6)
+    config = {**LLAMA, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    build_model(Architecture(model_config=config), CAUSAL, BYTES, 64).save_pretrained(base)  # pyright: ignore
+    assert train(recipe, tmp_path / "run", *flags, "--max_steps", 2) == EXIT_ERROR
+    assert "the frozen weights have the digest" in capsys.readouterr().err
+
+
+def test_resuming_with_another_adapter_names_it(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "run", "--adapter", "lora", "--max_steps", 1) == EXIT_DONE
+    assert train(recipe, tmp_path / "run", "--adapter", "lora", "--lora_rank", 8, "--max_steps", 2) == EXIT_ERROR
+    assert "lora_rank: was 16, is 8" in capsys.readouterr().err
+
+
+# What cannot work
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lora_rank", "8"), "lora_rank: 8 needs adapter: lora or qlora"),
+        (("--adapter", "lora", "--lora_rank", "0"), "lora_rank: 0 is too small"),
+        (("--adapter", "lora", "--lora_alpha", "0"), "lora_alpha: 0.0 must be positive"),
+        (("--adapter", "lora", "--lora_dropout", "1"), "lora_dropout: 1.0 must be at least 0 and below 1"),
+        (("--adapter", "lora", "--lora_target_modules", "all-linear", "q_proj"), "lora_target_modules: all-linear"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(flags: tuple[str, ...], message: str, recipe: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(["--config", str(recipe), *flags])
+
+
+def test_missing_packages_are_said_with_the_line_that_installs_them(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert train(recipe, tmp_path / "run", "--adapter", "qlora") == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "adapter: qlora needs peft and bitsandbytes" in said and "pip install -e '.[qlora]'" in said

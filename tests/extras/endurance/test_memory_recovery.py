@@ -1,0 +1,595 @@
+"""A step that runs out of memory and is made again is the step that never did."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from support import ROOT
+from test_model import LLAMA as TINY_LLAMA
+from test_model import built
+from test_recompute import LazyCopies, offloaded
+from test_step import VOCABULARY, batch, largest_difference, rows
+from torch import Tensor, nn
+
+from train.config import Optimization
+from train.extras.endurance.recovery import (
+    BUCKET_BYTES,
+    OutOfMemoryError,
+    RecoveringStep,
+    buckets,
+    can_recover,
+    halves,
+    reset_scaler,
+    split,
+)
+from train.loss import ModelWithLoss
+from train.optim import build_optimizer
+from train.records import IGNORE, MicroBatch, StepOutcome
+from train.step import optimizer_step
+
+LENGTHS = [9, 2, 5, 7, 3, 3, 8, 1, 6, 4, 2]
+WINDOWS = [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 0, 3, 1], [2, 5]]
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                 "to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"),
+    MemoryError(),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quick_collection() -> Iterator[None]:
+    """Every recovery collects garbage: what the imports left need not be looked through each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class _Interrupted(torch.autograd.Function):
+    """The identity, with a function that is called in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, interrupt: Callable[[], None]) -> Tensor:  # pyright: ignore
+        ctx.interrupt = interrupt
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        ctx.interrupt()
+        return grad, None
+
+
+class LimitedModel(nn.Module):
+    """Logits (B, S, V) of a model that runs out of memory beyond ``bound`` positions B × S.
+
+    Args:
+        where: forward or backward.
+        call: only from this call on.
+    """
+
+    rows_seen: Tensor
+
+    def __init__(
+        self, bound: int, where: str = "forward", call: int = 1, error: Exception = ERRORS[0], dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.bound, self.where, self.call, self.error = bound, where, call, error
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(6, VOCABULARY)
+        self.register_buffer("rows_seen", torch.zeros((), dtype=torch.int64))
+        self.shapes: list[tuple[int, ...]] = []
+        self.on_forward: Callable[[Tensor], None] = lambda hidden: None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.shapes.append(tuple(input_ids.shape))
+        self.rows_seen += len(input_ids)
+        too_large = input_ids.numel() > self.bound and len(self.shapes) >= self.call
+        hidden = torch.tanh(self.embedding(input_ids).cumsum(1)) ** 2
+        self.on_forward(hidden)
+        if too_large and self.where == "forward":
+            self._fail()
+        hidden = _Interrupted.apply(self.dropout(hidden), self._fail if too_large else lambda: None)
+        return self.head(hidden)
+
+    def _fail(self) -> None:
+        error = type(self.error)(*self.error.args)  # that this frame keeps it closes a circle with its traceback
+        raise error
+
+
+def batches_of(ids: list[int], size: int) -> list[MicroBatch]:
+    examples = rows(LENGTHS)
+    return [batch([examples[i] for i in ids[first : first + size]]) for first in range(0, len(ids), size)]
+
+
+def trained(
+    network: LimitedModel,
+    step: Callable[..., StepOutcome],
+    size: int = 4,
+    windows: Sequence[list[int]] = WINDOWS,
+    fused: bool = False,
+) -> tuple[dict[str, Tensor], list[StepOutcome]]:
+    """Weights and outcomes after a step for each window, in fp64 with AdamW."""
+    accelerator = Accelerator(cpu=True)
+    settings = Optimization(max_grad_norm=0.5)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), optimizer)
+    outcomes = [step(accelerator, model, optimizer, batches_of(ids, size), settings) for ids in windows]
+    return {k: v.detach().clone() for k, v in network.state_dict().items()}, outcomes
+
+
+def limited(bound: int = 10**6, **options: Any) -> LimitedModel:
+    torch.manual_seed(0)
+    return LimitedModel(bound, **options).double()
+
+
+def random_states() -> tuple[Any, ...]:
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["device", "host", "python"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_update_after_a_fault_is_the_update_without_one(where: str, error: Exception) -> None:
+    weights, outcomes = trained(limited(), optimizer_step)
+    said: list[str] = []
+    step = RecoveringStep(said.append)
+    network = limited(20, where=where, error=error)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
+    before = random_states()
+    recovered, again = trained(network, step)
+    assert random_states() == before
+    assert largest_difference(weights, recovered) < 1e-10
+    assert weights["rows_seen"].item() == recovered["rows_seen"].item() == 16
+    for one, other in zip(outcomes, again, strict=True):
+        assert other.loss_sum.item() == pytest.approx(one.loss_sum.item(), rel=1e-6)
+        assert (other.num_targets, other.num_tokens) == (one.num_targets, one.num_tokens)
+        assert other.num_positions == one.num_positions
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-12)
+    assert step.recoveries == len(said) == 2  # 4 × 9, then 4 × 8; the smaller ones are foreseen
+    assert f"out of memory in {where}, micro-batch of 4 × 9" in said[0]
+
+
+def test_fault_is_paid_once_and_larger_micro_batches_are_split_beforehand() -> None:
+    network, said = limited(20), []
+    step = RecoveringStep(said.append)
+    trained(network, step, windows=[[0, 1, 2, 3]])
+    assert network.shapes == [(4, 9), (2, 9), (2, 9)]
+    network.shapes.clear()
+    trained(network, step, windows=[[0, 1, 3, 6]] * 2)
+    assert network.shapes == [(2, 9), (2, 9)] * 2
+    assert step.recoveries == len(said) == 1
+    network.shapes.clear()
+    trained(network, step, windows=[[1, 4, 5, 7]])
+    assert network.shapes == [(4, 3)]  # smaller than what failed
+
+
+def test_micro_batch_is_split_until_it_fits_and_an_odd_one_too() -> None:
+    window = [[0, 1, 2, 3, 4]]
+    weights, _ = trained(limited(), optimizer_step, size=5, windows=window)
+    network = limited(9, where="backward")
+    recovered, _ = trained(network, RecoveringStep(lambda line: None), size=5, windows=window)
+    assert network.shapes == [(5, 9), (3, 9), (2, 9), *[(1, 9)] * 5]
+    assert largest_difference(weights, recovered) < 1e-10
+
+
+def test_only_micro_batches_as_large_as_the_one_that_failed_are_split() -> None:
+    ids = [1, 4, 5, 7, 0, 2, 3, 6]  # the second micro-batch has the long rows
+    weights, _ = trained(limited(), optimizer_step, windows=[ids])
+    network = limited(20, where="backward")
+    recovered, _ = trained(network, RecoveringStep(lambda line: None), windows=[ids])
+    assert network.shapes == [(4, 3), (4, 9), (4, 3), (2, 9), (2, 9)]
+    assert largest_difference(weights, recovered) < 1e-10
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_of_the_failed_attempt_is_left_when_the_step_is_made_again(where: str) -> None:
+    network = limited(20, where=where, dropout=0.5)
+    alive: list[weakref.ref[Tensor]] = []
+    found: list[Any] = []
+
+    def look(hidden: Tensor) -> None:
+        if len(network.shapes) in (1, 3):  # the first forward of an attempt; the second micro-batch fails
+            gradients = [p.grad for p in network.parameters() if p.grad is not None]
+            left = [r for r in alive if r() is not None]
+            found.append((gradients, left, network.rows_seen.item(), random_states()))
+        random.random()
+        np.random.random()  # noqa: NPY002
+        alive.append(weakref.ref(hidden))
+
+    network.on_forward = look
+    gc.disable()
+    try:
+        trained(network, RecoveringStep(lambda line: None), windows=[[1, 4, 5, 7, 0, 2, 3, 6]])
+    finally:
+        gc.enable()
+    assert len(found) == 2
+    assert found[1][:2] == ([], [])
+    assert found[0][2:] == found[1][2:]
+
+
+def test_other_errors_are_not_touched() -> None:
+    step = RecoveringStep(lambda line: None)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trained(limited(20, error=RuntimeError("mat1 and mat2 shapes cannot be multiplied")), step)
+    assert step.recoveries == 0
+
+
+def test_measures_are_taken_in_order_where_a_single_example_does_not_fit() -> None:
+    weights, _ = trained(limited(), optimizer_step)
+    network, said, taken = limited(5), [], []
+
+    def measure(name: str, bound: int | None) -> tuple[str, Callable[[], bool]]:
+        def take() -> bool:
+            taken.append(name)
+            network.bound = bound or network.bound
+            return bound is not None
+
+        return name, take
+
+    step = RecoveringStep(said.append, [measure("one", None), measure("two", 8), measure("three", 40), measure("4", 1)])
+    recovered, _ = trained(network, step)
+    assert taken == ["one", "two", "three"]
+    assert largest_difference(weights, recovered) < 1e-10
+    assert not any("one" in line for line in said)
+    assert [line for line in said if "two" in line or "three" in line] == [
+        f"out of memory in forward, micro-batch of 1 × 9: {name}, and the step is made again"
+        for name in ("two", "three")
+    ]
+    # What failed before is tried whole again after a measure.
+    assert network.shapes[-5:] == [(4, 9), (4, 8), (4, 9), (2, 7), (2, 5)]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_end_of_the_road_leaves_everything_as_before_the_step(where: str) -> None:
+    accelerator, network = Accelerator(cpu=True), limited(dropout=0.5)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=True)
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), optimizer)
+    step = RecoveringStep(lambda line: None)
+    step(accelerator, model, optimizer, batches_of([1, 4], 2), Optimization())
+    weights = {k: v.clone() for k, v in network.state_dict().items()}
+    moments = [v.clone() for state in optimizer.state.values() for v in state.values()]
+    states = random_states()
+    network.bound, network.where = 6, where
+    with pytest.raises(OutOfMemoryError) as caught:
+        step(accelerator, model, optimizer, batches_of([1, 4, 7, 0, 2], 2), Optimization())
+    assert caught.value.weights_intact
+    fault = caught.value.fault
+    assert (fault.phase, fault.shape, fault.error) == (where, (1, 9), str(ERRORS[0]))
+    for text in (where, "1 × 9", "cannot be split", "as before this step", "Tried to allocate 2.00 GiB"):
+        assert text in str(caught.value)
+    assert largest_difference(weights, network.state_dict()) == 0
+    kept = [v for state in optimizer.state.values() for v in state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(moments, kept, strict=True))
+    assert all(p.grad is None for p in network.parameters())
+    assert random_states() == states
+
+
+def failing_at(monkeypatch: pytest.MonkeyPatch, name: str, calls: set[int]) -> list[int]:
+    """Has ``torch.<name>`` run out of memory at the given calls, counted from 1."""
+    plain, made = getattr(torch, name), []
+
+    def limited_function(*args: Any, **kwargs: Any) -> Any:
+        made.append(len(made) + 1)
+        if len(made) in calls:
+            raise ERRORS[0]
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch, name, limited_function)
+    return made
+
+
+def one_update(
+    network: LimitedModel, said: list[str], **settings: Any
+) -> tuple[AcceleratedOptimizer, Callable[[], StepOutcome]]:
+    """An optimizer as the template builds it, and a function that makes one step."""
+    config = Optimization(learning_rate=0.1, **settings)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), build_optimizer(network, config))
+    step = RecoveringStep(said.append)
+    return optimizer, lambda: step(accelerator, model, optimizer, batches_of([0, 1, 2, 3], 2), config)
+
+
+def test_optimizer_that_has_no_memory_for_its_state_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, said = limited(), []
+    _, plain = one_update(network, said)
+    plain()
+    expected = network.state_dict()
+    network = limited()
+    _, again = one_update(network, said)
+    failing_at(monkeypatch, "zeros_like", {3})  # the second parameter has its step, and neither moment
+    outcome = again()
+    assert largest_difference(expected, network.state_dict()) == 0
+    assert not outcome.skipped
+    assert said == [
+        "out of memory in optimizer, micro-batch of 2 × 9: nothing had been written yet, so it is tried once more"
+    ]
+
+
+def test_optimizer_that_fails_twice_ends_the_run_with_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = limited()
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    optimizer, step = one_update(network, [])
+    failing_at(monkeypatch, "zeros_like", {2, 4})
+    with pytest.raises(OutOfMemoryError) as caught:
+        step()
+    assert caught.value.weights_intact
+    assert caught.value.fault.phase == "optimizer"
+    assert largest_difference(before, network.state_dict()) == 0
+    assert not any(optimizer.state.values())
+    monkeypatch.undo()
+    assert not step().skipped  # whatever was begun of the state is not in the way
+
+
+def test_fused_adamw_that_fails_in_its_second_group_has_written_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = limited()
+    before = network.head.weight.detach().clone()
+    _, step = one_update(network, [])
+    failing_at(monkeypatch, "zeros_like", {5})  # two matrices have two moments each; then comes the bias
+    with pytest.raises(OutOfMemoryError, match="go on from the last checkpoint") as caught:
+        step()
+    assert not torch.equal(before, network.head.weight)
+    assert not caught.value.weights_intact
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor"])
+def test_optimizer_that_has_written_some_weights_is_not_tried_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, said = limited(), []
+    before = network.embedding.weight.detach().clone()
+    optimizer, step = one_update(network, said, optimizer=name, sgd_momentum=0.9)
+    plain = optimizer.optimizer.step
+
+    def fail_late(*args: Any, **kwargs: Any) -> None:
+        groups = optimizer.optimizer.param_groups
+        optimizer.optimizer.param_groups = groups[:1]
+        plain()
+        optimizer.optimizer.param_groups = groups
+        raise ERRORS[0]
+
+    monkeypatch.setattr(optimizer.optimizer, "step", fail_late)
+    with pytest.raises(OutOfMemoryError) as caught:
+        step()
+    assert not torch.equal(before, network.embedding.weight)
+    assert not caught.value.weights_intact
+    assert said == []
+
+
+def test_optimizer_from_elsewhere_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            raise ERRORS[0]
+
+    accelerator, network, said = Accelerator(cpu=True), limited(), []
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), Other(network.parameters(), lr=0.1))
+    with pytest.raises(OutOfMemoryError) as caught:
+        RecoveringStep(said.append)(accelerator, model, optimizer, batches_of([0], 1), Optimization())
+    assert (caught.value.weights_intact, said) == (False, [])
+
+
+def test_clipping_is_tried_again_while_gradients_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, said = limited(), []
+    _, plain = one_update(network, said, max_grad_norm=0.01)
+    norm = plain().grad_norm
+    expected, network = network.state_dict(), limited()
+    _, again = one_update(network, said, max_grad_norm=0.01)
+    failing_at(monkeypatch, "stack", {1})  # of the norms
+    outcome = again()
+    assert (outcome.grad_norm, outcome.clipped) == (norm, True)
+    assert largest_difference(expected, network.state_dict()) == 0
+    assert "out of memory in clip" in said[0]
+
+
+def test_clipping_that_has_changed_gradients_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ERRORS[0]
+
+    network, said = limited(), []
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    _, step = one_update(network, said, max_grad_norm=0.01, max_grad_value=1.0)
+    monkeypatch.setattr(Accelerator, "clip_grad_value_", fail)  # comes after clipping by norm
+    with pytest.raises(OutOfMemoryError) as caught:
+        step()
+    assert (caught.value.fault.phase, caught.value.weights_intact, said) == ("clip", True, [])
+    assert largest_difference(before, network.state_dict()) == 0
+
+
+def test_scaler_forgets_that_gradients_were_unscaled_and_keeps_its_scale() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(2):
+        weight.grad = None
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [1.0, 1.0]
+        reset_scaler(scaler)  # without it the second unscale_ raises
+    assert scaler.state_dict()["scale"] == 64.0
+    assert scaler.state_dict()["_growth_tracker"] == 0
+    reset_scaler(None)
+
+
+def test_halves_hold_the_same_examples_and_counts() -> None:
+    whole = batch(rows([4, 6, 2, 5, 3]))
+    inputs = {**whole.inputs, "attention_mask": torch.ones(5, 6), "cache_position": torch.arange(6)}
+    whole = MicroBatch(inputs, whole.labels, whole.num_targets, (7, 1, 4, 9, 2), whole.num_tokens)
+    first, second = halves(whole)
+    assert (first.example_ids, second.example_ids) == ((7, 1, 4), (9, 2))
+    assert (first.num_targets, second.num_targets) == (12, 8)
+    assert first.num_tokens + second.num_tokens == whole.num_tokens
+    for name in ("input_ids", "attention_mask"):
+        assert torch.equal(torch.cat([first.inputs[name], second.inputs[name]]), whole.inputs[name])
+    assert torch.equal(second.inputs["cache_position"], whole.inputs["cache_position"])
+    classified = MicroBatch(whole.inputs, torch.tensor([1, IGNORE, 0, 2, 2]), 4, whole.example_ids, 20)
+    assert [(half.labels.tolist(), half.num_targets) for half in halves(classified)] == [
+        ([1, IGNORE, 0], 2),
+        ([2, 2], 2),
+    ]
+
+
+def test_split_stops_at_single_examples() -> None:
+    window = batches_of([0, 1, 2, 7], 3)
+    assert split(window, None) == window
+    assert [b.inputs["input_ids"].shape[0] for b in split(window, 27)] == [2, 1, 1]
+    assert [b.inputs["input_ids"].shape[0] for b in split(window, 1)] == [1, 1, 1, 1]
+
+
+def test_gradients_travel_in_buckets_of_one_dtype_and_bounded_size() -> None:
+    small = [torch.zeros(2), torch.zeros(3, dtype=torch.float64), torch.zeros(1, 2)]
+    assert [[t.dtype for t in b] for b in buckets(small)] == [[torch.float32] * 2, [torch.float64]]
+    sizes = [[t.numel() for t in b] for b in buckets([torch.zeros(n) for n in (3, 3, 9, 1, 1, 1, 4)], size_bytes=24)]
+    assert sizes == [[3, 3], [9], [1, 1, 1], [4]]
+    assert BUCKET_BYTES < 32 * 2**20
+
+
+def test_sharded_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    assert can_recover(accelerator)
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self, kind=kind: kind))
+        assert not can_recover(accelerator)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What ``distributed_recovery.py`` left behind: weights by case, and what each rank saw."""
+    from test_distributed import ENVIRONMENT, torchrun  # the processes started here import this file too, not that
+
+    output = tmp_path_factory.mktemp("two_ranks")
+    environment = ENVIRONMENT
+    done = torchrun(ROOT / "tests/extras/endurance/distributed_recovery.py", output, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output, json.loads((output / "found.json").read_text())
+
+
+@pytest.mark.distributed
+def test_two_ranks_with_faults_make_the_update_of_one_without(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    output, found = two_ranks
+    weights, outcomes = trained(limited(), optimizer_step, size=8)
+    cases = {
+        "no fault": [0, 0],
+        "forward on rank 1": [0, 1],
+        "backward on rank 1": [0, 1],
+        "backward on both": [2, 1],
+        "second micro-batch on rank 1": [0, 2],
+        "bucket views": [2, 0],
+    }
+    for name, recoveries in cases.items():
+        two = load_file(output / f"{name}.safetensors")
+        norms = two.pop("norms")
+        assert max((weights[k] - two[k]).abs().max().item() for k in weights if k != "rows_seen") < 1e-10, name
+        assert norms.tolist() == pytest.approx([o.grad_norm for o in outcomes], rel=1e-10)
+        assert found[name]["recoveries"] == recoveries, name
+        assert [len(lines) for lines in found[name]["said"]] == recoveries
+    assert "rank 1" in found["forward on rank 1"]["said"][1][0]
+
+
+@pytest.mark.distributed
+def test_ranks_take_measures_together_and_end_together(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    _, found = two_ranks
+    for rank in found["measure"]["ranks"]:
+        assert (rank["taken"], rank["error"], rank["unchanged"]) == (["cannot", "checkpoint"], None, False)
+    one, other = found["no measure"]["ranks"]
+    assert one == other
+    assert one["taken"] == ["cannot"]
+    assert one["unchanged"]
+    assert not one["gradients"]
+    assert one["error"]["intact"]
+    assert one["error"]["shape"][0] == 1
+    assert "rank 1, which cannot be split" in one["error"]["text"]
+    one, other = found["optimizer"]["ranks"]
+    assert one == other
+    assert "no memory for the optimizer" in one[0]
+    assert one[1] is False  # rank 0 has made its update
+
+
+@pytest.mark.distributed
+def test_parameter_used_on_one_rank_gets_its_gradient_on_both(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    _, found = two_ranks
+    (seen, moved), other = found["partly used"]["ranks"]
+    assert [seen, moved] == other
+    assert seen == [True, True, True, True, False, False]
+    assert np.abs(np.array(moved) - np.array(found["partly used"]["expected"])).max() < 1e-10
+
+
+@pytest.mark.distributed
+def test_autocast_stays_on_and_communication_hooks_are_refused(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    _, found = two_ranks
+    assert found["precision"] == {"dtypes": ["torch.bfloat16"], "refused": True}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that can run out of memory")
+def test_real_fault_on_a_gpu_gives_the_same_update() -> None:
+    def updated(step: Callable[..., StepOutcome]) -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(0)
+        accelerator = Accelerator()
+        network = nn.Sequential(nn.Embedding(512, 512), *[nn.Linear(512, 512) for _ in range(8)]).double()
+        model, optimizer = accelerator.prepare(ModelWithKeyword(network), torch.optim.SGD(network.parameters(), lr=1.0))
+        ids = torch.randint(512, (8, 4096), generator=torch.Generator().manual_seed(1))
+        window = [MicroBatch({"input_ids": ids}, ids, ids.numel(), tuple(range(8)), ids.numel())]
+        torch.cuda.reset_peak_memory_stats()
+        step(accelerator, model, optimizer, window, Optimization(max_grad_norm=None))
+        weights = {k: v.detach().clone() for k, v in network.state_dict().items()}
+        return weights, torch.cuda.max_memory_allocated()
+
+    weights, peak = updated(optimizer_step)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    said: list[str] = []
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.7 * peak / total)
+        recovered, _ = updated(RecoveringStep(said.append))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert said
+    assert largest_difference(weights, recovered) < 1e-10
+
+
+class ModelWithKeyword(ModelWithLoss):
+    """For a model that takes its ids by position."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(_ByPosition(model))
+
+
+class _ByPosition(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids)
+
+
+@pytest.mark.parametrize("fail_at", [2, 5])
+def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int) -> None:
+    """A copy runs out of memory in the first forward or backward: the update is the same, no memory stays taken."""
+
+    def update(step: Callable[..., StepOutcome], transfers: LazyCopies | None) -> tuple[dict[str, Tensor], Any]:
+        network = built({**TINY_LLAMA, "num_hidden_layers": 3}, tiled_mlp=True, mlp_tile_tokens=3).double()
+        offload = offloaded(network, transfers) if transfers is not None else None
+        return trained(network, step)[0], offload  # pyright: ignore[reportArgumentType]
+
+    expected, _ = update(optimizer_step, None)
+    transfers, said = LazyCopies(), []
+    transfers.fail_at = fail_at
+    recovered, offload = update(RecoveringStep(said.append), transfers)
+    assert largest_difference(expected, recovered) < 1e-10
+    assert len(said) == 1 and ("forward" if fail_at == 2 else "backward") in said[0]
+    assert len(offload._free) == len(transfers.buffers) > 0

@@ -1,0 +1,271 @@
+"""Documents that share a row: loss and gradients of each as if it were alone, and no tensor of S × S."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from train.errors import UserError
+from train.extras.long_sequences import attention
+from train.extras.long_sequences.packing import collate_packed, joined
+from train.loss import ModelWithLoss
+from train.model import enable_checkpointing
+from train.records import Documents, MicroBatch
+from train.tasks.base import attention_inputs, pad
+
+SIZES = {"num_hidden_layers": 2, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}
+GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, **GQA},
+    "mistral": {**SIZES, **GQA, "sliding_window": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+}  # fmt: skip
+MASKED: dict[str, dict[str, Any]] = {
+    "bert": {**SIZES, **NO_DROPOUT, "num_attention_heads": 2},
+    "modernbert": {**SIZES, **MARKS, "num_attention_heads": 2, "num_hidden_layers": 3, "local_attention": 6,
+                   "global_attn_every_n_layers": 3},
+}  # fmt: skip
+ROWS = {"cut alike": [[9, 7], [9, 7]], "cut in their own ways": [[3, 9, 4], [16], [10, 5]]}
+
+
+def built(model_type: str, fields: dict[str, Any], dtype: torch.dtype = torch.float64, name: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    factory = AutoModelForMaskedLM if model_type in MASKED else AutoModelForCausalLM
+    attention.register()
+    model = factory.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation=name, dtype=dtype)
+    model.config.use_cache = False
+    if name == attention.NAME:
+        attention.tell_documents(model)
+    return model
+
+
+def collate(members: Any, seed: Any, pad_id: int) -> MicroBatch:
+    """Labels (B, S) for each token, whatever the model."""
+    tokens = [torch.as_tensor(member["tokens"]) for member in members]
+    labels = [row.roll(-1) for row in tokens]
+    count = sum(map(len, tokens))
+    return MicroBatch(attention_inputs(tokens, pad_id), pad(labels, -100), count, tuple(range(len(tokens))), count)
+
+
+def batches(rows: list[list[int]]) -> tuple[MicroBatch, MicroBatch]:
+    """The same documents packed and padded."""
+    generator = torch.Generator().manual_seed(1)
+    members = [
+        [{"tokens": torch.randint(3, 97, (n,), generator=generator), "length": n, "id": 0} for n in row] for row in rows
+    ]
+    packed = collate_packed([{**joined(row), "id": i} for i, row in enumerate(members)], (0,), 0, collate)
+    return packed, collate([member for row in members for member in row], (0,), 0)
+
+
+def loss_and_gradients(model: Any, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    batch = batch.to(torch.device("cpu"))
+    loss = ModelWithLoss(model)(batch.inputs, batch.labels, num_targets=batch.num_targets)
+    loss.backward()
+    return loss.detach(), {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("model_type", [*CAUSAL, *MASKED])
+def test_loss_and_gradients_are_those_of_the_padded_batch(model_type: str, rows: list[list[int]]) -> None:
+    fields = {**CAUSAL, **MASKED}[model_type]
+    packed, padded = batches(rows)
+    loss, gradients = loss_and_gradients(built(model_type, fields), padded)
+    model = built(model_type, fields, name=attention.NAME)
+    for checkpointing in ("none", "full", "selective"):
+        enable_checkpointing(model, checkpointing)
+        model.train()
+        found, others = loss_and_gradients(model, packed)
+        assert found.item() == pytest.approx(loss.item(), rel=1e-12)
+        assert gradients.keys() == others.keys()
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, others[name], rtol=0, atol=1e-10), name
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+def largest(model: Any, batch: MicroBatch) -> int:
+    with Largest() as seen:
+        loss_and_gradients(model, batch)
+    return seen.elements
+
+
+@pytest.mark.parametrize(
+    ("model_type", "row"),
+    [("llama", [100, 300, 112]), ("mistral", [100, 300, 112]), ("mistral", [512]), ("modernbert", [100, 300, 112])],
+)
+def test_no_tensor_has_as_many_elements_as_a_mask(model_type: str, row: list[int]) -> None:
+    fields = {**CAUSAL, **MASKED}[model_type]
+    packed, _ = batches([row])
+    told = built(model_type, fields, torch.float32, attention.NAME)
+    assert largest(told, packed) < 512 * 512 / 3
+    packed.inputs["attention_mask"] = torch.ones_like(packed.labels)
+    packed.inputs["attention_mask"][:, -1] = 0
+    plain = built(model_type, fields, torch.float32)
+    without = MicroBatch(packed.inputs, packed.labels, packed.num_targets, (0,), packed.num_tokens)
+    assert largest(plain, without) >= 512 * 512  # what transformers makes for a mask
+
+
+def test_sliding_window_of_whole_rows_needs_no_mask() -> None:
+    fields = {**CAUSAL["mistral"], "sliding_window": 16}
+    ids = torch.randint(3, 97, (2, 512), generator=torch.Generator().manual_seed(2))
+    batch = MicroBatch({"input_ids": ids}, ids.roll(-1, 1), ids.numel(), (0, 1), ids.numel())
+    model, told = built("mistral", fields), built("mistral", fields, name=attention.NAME)
+    loss, gradients = loss_and_gradients(model, batch)
+    found, others = loss_and_gradients(told, batch)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert all(torch.allclose(gradient, others[name], rtol=0, atol=1e-10) for name, gradient in gradients.items())
+    assert largest(told, batch) < 2 * 512 * 128
+    assert largest(model, batch) >= 512 * 512
+
+
+def test_a_mask_or_a_cache_is_left_to_sdpa() -> None:
+    model, told = built("llama", CAUSAL["llama"]).eval(), built("llama", CAUSAL["llama"], name=attention.NAME).eval()
+    ids = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        assert torch.equal(model(ids, attention_mask=mask).logits, told(input_ids=ids, attention_mask=mask).logits)
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask, "pad_token_id": 0, "use_cache": True}
+    assert torch.equal(model.generate(ids, **options), told.generate(ids, **options))
+
+
+# What a card would be asked
+
+
+def visible(documents: Documents, window: tuple[int, int]) -> Tensor:
+    """(T, T) what torch documents of flash attention over lengths: which of all rows' tokens sees which."""
+    number = torch.cat([torch.full((n,), i) for i, n in enumerate(n for row in documents.lengths for n in row)])
+    place = torch.arange(len(number))
+    left, right = (len(place) if reach < 0 else reach for reach in window)
+    ahead = place - place.unsqueeze(1)
+    return (number == number.unsqueeze(1)) & (ahead >= -left) & (ahead <= right)
+
+
+@contextmanager
+def as_on_a_card(patch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Has attention believe that the CPU has flash attention over lengths; what it was called with."""
+    calls: list[Any] = []
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, cuts: Tensor, *rest: Any, scale: float, window_size: Any) -> Tensor:
+        cuts_again, longest, longest_again = rest
+        assert cuts.dtype == torch.int32 and cuts is cuts_again
+        assert longest == longest_again == max(cuts.diff())
+        calls.append((q.dtype, window_size))
+        lengths = tuple(cuts.diff().tolist())
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        seen = visible(Documents((lengths,), cuts), window_size)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    with patch.context() as patched:
+        patched.setattr(attention, "_flash_of_lengths", lambda: flash)
+        patched.setattr(attention, "_suits_flash", lambda query, value: True)
+        yield calls
+
+
+@pytest.mark.parametrize("model_type", [*CAUSAL, *MASKED])
+def test_one_call_for_all_documents_says_the_same(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {**CAUSAL, **MASKED}[model_type]
+    packed, padded = batches(ROWS["cut in their own ways"])
+    loss, gradients = loss_and_gradients(built(model_type, fields), padded)
+    with as_on_a_card(monkeypatch) as calls:
+        found, others = loss_and_gradients(built(model_type, fields, name=attention.NAME), packed)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert all(torch.allclose(gradient, others[name], rtol=0, atol=1e-10) for name, gradient in gradients.items())
+    windows = {
+        "llama": {(-1, 0)}, "gpt2": {(-1, 0)}, "mistral": {(3, 0)}, "bert": {(-1, -1)}, "modernbert": {(-1, -1), (3, 3)}
+    }  # fmt: skip
+    assert {window for _, window in calls} == windows[model_type]
+
+
+def test_the_kernel_gets_what_autocast_would_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = batches([[9, 7]])
+    with as_on_a_card(monkeypatch) as calls, torch.autocast("cpu", torch.bfloat16):
+        loss_and_gradients(built("llama", CAUSAL["llama"], torch.float32, attention.NAME), packed)
+    assert {dtype for dtype, _ in calls} == {torch.bfloat16}
+
+
+def test_this_torch_has_flash_attention_over_lengths_with_windows() -> None:
+    assert attention._flash_of_lengths() is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", [*CAUSAL, *MASKED])
+def test_flash_attention_over_lengths_on_a_card(model_type: str) -> None:
+    fields = {**CAUSAL, **MASKED}[model_type]
+    packed, padded = (batch.to(torch.device("cuda")) for batch in batches(ROWS["cut in their own ways"]))
+    found = {}
+    for name, batch in ((attention.NAME, packed), ("sdpa", padded)):
+        model = ModelWithLoss(built(model_type, fields, torch.float32, name).cuda())
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(batch.inputs, batch.labels)
+        loss.backward()
+        found[name] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    (loss, gradient), (other_loss, other_gradient) = found.values()
+    assert loss == pytest.approx(other_loss, rel=5e-3)
+    assert (gradient - other_gradient).norm() < 0.02 * other_gradient.norm()  # bf16 has 8 bits
+
+
+def test_flash_attention_of_its_own_package_is_told_lengths_in_its_words() -> None:
+    model = built("llama", CAUSAL["llama"])
+    model.config._attn_implementation_internal = "flash_attention_2"
+    documents = Documents.of([[3, 9, 4], [16]])
+    _, given = attention._arguments(model, (), {"input_ids": 1, "documents": documents})
+    assert torch.equal(given.pop("cu_seq_lens_q"), torch.tensor([0, 3, 12, 16, 32], dtype=torch.int32))
+    assert torch.equal(given.pop("cu_seq_lens_k"), documents.boundaries)
+    assert given == {"input_ids": 1, "max_length_q": 16, "max_length_k": 16}
+
+
+# Which models can be told
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97}, "0 of 2 layers"),
+        ("roberta", {**SIZES, "num_attention_heads": 2}, "numbers positions in its own way"),
+        ("gemma2", {**SIZES, **GQA, "head_dim": 8}, "its attention uses softcap"),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "trying it failed"),
+    ],
+)
+def test_models_that_cannot_keep_documents_apart_are_refused(
+    model_type: str, fields: dict[str, Any], reason: str
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+    with pytest.raises(UserError, match=f"packing: {model_type} .*{reason}"):
+        attention.check_documents(model)
+
+
+def test_the_trial_leaves_the_model_alone() -> None:
+    model = built("llama", CAUSAL["llama"], name=attention.NAME)
+    before = copy.deepcopy(model.state_dict())
+    attention.check_documents(model)
+    packed, padded = batches(ROWS["cut alike"])
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert model.training and model.config._attn_implementation == attention.NAME
+    loss, _ = loss_and_gradients(model, packed)
+    other, _ = loss_and_gradients(built("llama", CAUSAL["llama"]), padded)
+    assert loss.item() == pytest.approx(other.item(), rel=1e-12)

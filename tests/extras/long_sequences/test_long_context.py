@@ -1,0 +1,143 @@
+"""Rotary positions scaled and windows that slide: what the model computes, and what its configuration says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_main import _own_signals as _own_signals
+from test_main import train
+from transformers import AutoModelForCausalLM
+
+from train.config import Architecture
+from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
+from train.extras.long_sequences import attention
+from train.model import build_model
+from train.tokenization import load_tokenizer
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 1, "max_position_embeddings": 64}
+MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+MODERNBERT = {**SIZES, **MARKS, "model_type": "modernbert", "max_position_embeddings": 64, "local_attention": 8}
+
+
+def built(model_config: dict[str, Any], max_length: int, task: str = "AutoModelForCausalLM", **fields: Any) -> Any:
+    architecture = Architecture(model_config=model_config, **fields)
+    return build_model(architecture, task, load_tokenizer("bytes", ()), max_length)
+
+
+def frequencies(model: Any) -> torch.Tensor:
+    return next(buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
+
+
+def test_linear_divides_every_frequency_by_the_factor() -> None:
+    plain, scaled = built(LLAMA, 64), built(LLAMA, 256, rope_scaling="linear")
+    assert torch.equal(frequencies(scaled), frequencies(plain) / 4)
+    assert scaled.config.rope_parameters["factor"] == 4.0
+    assert scaled.config.max_position_embeddings == 256
+    halved = built(LLAMA, 100, rope_scaling="linear", rope_scaling_factor=2)
+    assert torch.equal(frequencies(halved), frequencies(plain) / 2)
+
+
+def test_yarn_divides_slow_frequencies_keeps_fast_ones_and_sharpens_attention() -> None:
+    plain, scaled = built(LLAMA, 64), built(LLAMA, 256, rope_scaling="yarn")
+    theta = plain.config.rope_parameters["rope_theta"]
+    head_size = 16
+
+    def turns(turns_in_training: float) -> float:  # which pair of dimensions turns so often in 64 positions
+        return head_size * math.log(64 / (turns_in_training * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(turns(32)), 0), min(math.ceil(turns(1)), head_size - 1)
+    ramp = ((torch.arange(head_size // 2) - low) / (high - low)).clamp(0, 1)
+    expected = frequencies(plain) * (1 - ramp) + frequencies(plain) / 4 * ramp
+    assert torch.allclose(frequencies(scaled), expected, rtol=1e-6)
+    rotary = next(m for m in scaled.modules() if hasattr(m, "attention_scaling"))
+    assert rotary.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    assert scaled.config.rope_parameters["original_max_position_embeddings"] == 64
+
+
+def test_only_layers_that_see_everything_are_scaled() -> None:
+    model = built(MODERNBERT, 128, "AutoModelForMaskedLM", rope_scaling="yarn")
+    rope = model.config.rope_parameters
+    assert rope["full_attention"]["factor"] == 2.0
+    assert rope["sliding_attention"]["rope_type"] == "default"
+
+
+def test_a_window_hides_what_is_further_back() -> None:
+    ids = torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[0, 0] = (ids[0, 0] + 1) % 60
+    for model_type in ("mistral", "qwen3"):
+        torch.manual_seed(0)
+        fields = {**LLAMA, "model_type": model_type, "num_hidden_layers": 1}
+        model = built(fields, 64, sliding_window=8).eval()
+        assert model.config._attn_implementation == attention.NAME
+        with torch.no_grad():
+            one, two = model(input_ids=ids).logits, model(input_ids=other).logits
+        assert not torch.equal(one[0, 7], two[0, 7])
+        assert torch.equal(one[0, 8:], two[0, 8:])
+
+
+def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:
+    assert built({**LLAMA, "model_type": "mistral"}, 64, sliding_window=64).config._attn_implementation == "sdpa"
+    assert built(MODERNBERT, 64, "AutoModelForMaskedLM").config._attn_implementation == attention.NAME
+    assert built(MODERNBERT, 64, "AutoModelForMaskedLM", sliding_window=6).config.local_attention == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_length", "options", "message"),
+    [
+        ({"model_type": "gpt2", "n_embd": 8, "n_head": 1}, 64, {"rope_scaling": "yarn"}, "yarn .* gpt2 has none"),
+        (LLAMA, 64, {"rope_scaling": "linear"}, "max_length 64 is within the model's 64 positions"),
+        (
+            {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            256,
+            {"rope_scaling": "yarn"},
+            r"llama already scales its own \(linear\)",
+        ),
+        (LLAMA, 64, {"sliding_window": 8}, "sliding_window: 8: llama sees all positions"),
+        (LLAMA, 200, {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}, "max_length: 200 is more than .* 128"),
+        (LLAMA, 200, {}, "--rope_scaling yarn"),
+    ],
+)
+def test_what_a_model_does_not_have_is_said(
+    fields: dict[str, Any], max_length: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        built(fields, max_length, **options)
+
+
+def test_final_holds_what_was_changed(llama_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {**LLAMA, "model_type": "qwen3", "max_position_embeddings": 16, "head_dim": 16}
+    flags = ("--model_config", json.dumps(fields), "--rope_scaling", "yarn", "--sliding_window", 8, "--max_steps", 2)
+    assert train(llama_recipe, tmp_path / "run", *flags) == EXIT_DONE
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert model.config.sliding_window == 8
+    assert model.config.layer_types == ["sliding_attention"] * 2
+    keys = ("rope_type", "factor", "original_max_position_embeddings")
+    rope = {key: model.config.rope_parameters[key] for key in keys}
+    assert rope == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert model.config.max_position_embeddings == 64
+    capsys.readouterr()
+    assert train(llama_recipe, tmp_path / "run", *flags[:-2], "--sliding_window", 4, "--max_steps", 3) == EXIT_ERROR
+    assert "sliding_window" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rope_scaling_factor", 2), "rope_scaling_factor needs rope_scaling"),
+        (("--rope_scaling", "yarn", "--rope_scaling_factor", 1), "rope_scaling_factor: 1.0 must be more than 1"),
+        (("--sliding_window", 0), "sliding_window: 0 is too small"),
+        (("--model", "nowhere:made", "--tokenizer", "bytes", "--sliding_window", 4), "module:function brings none"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_loaded(
+    llama_recipe: Path, tmp_path: Path, flags: tuple[Any, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(llama_recipe, tmp_path / "run", *flags) == EXIT_USAGE
+    assert message in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""Sequence-length warm-up: short to long at the same tokens per step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from test_attention import CAUSAL, MASKED, batches, built, loss_and_gradients
+from test_main import _own_signals as _own_signals
+from test_main import checkpoint_digests, stopping_after, train
+
+from train.config import Config, from_values
+from train.errors import EXIT_DONE, EXIT_STOPPED, UsageError
+from train.extras.long_sequences import attention
+from train.extras.long_sequences.length_warmup import cut, sequence_length_at
+from train.extras.meter.tracker import StorageTracker
+from train.extras.report.files import read_metrics
+from train.launch import Launch, check_launch
+from train.loss import ModelWithLoss
+from train.records import IGNORE, MicroBatch
+from train.step import optimizer_step
+
+
+def config(steps: int, start: int, max_length: int) -> Config:
+    return from_values(
+        {"sequence_length_warmup_steps": steps, "sequence_length_warmup_start": start, "max_length": max_length}
+    )
+
+
+def padded(lengths: list[int], width: int) -> MicroBatch:
+    labels = torch.full((len(lengths), width), IGNORE)
+    for row, length in enumerate(lengths):
+        labels[row, :length] = torch.arange(length) + 100 * row
+    ids = (labels + 1).clamp(min=0)
+    return MicroBatch({"input_ids": ids}, labels, sum(lengths), tuple(range(len(lengths))), sum(lengths))
+
+
+def test_lengths_double_until_all() -> None:
+    for_steps = [sequence_length_at(step, config(8, 64, 1024)) for step in range(10)]
+    assert for_steps == [64, 64, 128, 128, 256, 256, 512, 512, 1024, 1024]
+    assert [sequence_length_at(step, config(3, 48, 100)) for step in range(4)] == [48, 48, 96, 100]
+    assert [sequence_length_at(step, config(0, 64, 512)) for step in (0, 9)] == [512, 512]
+
+
+def test_pieces_hold_the_same_tokens_and_targets() -> None:
+    batch = padded([8, 5, 2], 8)
+    found = cut(batch, 4, causal=True)
+    assert found.labels.tolist() == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [100, 101, 102, 103], [104, IGNORE, IGNORE, IGNORE], [200, 201, IGNORE, IGNORE]
+    ]  # fmt: skip
+    assert found.inputs["input_ids"].shape == (5, 4)
+    assert torch.equal(found.inputs["input_ids"], (found.labels + 1).clamp(min=0))
+    assert (found.num_targets, found.num_tokens, found.example_ids) == (15, 15, (0, 1, 2))
+    assert cut(batch, 8, causal=True) is batch
+
+
+def test_a_length_that_does_not_divide_pads_and_masks_where_padding_could_be_seen() -> None:
+    assert "attention_mask" not in cut(padded([7, 7], 7), 4, causal=True).inputs
+    found = cut(padded([7, 7], 7), 4, causal=False)
+    assert found.inputs["attention_mask"].tolist() == [[1] * 4, [1, 1, 1, 0]] * 2
+    assert "attention_mask" not in cut(padded([8, 8], 8), 4, causal=False).inputs
+
+
+def test_a_batch_without_targets_keeps_a_row() -> None:
+    empty = padded([0], 8)
+    assert cut(empty, 4, causal=True).labels.shape == (1, 4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "modernbert"])
+def test_a_packed_row_is_cut_into_pieces_of_its_documents(model_type: str) -> None:
+    """Against the same pieces as examples of their own."""
+    packed, _ = batches([[3, 9, 4], [16], [10, 5]])
+    found = cut(packed, 8, causal=True)
+    assert found.documents is not None
+    assert found.documents.lengths == ((3, 5), (4, 4), (8,), (8,), (8,), (2, 5, 1))
+    assert found.inputs["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    ids, labels = found.inputs["input_ids"].flatten(), found.labels.flatten()
+    lengths = [n for row in found.documents.lengths for n in row]
+    pad = torch.nn.utils.rnn.pad_sequence
+    pieces = pad(list(ids.split(lengths)), batch_first=True)
+    mask = pad([torch.ones(n, dtype=torch.long) for n in lengths], batch_first=True)
+    alone = MicroBatch(
+        {"input_ids": pieces, "attention_mask": mask},
+        pad(list(labels.split(lengths)), batch_first=True, padding_value=IGNORE),
+        found.num_targets, (), found.num_tokens,
+    )  # fmt: skip
+    fields = {**CAUSAL, **MASKED}[model_type]
+    loss, gradients = loss_and_gradients(built(model_type, fields), alone)
+    other, others = loss_and_gradients(built(model_type, fields, name=attention.NAME), found)
+    assert other.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert all(torch.allclose(gradient, others[name], rtol=0, atol=1e-10) for name, gradient in gradients.items())
+
+
+def test_a_cut_step_takes_no_more_memory_than_a_whole_one() -> None:
+    def peak(length: int) -> int:
+        accelerator: Any = Accelerator(cpu=True)
+        network = built("llama", CAUSAL["llama"], torch.float32)
+        model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(97, (2, 512), generator=generator)
+        window = [cut(MicroBatch({"input_ids": ids}, ids.roll(-1, 1), 1024, (0, 1), 1024), length, causal=True)]
+        optimizer_step(accelerator, model, optimizer, window, Config().optimization)
+        with StorageTracker("cpu") as tracker:
+            optimizer_step(accelerator, model, optimizer, window, Config().optimization)
+        return tracker.peak.num_bytes
+
+    assert peak(64) <= peak(128) <= peak(512)
+
+
+def test_run_with_a_warmup_resumes_exactly_and_logs_the_length(llama_recipe: Path, tmp_path: Path) -> None:
+    flags = ("--sequence_length_warmup_steps", 3, "--sequence_length_warmup_start", 16, "--max_steps", 4)
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert train(llama_recipe, whole, *flags) == EXIT_DONE
+    rows = [row for row in read_metrics(whole / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["sequence_length"] for row in rows] == [16, 16, 32, 64]
+    assert train(llama_recipe, pieces, *flags, *stopping_after(2)) == EXIT_STOPPED
+    assert train(llama_recipe, pieces, *flags) == EXIT_DONE
+    assert checkpoint_digests(whole, 4) == checkpoint_digests(pieces, 4)
+    tokens = [row["tokens_seen"] for row in rows]
+    assert train(llama_recipe, tmp_path / "without", "--max_steps", 4) == EXIT_DONE
+    without = [r for r in read_metrics(tmp_path / "without" / "metrics.jsonl") if r["kind"] == "train"]
+    assert [row["tokens_seen"] for row in without] == tokens
+    assert [row["loss"] for row in without] != [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["context_size", "sequence_size"])
+def test_sequences_divided_among_ranks_are_not_cut(name: str) -> None:
+    launch = replace(Launch(world_size=2, engine="deepspeed" if name == "sequence_size" else "fsdp2"), **{name: 2})
+    with pytest.raises(UsageError, match=r"sequence_length_warmup_steps: 5 does not go with .* set it to 0"):
+        check_launch(launch, from_values({"sequence_length_warmup_steps": 5}))

@@ -1,0 +1,293 @@
+"""Losses by the kernels of libraries: the same loss and gradients, each refused where it would be wrong."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_losses import OBJECTIVES, by_definition, error, full_sum, gradients, head_example, network
+from torch import Tensor, nn
+
+from train.config import from_values, parse
+from train.cross_entropy import PLAIN, Objective
+from train.errors import UsageError, UserError
+from train.extras.losses import fused
+from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
+from train.launch import Launch, check_launch
+from train.loss import MIN_CHUNKED_CLASSES, ModelWithLoss, choose_loss, describe_loss, place_of
+from train.records import IGNORE
+
+CPU = Place("cpu", torch.float32)
+H100 = Place("cuda", torch.bfloat16, (9, 0))
+TURING = Place("cuda", torch.float16, (7, 5))
+has_torch_loss = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13")
+
+
+@has_torch_loss
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_torch_gives_the_loss_and_gradients_of_all_logits(
+    dtype: torch.dtype, tolerance: float, with_bias: bool
+) -> None:
+    tensors, labels = head_example(with_bias, dtype)
+    found = gradients(torch_sum, tensors, labels, scale=1 / 3)
+    assert max(error(found, gradients(full_sum, tensors, labels))) < tolerance
+
+
+@has_torch_loss
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_torch_in_half_precision_sums_in_fp32_and_takes_loss_scaling(half: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors: list[Tensor | None] = [
+        torch.randn(500, 16, generator=generator), torch.randn(40, 16, generator=generator) / 4, None,
+    ]  # fmt: skip
+    labels = torch.randint(40, (500,), generator=generator)
+    exact = gradients(full_sum, [None if t is None else t.double() for t in tensors], labels)
+    tiny = 1e-7
+    found = error(gradients(torch_sum, tensors, labels, half, scale=tiny * 2**16), exact)
+    assert found[0] < 1e-3  # summed in bf16 it would be 1e-2
+    assert max(found) < 1e-2
+    if half == torch.float16:
+        assert max(error(gradients(torch_sum, tensors, labels, half, scale=tiny), exact)) > 0.1
+
+
+@has_torch_loss
+def test_torch_leaves_out_what_is_no_target() -> None:
+    tensors, labels = head_example()
+    labels[1, 2:] = IGNORE
+    expected = gradients(full_sum, tensors, labels)
+
+    def few(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        return torch_sum(hidden, weight, bias, labels, num_targets=4 if labels[1, 1] != IGNORE else 3)
+
+    assert max(error(gradients(few, tensors, labels), expected)) < 1e-14
+
+
+class CutCrossEntropy:
+    """Stands for the package on a machine without its device: the same signature, all logits."""
+
+    def __init__(self, early: bool = False) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+        def latest(
+            e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+            reduction: str = "mean", filter_eps: Any = "auto", accum_c_fp32: bool = False, impl: str = "cce",
+        ) -> Tensor:  # fmt: skip
+            self.calls.append({"dtypes": (e.dtype, c.dtype), "impl": impl, "bias": bias is not None})
+            return F.cross_entropy(F.linear(e, c, bias), targets, ignore_index=ignore_index, reduction=reduction)
+
+        def first(
+            e: Tensor, c: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean",
+            filter_eps: Any = "high", impl: str = "cce",
+        ) -> Tensor:  # fmt: skip
+            self.calls.append({"dtypes": (e.dtype, c.dtype), "filter_eps": filter_eps})
+            return F.cross_entropy(F.linear(e, c), targets, ignore_index=ignore_index, reduction=reduction)
+
+        self.linear_cross_entropy = first if early else latest
+
+
+class Liger:
+    """The same for Liger Kernel, gradients included: none is prepared where the input needs none."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+        class Loss(nn.Module):
+            def __init__(inner, **options: Any) -> None:  # noqa: N805
+                super().__init__()
+                self.options = options
+
+            def forward(inner, weight: Tensor, hidden: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:  # noqa: N805
+                if not hidden.requires_grad:
+                    weight, bias = weight.detach(), None if bias is None else bias.detach()
+                objective = Objective(self.options["label_smoothing"], self.options["lse_square_scale"])
+                return by_definition(hidden, weight, bias, labels, objective)
+
+        self.LigerFusedLinearCrossEntropyLoss = Loss
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, package: str, content: Any) -> None:
+    """``package`` is there, and so is Triton."""
+    names = {"cut_cross_entropy": "cut_cross_entropy", "liger_kernel": "liger_kernel.transformers"}
+    for name in (package, names[package], "triton"):
+        module = ModuleType(name)
+        module.__dict__.update(vars(content))
+        monkeypatch.setitem(sys.modules, name, module)
+    here = fused.find_spec
+    monkeypatch.setattr(fused, "find_spec", lambda name: name if name in (package, "triton") else here(name))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_cce_is_asked_for_exact_sums_and_its_loss_summed_in_fp32(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = CutCrossEntropy(early)
+    pretend(monkeypatch, "cut_cross_entropy", package)
+    tensors, labels = head_example(with_bias=not early, dtype=torch.float32)
+    expected = gradients(full_sum, [None if t is None else t.double() for t in tensors], labels)
+    found = gradients(cce_sum, tensors, labels, torch.bfloat16)
+    assert max(error(found, expected)) < 0.02
+    halves = (torch.bfloat16, torch.bfloat16)
+    assert package.calls == [
+        {"dtypes": halves, "filter_eps": None} if early else
+        {"dtypes": halves, "impl": "cce_kahan_full_c", "bias": True}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", [PLAIN, *OBJECTIVES], ids=str)
+def test_liger_is_asked_for_the_objective_and_fp32_sums(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Liger()
+    pretend(monkeypatch, "liger_kernel", package)
+    tensors, labels = head_example()
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        return liger_sum(hidden, weight, bias, labels, objective=objective)
+
+    def exact(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        return by_definition(hidden, weight, bias, labels, objective)
+
+    assert max(error(gradients(loss, tensors, labels), gradients(exact, tensors, labels))) < 1e-13
+    assert package.options["accum_dtype"] == torch.float32 and package.options["reduction"] == "sum"
+    hidden, weight, bias = tensors
+    assert hidden is not None and weight is not None
+    learned = weight.clone().requires_grad_()
+    loss(hidden, learned, bias, labels).backward()  # nothing before the output embedding learns
+    assert learned.grad is not None
+    torch.testing.assert_close(learned.grad, gradients(exact, tensors, labels)[2])
+    with pytest.raises(ValueError, match="wrong under fp16"):
+        loss(hidden.half(), weight.half(), None, labels)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "place", "objective", "message"),
+    [
+        pytest.param("torch", CPU, Objective(0.1), "no label smoothing", marks=has_torch_loss),
+        ("torch", Place("cpu", torch.float32, divides_classes=True), PLAIN, "tensor parallelism"),
+        ("cce", CPU, PLAIN, "CUDA devices alone"),
+        ("cce", TURING, PLAIN, "Ampere"),
+        ("cce", Place("cuda", torch.float32, (8, 0)), PLAIN, "--mixed_precision bf16"),
+        ("cce", H100, Objective(0.0, 1e-4), "no z-loss"),
+        ("cce", H100, PLAIN, r"not installed: pip install '.\[cce\]'"),
+        ("liger", CPU, PLAIN, "CUDA devices alone"),
+        ("liger", TURING, PLAIN, "before loss scaling"),
+        ("liger", H100, PLAIN, r"not installed: pip install '.\[liger\]'"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_said_with_what_would_do(
+    kernel: str, place: Place, objective: Objective, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    model = network("llama")
+    with pytest.raises(UserError, match=f"^loss: {kernel} .*{message}.*(chunked|auto)"):
+        choose_loss(kernel, model, place, objective)
+
+
+def test_an_old_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    assert "needs torch 2.13" in (obstacle_to("torch", CPU, False) or "")
+
+
+def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    assert best_kernel(H100, False) == best_kernel(CPU, False) == "chunked"
+    pretend(monkeypatch, "liger_kernel", Liger())
+    assert best_kernel(H100, False) == "liger" and best_kernel(CPU, False) == "chunked"
+    assert best_kernel(TURING, False) == "chunked"
+    pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy())
+    assert best_kernel(H100, False) == best_kernel(H100, True) == "cce"
+    assert best_kernel(H100, False, Objective(0.1)) == "liger"
+    assert best_kernel(Place("cuda", torch.float32, (9, 0)), False) == "liger"
+    assert best_kernel(Place("cuda", torch.bfloat16, (9, 0), divides_classes=True), False) == "chunked"
+    large = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
+    assert choose_loss("auto", large, H100) == choose_loss("cce", large, H100) == "cce"
+    pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy(early=True))
+    assert choose_loss("auto", large, H100) == "liger" and choose_loss("cce", large, H100) == "cce"
+    assert "sums gradients in half precision" in describe_loss(ModelWithLoss(large, "cce"), "cce")
+    assert "takes no bias" in (obstacle_to("cce", H100, True) or "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--loss", "torch", "--label_smoothing", "0.1"),
+            "loss: torch has no label_smoothing .* --loss auto or chunked",
+        ),
+        (("--loss", "cce", "--z_loss", "1e-4"), "loss: cce has no .* z_loss"),
+        (("--label_smoothing", "1.0"), "label_smoothing: 1.0 must be at least 0 and below 1"),
+        (("--z_loss", "-1e-4"), "z_loss: -0.0001 is too small: at least 0"),
+    ],
+)
+def test_flags_that_cannot_work(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(list(flags))
+
+
+def test_liger_under_fp16_is_refused_whoever_asks_for_fp16() -> None:
+    for launched, asked in (("fp16", None), ("no", "fp16")):
+        config = from_values({"loss": "liger", "mixed_precision": asked})
+        with pytest.raises(UsageError, match="loss: liger is wrong with mixed_precision: fp16"):
+            check_launch(Launch(precision=launched), config)
+    check_launch(Launch(precision="bf16"), from_values({"loss": "liger"}))
+
+
+@has_torch_loss
+def test_a_model_learns_the_same_by_torch_and_says_so() -> None:
+    from test_losses import batch, step
+
+    model = network("llama")
+    expected_loss, expected = step(ModelWithLoss(model))
+    with_loss = ModelWithLoss(model, choose_loss("torch", model, place_of(model, torch.device("cpu"), "no")))
+    loss, found = step(with_loss)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-13, msg=name)
+    scores = with_loss(*batch(), scored=True)
+    torch.testing.assert_close(scores.loss_sums.sum(), expected_loss)
+    assert describe_loss(with_loss, "torch") == "loss: torch, never all logits, by torch's linear_cross_entropy"
+    smoothed = ModelWithLoss(model, "chunked", Objective(0.1, 1e-4))
+    assert describe_loss(smoothed, "auto").endswith(
+        "(auto), never all logits, in chunks, label_smoothing 0.1, z_loss 0.0001"
+    )
+
+
+def test_the_place_is_that_of_the_products() -> None:
+    model, device = network("llama", torch.bfloat16), torch.device("cpu")
+    assert place_of(model, device, "no") == Place("cpu", torch.bfloat16)
+    assert place_of(model, device, "fp16", True) == Place("cpu", torch.float16, divides_classes=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["chunked", "torch", "cce", "liger"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_on_a_card_are_as_good_as_all_logits(kernel: str, dtype: torch.dtype) -> None:
+    place = Place("cuda", dtype, torch.cuda.get_device_capability())
+    if obstacle := obstacle_to(kernel, place, has_bias=False):
+        pytest.skip(obstacle)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2048, 256, device="cuda"), torch.randn(8000, 256, device="cuda") / 16
+    labels = torch.randint(8000, (2048,), device="cuda")
+    labels[:500] = IGNORE
+
+    def found(loss: Any, dtype: torch.dtype, half: torch.dtype | None, scale: float = 2.0**10) -> list[Tensor]:
+        leaves = [t.to(dtype).clone().requires_grad_() for t in (hidden, weight)]
+        with torch.autocast("cuda", half or torch.bfloat16, enabled=half is not None):
+            value = loss(*leaves, None, labels)
+        (value * scale / 1548).backward()
+        return [
+            value.detach().double(),
+            *(leaf.grad.double() * 1548 / scale for leaf in leaves if leaf.grad is not None),
+        ]
+
+    from train.extras.losses.chunked import chunked_sum
+
+    sums = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
+    exact = found(full_sum, torch.float64, None)
+    usual, own = (
+        error(found(full_sum, torch.float32, dtype), exact),
+        error(found(sums[kernel], torch.float32, dtype), exact),
+    )
+    # cce leaves out blocks of the hidden states' gradient below a 32nd of the type's precision
+    assert all(one < 2 * other + 2e-3 for one, other in zip(own, usual, strict=True)), (own, usual)

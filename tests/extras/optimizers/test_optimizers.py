@@ -1,0 +1,610 @@
+"""Optimizers that take less memory: the same update as AdamW where that is promised, and what a run makes of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from support import checkpoint_digests
+from test_main import _own_signals, stopping_after, train
+from torch import Tensor, nn
+
+from train import checkpoint
+from train.config import Config, Optimization
+from train.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from train.extras.activations.recompute import enable_checkpointing
+from train.extras.optimizers.bf16 import ADDED, Bf16AdamW, random_halves, round_at_random_
+from train.extras.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
+from train.launch import Launch, check_launch
+from train.loss import ModelWithLoss
+from train.optim import build_optimizer, step_function
+from train.records import MicroBatch, Progress, StepOutcome
+from train.saving import save
+from train.state import TrainingState
+
+__all__ = ["_own_signals"]
+DEVICE = torch.device("cuda")
+"""Where steps are said to be made, so that there is something to offload from; all tensors are on the CPU."""
+VOCABULARY = 300
+"""So that the embedding has more than the 4,096 elements from which on moments take 8 bits."""
+
+
+def llama(tied: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            attention_bias=True,
+            tie_word_embeddings=tied,
+        )
+    )
+    return nn.Module.to(model, dtype)
+
+
+def batches(count: int) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(VOCABULARY, (2, 9), generator=generator) for _ in range(count)]
+    return [MicroBatch({"input_ids": i}, i, i.numel(), (0, 1), i.numel()) for i in ids]
+
+
+class Training:
+    """A model and its optimizer, as a run puts them together."""
+
+    def __init__(self, config: Optimization, network: nn.Module, chunked: bool = False, cpu: bool = True) -> None:
+        self.config, self.network = config, network
+        self.accelerator = Accelerator(cpu=cpu)
+        optimizer = build_optimizer(network, config, DEVICE)
+        self.model, self.optimizer = self.accelerator.prepare(
+            ModelWithLoss(network, "chunked" if chunked else "full"), optimizer
+        )
+
+    def step(self, batch: MicroBatch) -> StepOutcome:
+        return step_function(self.config)(self.accelerator, self.model, self.optimizer, [batch], self.config)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.network.named_parameters()}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        names = {id(p): name for name, p in self.network.named_parameters()}
+        state = self.optimizer.optimizer.state
+        return {f"{names[id(p)]}.{k}": copy.deepcopy(v) for p, entries in state.items() for k, v in entries.items()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "adamw in bf16": ({}, torch.bfloat16),
+    "8 bits": ({"optimizer": "adamw_8bit"}, torch.float32),
+    "8 bits in bf16": ({"optimizer": "adamw_8bit"}, torch.bfloat16),
+    "offloaded": ({"optimizer_offload": True}, torch.float32),
+    "offloaded in bf16": ({"optimizer_offload": True}, torch.bfloat16),
+    "stochastic": ({"bf16_update": "stochastic"}, torch.bfloat16),
+    "kahan": ({"bf16_update": "kahan"}, torch.bfloat16),
+    "in backward": ({"optimizer_in_backward": True, "max_grad_norm": None}, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    settings, dtype = CASES[name]
+    if settings.get("optimizer") == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config = Optimization(learning_rate=0.01, weight_decay=0.1, **settings)
+
+    def new() -> tuple[Training, TrainingState]:
+        training = Training(config, llama(dtype=dtype))
+        return training, TrainingState(training.network, training.optimizer.optimizer, None, {})
+
+    whole, _ = new()
+    first, state = new()
+    for batch in batches(4):
+        whole.step(batch)
+    for batch in batches(4)[:2]:
+        first.step(batch)
+    saved = save(tmp_path, state, Progress(step=2))
+    second, state = new()
+    second.step(batches(1)[0])  # as a rehearsal does; nothing of it may stay
+    for parameter in second.network.parameters():
+        nn.init.zeros_(parameter)
+    checkpoint.restore(saved, state)
+    assert_same(second.state, first.state)
+    for batch in batches(4)[2:]:
+        second.step(batch)
+    assert_same(second.weights, whole.weights)
+    assert_same(second.state, whole.state)
+
+
+# ---- in host memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clipping", [{"max_grad_norm": 0.1}, {"max_grad_norm": None, "max_grad_value": 1e-3}])
+def test_offloaded_makes_the_update_of_fused_adamw(clipping: dict[str, Any]) -> None:
+    config = Optimization(learning_rate=0.01, weight_decay=0.1, **clipping)
+    plain, offloaded = (Training(replace(config, optimizer_offload=o), llama()) for o in (False, True))
+    assert isinstance(offloaded.optimizer.optimizer, OffloadedAdamW)
+    for batch in batches(3):
+        assert plain.step(batch).grad_norm == offloaded.step(batch).grad_norm
+    assert_same(offloaded.weights, plain.weights)
+    assert_same(offloaded.state, plain.state)
+
+
+def test_offloaded_weights_of_half_precision_have_an_fp32_original() -> None:
+    weight = nn.Parameter(torch.tensor([[1.0, 2.0], [-3.0, 4.0]], dtype=torch.bfloat16))
+    original = nn.Parameter(weight.detach().float())
+    config = Optimization(learning_rate=1e-4, optimizer_offload=True)
+    offloaded = build_optimizer(nn.ParameterList([weight]), config, DEVICE)
+    expected = build_optimizer(nn.ParameterList([original]), config)
+    for step in range(40):
+        weight.grad = torch.full_like(weight, 0.3 + step)
+        original.grad = weight.grad.float()
+        offloaded.step()
+        expected.step()
+    assert torch.equal(offloaded.state[weight][MASTER], original)
+    assert torch.equal(weight, original.bfloat16())
+    assert not torch.equal(weight, torch.tensor([[1.0, 2.0], [-3.0, 4.0]]))  # each step alone would have been lost
+
+
+def test_a_checkpoint_goes_on_with_or_without_offload(tmp_path: Path) -> None:
+    config = Optimization(learning_rate=0.01)
+    expected = Training(config, llama())
+    for batch in batches(4):
+        expected.step(batch)
+    for before, after in ((True, False), (False, True)):
+        first, second = (Training(replace(config, optimizer_offload=o), llama()) for o in (before, after))
+        states = [TrainingState(t.network, t.optimizer.optimizer, None, {}) for t in (first, second)]
+        for batch in batches(4)[:2]:
+            first.step(batch)
+        checkpoint.restore(save(tmp_path / str(before), states[0], Progress(step=2)), states[1])
+        for batch in batches(4)[2:]:
+            second.step(batch)
+        assert_same(second.weights, expected.weights)
+        assert_same(second.state, expected.state)
+
+
+class SlowLink(DirectLink):
+    """Hands over buffers that are used again, as the link to a card does."""
+
+    def __init__(self) -> None:
+        self.buffers = [torch.empty(10_000), torch.empty(10_000)]
+        self.shapes: dict[int, torch.Size] = {}
+        self.in_flight = self.most_in_flight = 0
+
+    def fetch(self, slot: int, gradient: Tensor) -> None:
+        self.buffers[slot].fill_(torch.nan)
+        self.buffers[slot][: gradient.numel()].copy_(gradient.flatten())
+        self.shapes[slot] = gradient.shape
+        self.in_flight += 1
+        self.most_in_flight = max(self.in_flight, self.most_in_flight)
+
+    def arrived(self, slot: int) -> Tensor:
+        self.in_flight -= 1
+        return self.buffers[slot][: self.shapes[slot].numel()].view(self.shapes[slot])
+
+
+def test_the_next_gradient_is_under_way_while_one_is_used() -> None:
+    config = Optimization(learning_rate=0.01)
+    plain, offloaded = (Training(replace(config, optimizer_offload=o), llama()) for o in (False, True))
+    link = offloaded.optimizer.optimizer._link = SlowLink()
+    for batch in batches(2):
+        plain.step(batch)
+        offloaded.step(batch)
+    assert (link.in_flight, link.most_in_flight) == (0, 2)
+    assert_same(offloaded.weights, plain.weights)
+
+
+# ---- in backward -----------------------------------------------------------------------------------------------------
+
+
+IN_BACKWARD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped by value": {"max_grad_value": 1e-3},
+    "adafactor": {"optimizer": "adafactor"},
+    "sgd": {"optimizer": "sgd"},
+    "8 bits": {"optimizer": "adamw_8bit"},
+    "offloaded": {"optimizer_offload": True},
+    "checkpointed": {"checkpointing": "full"},
+    "in chunks": {"chunked": True},
+    "checkpointed, in chunks": {"checkpointing": "selective", "chunked": True},
+    "1-norm": {"grad_norm_type": "1"},
+    "largest": {"grad_norm_type": "inf"},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_in_backward_makes_the_same_update(name: str, tied: bool) -> None:
+    settings = dict(IN_BACKWARD[name])
+    if settings.get("optimizer") == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    checkpointing, chunked = settings.pop("checkpointing", "none"), settings.pop("chunked", False)
+    config = Optimization(learning_rate=0.01, weight_decay=0.1, max_grad_norm=None, **settings)
+    trainings = []
+    for in_backward in (False, True):
+        network = llama(tied)
+        enable_checkpointing(network, checkpointing)
+        trainings.append(Training(replace(config, optimizer_in_backward=in_backward), network, chunked))
+    for batch in batches(3):
+        plain, found = (training.step(batch) for training in trainings)
+        assert found.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+        assert torch.equal(found.loss_sum, plain.loss_sum)
+        assert not found.skipped
+    assert_same(trainings[1].weights, trainings[0].weights)
+    assert_same(trainings[1].state, trainings[0].state)
+
+
+def test_in_backward_no_gradient_outlives_its_update() -> None:
+    training = Training(Optimization(max_grad_norm=None, optimizer_in_backward=True), llama())
+    alive: list[int] = []
+    parameters = list(training.network.parameters())
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in parameters))
+        )
+    training.step(batches(1)[0])
+    assert set(alive) == {1}
+    assert all(p.grad is None for p in parameters)
+    assert len(training.optimizer.param_groups[0]["params"]) > 1  # as they were
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_in_backward_a_gradient_that_is_not_finite_stops_all_later_updates(optimizer: Any) -> None:
+    config = Optimization(optimizer=optimizer, learning_rate=0.01, max_grad_norm=None, optimizer_in_backward=True)
+    training = Training(config, llama(tied=False))
+    training.step(batches(1)[0])
+    before, state = training.weights, training.state
+    weight = training.network.get_parameter("model.layers.1.mlp.up_proj.weight")
+    handle = weight.register_hook(lambda gradient: gradient * torch.inf)
+    outcome = training.step(batches(1)[0])
+    handle.remove()
+    assert outcome.skipped and not outcome.clipped
+    assert not math.isfinite(outcome.grad_norm)
+    after, names = training.weights, list(before)
+    changed = {name for name in names if not torch.equal(before[name], after[name])}
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert "lm_head.weight" in changed  # its gradient came first
+    assert not any(name.startswith(("model.layers.0", "model.embed", "model.layers.1.mlp.up")) for name in changed)
+    for name, value in training.state.items():
+        kept = name.rpartition(".")[0] not in changed
+        assert torch.equal(value, state[name]) is kept, name
+    assert not training.step(batches(1)[0]).skipped
+
+
+def test_in_backward_a_loss_that_is_not_finite_stops_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(Optimization(max_grad_norm=None, optimizer_in_backward=True), llama())
+    training.step(batches(1)[0])
+    before, state = training.weights, training.state
+    plain: Any = ModelWithLoss.forward
+    monkeypatch.setattr(ModelWithLoss, "forward", lambda *a, **k: plain(*a, **k) + torch.inf)  # gradients stay finite
+    outcome = training.step(batches(1)[0])
+    assert outcome.skipped
+    assert math.isnan(outcome.grad_norm)
+    assert_same(training.weights, before)
+    assert_same(training.state, state)
+
+
+# ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_at_random_is_right_on_average_and_exact_where_nothing_is_lost() -> None:
+    value = torch.linspace(-3, 3, 4001)
+    total = sum(round_at_random_(value.clone(), (0, step)).double() for step in range(400))
+    apart = torch.tensor([2.0**-8]) * 4  # between neighbours in bf16 at 3 lies 2^-6
+    assert (total / 400 - value).abs().max() < 5 * apart / 2 / 20  # five standard errors
+    held = value.bfloat16().float()
+    assert torch.equal(round_at_random_(held.clone(), (0, 1)), held)
+    rounded = round_at_random_(value.clone(), (0, 1))
+    assert torch.equal(rounded.bfloat16().float(), rounded)
+
+
+def test_random_numbers_are_even_and_unrelated() -> None:
+    cpu = torch.device("cpu")
+    one, other = (random_halves(2**16, (0, 1, key), cpu).float() for key in (2, 3))
+    assert torch.equal(one, random_halves(2**16, (0, 1, 2), cpu).float())
+    for numbers in (one, other):
+        counts = torch.bincount((numbers / 4096).long(), minlength=16)
+        assert (counts - 4096).abs().max() < 5 * 64
+    pairs = torch.corrcoef(torch.stack([one, other, one.roll(1)]))
+    assert (pairs - torch.eye(3)).abs().max() < 5 / 256
+
+
+def small_updates(update: str, steps: int = 400, seed: int = 42) -> Tensor:
+    """(1000,) ones in bf16 after updates of a thousandth of their spacing's half, all in one direction."""
+    weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    config = Optimization(learning_rate=2.0**-13, bf16_update=update, seed=seed)  # pyright: ignore[reportArgumentType]
+    optimizer = build_optimizer(nn.ParameterList([weight]), config)
+    for _ in range(steps):
+        weight.grad = torch.full_like(weight, 0.5)
+        optimizer.step()
+    return weight.detach().float()
+
+
+def test_random_numbers_are_those_of_the_run_and_the_step_whatever_the_rank() -> None:
+    """Ranks seed their generators apart, and their weights have to stay the same."""
+    found = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        found.append(small_updates("stochastic", 20))
+    assert torch.equal(*found)
+    assert not torch.equal(small_updates("stochastic", 20, seed=1), found[0])
+
+
+def test_small_updates_are_lost_by_rounding_to_the_nearest_alone() -> None:
+    expected = 1 - 400 * 2.0**-13
+    assert torch.equal(small_updates("nearest"), torch.ones(1000))
+    assert small_updates("stochastic").mean() == pytest.approx(expected, abs=2e-3)
+    assert torch.allclose(small_updates("kahan"), torch.tensor(expected), atol=2.0**-8)
+
+
+@pytest.mark.parametrize("update", ["stochastic", "kahan"])
+def test_updates_do_not_depend_on_how_a_parameter_is_cut(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kahan's sum is the same in any pieces; random numbers are those of each piece, so only their mean is."""
+    from train.extras.optimizers import bf16
+
+    found = []
+    for size in (2**18, 128):
+        monkeypatch.setattr(bf16, "CHUNK_ELEMENTS_ON_CPU", size)
+        found.append(small_updates(update, 50))
+    if update == "kahan":
+        assert torch.equal(*found)
+    else:
+        assert found[0].mean().item() == pytest.approx(found[1].mean().item(), abs=2e-3)
+
+
+def test_kahan_follows_fp32() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(50, 40).bfloat16()
+    weight, original = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    config = Optimization(learning_rate=1e-4, weight_decay=0.1)
+    kahan = build_optimizer(nn.ParameterList([weight]), replace(config, bf16_update="kahan"))
+    expected = build_optimizer(nn.ParameterList([original]), config)
+    assert isinstance(kahan, Bf16AdamW)
+    for _ in range(30):
+        weight.grad = torch.randn(50, 40).bfloat16()
+        original.grad = weight.grad.float()
+        kahan.step()
+        expected.step()
+    whole = weight.float() - kahan.state[weight][ADDED].float()
+    moved = (original - start.float()).abs().mean()
+    assert (whole - original).abs().mean() < 0.05 * moved
+    assert kahan.state[weight][ADDED].dtype == torch.bfloat16
+
+
+def test_parameters_of_fp32_in_a_bf16_model_are_updated_as_by_adamw() -> None:
+    one, other = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    config = Optimization(learning_rate=0.01, weight_decay=0.1)
+    optimizers = [
+        build_optimizer(nn.ParameterList([p]), replace(config, bf16_update=u))  # pyright: ignore[reportArgumentType]
+        for p, u in ((one, "nearest"), (other, "kahan"))
+    ]
+    for _ in range(3):
+        for parameter, optimizer in zip((one, other), optimizers, strict=True):
+            parameter.grad = torch.linspace(0.1, 1, 7)
+            optimizer.step()
+    assert torch.allclose(one, other, rtol=1e-6)
+
+
+# ---- 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+def test_eight_bits_keep_a_byte_per_moment_and_small_parameters_whole() -> None:
+    pytest.importorskip("bitsandbytes")
+    training = Training(Optimization(optimizer="adamw_8bit"), llama())
+    training.step(batches(1)[0])
+    types = {name: value.dtype for name, value in training.state.items() if name.endswith("state1")}
+    assert types.pop("model.embed_tokens.weight.state1") == torch.uint8
+    assert set(types.values()) == {torch.float32}
+    large, small = (training.network.get_parameter(f"model.{n}.weight") for n in ("embed_tokens", "norm"))
+    state = training.optimizer.optimizer.state
+    assert sorted(state[large]) == ["absmax1", "absmax2", "state1", "state2", "step"]
+    assert sorted(state[small]) == ["state1", "state2", "step"]
+
+
+def test_eight_bits_follow_adamw() -> None:
+    pytest.importorskip("bitsandbytes")
+    trainings = [
+        Training(Optimization(optimizer=o, learning_rate=0.01), llama())  # pyright: ignore[reportArgumentType]
+        for o in ("adamw", "adamw_8bit")
+    ]
+    losses = [0.0, 1.0]
+    for batch in batches(1) * 8:
+        losses = [training.step(batch).loss_sum.item() for training in trainings]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+# ---- on a card -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_card_offload_makes_the_update_of_the_host(dtype: torch.dtype, in_backward: bool) -> None:
+    """The same gradients, many times, through streams and page-locked memory and without."""
+    torch.manual_seed(0)
+    start = [torch.randn(size, dtype=dtype) for size in [(700, 900), (3,), (1, 5), (2000, 1000), (64, 64)]]
+    here, there = ([nn.Parameter(w.clone().to(d)) for w in start] for d in ("cpu", "cuda"))
+    config = Optimization(learning_rate=0.01, weight_decay=0.1, optimizer_offload=True)
+    optimizers = [build_optimizer(nn.ParameterList(weights), config, DEVICE) for weights in (here, there)]
+    for step in range(20):
+        for number, (host, device) in enumerate(zip(here, there, strict=True)):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            host.grad = torch.randn(host.shape, dtype=dtype, generator=generator)
+            device.grad = host.grad.to("cuda")
+            if in_backward:  # one parameter a step
+                for optimizer, parameter in zip(optimizers, (host, device), strict=True):
+                    optimizer.step()
+                    parameter.grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for host, device in zip(here, there, strict=True):
+        assert torch.equal(host, device.cpu())
+        assert all(value.device.type == "cpu" for value in optimizers[1].state[device].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw_8bit"}, {"bf16_update": "kahan"}], ids=str)
+def test_on_a_card_updates_in_backward_are_those_after_it(settings: dict[str, Any]) -> None:
+    if "optimizer" in settings:
+        pytest.importorskip("bitsandbytes")
+    config = Optimization(learning_rate=0.01, max_grad_norm=None, **settings)
+    trainings = []
+    for in_backward in (False, True):
+        network = llama(dtype=torch.bfloat16 if "bf16_update" in settings else torch.float32)
+        trainings.append(Training(replace(config, optimizer_in_backward=in_backward), network, cpu=False))
+    for batch in batches(3):
+        plain, found = (training.step(batch) for training in trainings)
+        assert found.grad_norm == pytest.approx(plain.grad_norm, rel=1e-2)
+    for name, weight in trainings[0].weights.items():
+        assert torch.allclose(trainings[1].weights[name], weight, rtol=1e-2, atol=1e-3), name
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+RUNS: dict[str, tuple[Any, ...]] = {
+    "8 bits": ("--optimizer", "adamw_8bit"),
+    "offloaded, bf16": ("--optimizer_offload", True, "--dtype", "bfloat16"),
+    "in backward": ("--optimizer_in_backward", True, "--max_grad_norm", None, "--global_batch_size", 2),
+    "stochastic": ("--bf16_update", "stochastic", "--dtype", "bfloat16"),
+    "kahan": ("--bf16_update", "kahan", "--dtype", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("stochastic", "kahan") else n for n in RUNS]
+)
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(
+    name: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "8 bits":
+        pytest.importorskip("bitsandbytes")
+        recipe.write_text(recipe.read_text().replace("n_embd: 16", "n_embd: 32"))  # else all is too small for 8 bits
+    if name.startswith("offloaded"):
+        monkeypatch.setattr(
+            "train.optim.build_optimizer", lambda model, config, _: build_optimizer(model, config, DEVICE)
+        )
+    flags = (*RUNS[name], "--max_steps", 4, "--rehearse", False)
+    assert train(recipe, tmp_path / "whole", *flags) == EXIT_DONE
+    assert train(recipe, tmp_path / "pieces", *flags, *stopping_after(2)) == EXIT_STOPPED
+    assert train(recipe, tmp_path / "pieces", *flags) == EXIT_DONE
+    found = [checkpoint_digests(tmp_path / run, 4) for run in ("whole", "pieces")]
+    assert found[0] == found[1]
+    assert len(found[0]) >= 2
+    [path] = (tmp_path / "whole" / "checkpoints" / "step-00000004").glob("optimizer-*.safetensors")
+    names = {entry.rpartition(".")[2] for entry in load_file(path)}
+    kept = {"8 bits": "absmax1", "offloaded, bf16": MASTER, "kahan": ADDED}.get(name, "exp_avg")
+    assert kept in names
+
+
+def test_on_a_cpu_offload_changes_nothing_and_says_so(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "one", "--max_steps", 2) == EXIT_DONE
+    assert "optimizer_offload" not in capsys.readouterr().out
+    assert train(recipe, tmp_path / "two", "--max_steps", 2, "--optimizer_offload", True) == EXIT_DONE
+    assert "optimizer_offload: on a CPU the optimizer's state is in host memory already" in capsys.readouterr().out
+    assert checkpoint_digests(tmp_path / "one", 2) == checkpoint_digests(tmp_path / "two", 2)
+
+
+IN_BACKWARD_FLAGS = ("--optimizer_in_backward", True, "--max_grad_norm", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--optimizer_offload", True, "--optimizer", "sgd"),
+            "works with optimizer: adamw, not with sgd",
+        ),
+        (("--optimizer_offload", True, "--dtype", "float16"), "dtype: float16: use bfloat16"),
+        (("--bf16_update", "kahan"), "kahan is for weights of dtype: bfloat16, these are float32"),
+        (("--bf16_update", "kahan", "--dtype", "bfloat16", "--optimizer", "sgd"), "works with optimizer: adamw"),
+        (
+            ("--bf16_update", "stochastic", "--dtype", "bfloat16", "--optimizer_offload", True),
+            "stochastic with optimizer_offload: the host updates fp32 originals already",
+        ),
+        (("--optimizer_in_backward", True, "--global_batch_size", 2), "max_grad_norm: 1.0: .* max_grad_norm: null"),
+        (
+            (*IN_BACKWARD_FLAGS, "--max_tokens_per_micro_batch", 64),
+            "with max_tokens_per_micro_batch: .* micro_batch_size",
+        ),
+        ((*IN_BACKWARD_FLAGS, "--gradient_accumulation_steps", 4), "gradient_accumulation_steps: 4: .* give 1"),
+        (IN_BACKWARD_FLAGS, "micro_batch_size: 2 and global_batch_size: 8: .* Give the same size"),
+        ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--on_oom", "split"), "on_oom: split: .* on_oom: stop"),
+        ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--mixed_precision", "fp16"), "fp16: .* bf16"),
+    ],
+)
+def test_options_that_contradict_each_other_stop_the_run(
+    flags: tuple[Any, ...], message: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_USAGE
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("launch", "settings", "message"),
+    [
+        (Launch(2, engine="fsdp2"), {"optimizer": "adamw_8bit"}, "adamw_8bit .* engine fsdp2 .* fsdp2_offload.yaml"),
+        (Launch(2, engine="fsdp2"), {"optimizer": "adafactor"}, "adafactor .* engine fsdp2 .* take optimizer: adamw"),
+        (Launch(2, engine="fsdp2"), {"optimizer_offload": True}, "optimizer_offload: true .* fsdp2_offload.yaml"),
+        (
+            Launch(2, engine="deepspeed"),
+            {"optimizer_offload": True},
+            "engine deepspeed .* deepspeed_zero3_offload",
+        ),
+        (Launch(2, tensor_size=2), {"bf16_update": "kahan"}, "bf16_update: kahan .* tensor parallel 2 .* ddp.yaml"),
+        (Launch(2), {"optimizer_in_backward": True}, "does not go with 2 processes: .* Use one process"),
+        (Launch(precision="fp16"), {"optimizer_in_backward": True}, "mixed_precision: fp16 in the launch file"),
+    ],
+)
+def test_optimizers_that_need_whole_weights_say_so(launch: Launch, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_launch(launch, Config(optimization=Optimization(**settings)))
+    if "optimizer_in_backward" not in settings and "optimizer" not in settings:
+        check_launch(Launch(2), Config(optimization=Optimization(**settings)))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install -e '.\[bitsandbytes\]'"):
+        check_launch(Launch(), Config(optimization=Optimization(optimizer="adamw_8bit")))
+
+
+def test_out_of_memory_is_split_by_itself_only_where_a_step_can_be_made_again() -> None:
+    from train.extras.endurance.recovery import RecoveringStep
+    from train.memory.session import MemorySession
+
+    for in_backward in (False, True):
+        config = Optimization(max_grad_norm=None, optimizer_in_backward=in_backward)
+        training = Training(config, llama())
+        session = MemorySession(Config(optimization=config), print)
+        session.equip(training.accelerator, training.model, training.optimizer)
+        assert isinstance(session.step, RecoveringStep) is not in_backward
+        assert session.step is step_function(config) or not in_backward

@@ -1,0 +1,176 @@
+"""DeepSpeed's own configuration: made from both sides, which must agree. Needs no DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from train.config import Architecture, Config, Data, Optimization
+from train.errors import UsageError, UserError
+from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
+from train.extras.parallelism.deepspeed_settings import engine_settings
+from train.extras.parallelism.ulysses import part_of_sequences
+from train.launch import Launch, check_launch
+from train.records import IGNORE, MicroBatch
+
+TWO = Launch(world_size=2, engine="deepspeed")
+SEQUENCES = replace(TWO, sequence_size=2)
+
+
+def settings(launch: Launch = TWO, dtype: str = "float32", attention: str | None = None, **given: Any):
+    """Of a run of 2 examples × 4 accumulated; ``given`` in capitals is the launch file's, the rest the recipe's."""
+    environment = {f"ACCELERATE_{name}": str(value) for name, value in given.items() if name.isupper()}
+    environment["PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"] = "sdpa"
+    optimization = {name: value for name, value in given.items() if not name.isupper()}
+    config = Config(
+        architecture=Architecture(dtype=cast("Any", dtype), attn_implementation=attention),
+        optimization=Optimization(**{"micro_batch_size": 2, **optimization}),
+    )
+    return engine_settings(config, launch, 4, environment)
+
+
+def file_of(folder: Path, **content: Any) -> Path:
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **content}))
+    return path
+
+
+def test_launch_file_gives_the_stage_and_the_recipe_the_clipping() -> None:
+    made = settings(DEEPSPEED_ZERO_STAGE=3, DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="cpu", max_grad_norm=0.25)
+    assert made["gradient_clipping"] == 0.25
+    assert made["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "none"},
+    }
+    assert "communication_data_type" not in made
+    assert settings(max_grad_norm=None)["gradient_clipping"] == 0.0
+
+
+def test_gradients_of_half_precision_are_summed_in_fp32() -> None:
+    for made in (settings(mixed_precision="bf16"), settings(replace(TWO, precision="fp16"))):
+        assert made["communication_data_type"] == "fp32"
+        assert made["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_deepspeed_file_is_taken_where_it_agrees(tmp_path: Path) -> None:
+    path = file_of(
+        tmp_path,
+        zero_optimization={"stage": 3, "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": "auto"},
+        gradient_accumulation_steps=4,
+        gradient_clipping=1.0,
+        train_batch_size=16,
+        train_micro_batch_size_per_gpu="auto",
+        bf16={"enabled": True},
+        communication_data_type="bf16",
+    )
+    made = settings(DEEPSPEED_CONFIG_FILE=path, DEEPSPEED_ZERO_STAGE=3, mixed_precision="bf16")
+    assert made["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert "stage3_prefetch_bucket_size" not in made["zero_optimization"]
+    assert made["communication_data_type"] == "bf16"
+    assert not {"train_batch_size", "bf16", "gradient_accumulation_steps"} & made.keys()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps: 2 in .*ds\.json, .*: 4 in the training"),
+        ({"gradient_clipping": 0.5}, r"gradient_clipping: 0\.5 in .*, max_grad_norm: 1\.0"),
+        ({"train_micro_batch_size_per_gpu": 1}, r"train_micro_batch_size_per_gpu: 1 in .*, micro_batch_size: 2"),
+        ({"train_batch_size": 8}, r"train_batch_size: 8 in .*, global_batch_size: 16"),
+        ({"fp16": {"enabled": True}}, r"fp16\.enabled: true in .*, mixed_precision: no"),
+        ({"optimizer": {"type": "Adam"}}, r"optimizer in .*ds\.json: this template sets that itself"),
+        ({"prescale_gradients": True}, r"prescale_gradients in .*Leave it out"),
+        ({"zero_optimization": {"stage": 1}}, r"zero_stage: 1 in .*take 2 or 3"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, r"zero_hpz_partition_size in .*not tried"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, r"offload_param_device: nvme"),
+    ],
+)
+def test_disagreement_with_a_deepspeed_file_is_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        settings(DEEPSPEED_CONFIG_FILE=file_of(tmp_path, **content))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"GRADIENT_ACCUMULATION_STEPS": "8"}, r"gradient_accumulation_steps: 8 in the launch file, .*: 4"),
+        ({"GRADIENT_CLIPPING": "0.5"}, r"gradient_clipping: 0\.5 in the launch file, max_grad_norm: 1\.0"),
+        ({"GRADIENT_CLIPPING": "1", "max_grad_norm": None}, r"max_grad_norm: 0\.0"),
+        ({"GRADIENT_ACCUMULATION_STEPS": "4", "micro_batch_size": "auto"}, r"gradient_accumulation_steps: auto"),
+        ({"DEEPSPEED_ZERO_STAGE": "1"}, r"zero_stage: 1"),
+        ({"DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, r"offload_param_device: cpu .* only stage 3"),
+        ({"DEEPSPEED_ZERO3_INIT": "true"}, r"zero3_init_flag: true"),
+        ({"DEEPSPEED_CONFIG_FILE": "nowhere.json"}, r"nowhere\.json cannot be read"),
+        ({"optimizer": "adafactor"}, r"optimizer: adafactor with ZeRO stage 2"),
+        ({"max_grad_value": 0.1, "max_grad_norm": None}, r"max_grad_value: 0\.1: DeepSpeed clips by the 2-norm"),
+        ({"grad_norm_type": "inf"}, r"grad_norm_type: inf"),
+        ({"dtype": "bfloat16"}, r"dtype: bfloat16"),
+        ({"launch": SEQUENCES, "attention": "flash_attention_2"}, r"sp_attn_implementation: sdpa in .*: flash_att"),
+    ],
+)
+def test_what_cannot_work_stops_the_run(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        settings(**given)
+
+
+def test_stage_stands_in_one_place_or_is_the_same_in_both(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"zero_stage: 2 in the launch file, zero_optimization\.stage: 3"):
+        settings(DEEPSPEED_CONFIG_FILE=file_of(tmp_path), DEEPSPEED_ZERO_STAGE=2)
+
+
+@pytest.mark.parametrize(
+    ("launch", "config", "message"),
+    [
+        (replace(SEQUENCES, engine="fsdp2"), Config(), r"engine fsdp2 does not go with parallelism_config_sp_size: 2"),
+        (SEQUENCES, Config(data=Data(task="masked_lm")), r"task: masked_lm does not go with .*sp_size: 2"),
+        (SEQUENCES, Config(optimization=Optimization(micro_batch_size="auto")), r"micro_batch_size: auto does not go"),
+    ],
+)
+def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, config: Config, message: str) -> None:
+    check_launch(SEQUENCES, Config())
+    with pytest.raises(UsageError, match=message):
+        check_launch(launch, config)
+
+
+def test_ranks_that_share_sequences_evaluate_different_examples() -> None:
+    launch = replace(SEQUENCES, world_size=4, rank=3)
+    assert (launch.data_size, launch.data_rank, launch.evaluation_copies) == (2, 1, 1)
+    assert replace(TWO, tensor_size=2).evaluation_copies == 2
+
+
+def test_want_of_deepspeed_is_said_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[deepspeed\]'"):
+        deepspeed_plugin(Config(), TWO, 1)
+
+
+def batch_of(length: int, **more: Any) -> MicroBatch:
+    ids = torch.arange(1, 2 * length + 1).view(2, length)
+    labels = ids + 100
+    labels[1, -2:] = IGNORE
+    return MicroBatch({"input_ids": ids, **more}, labels, 2 * length - 2, (0, 1), 2 * length)
+
+
+@pytest.mark.parametrize("length", [8, 7])
+def test_parts_of_sequences_put_together_are_the_sequences(length: int) -> None:
+    whole = batch_of(length)
+    parts = [part_of_sequences(whole, rank, 2, num_rows=3) for rank in range(2)]
+    assert {part.labels.shape for part in parts} == {(3, 4)}
+    assert torch.equal(torch.cat([p.labels for p in parts], 1)[:2, :length], whole.labels)
+    assert torch.equal(torch.cat([p.inputs["input_ids"] for p in parts], 1)[:2, :length], whole.inputs["input_ids"])
+    positions = torch.cat([p.inputs["position_ids"] for p in parts], 1)
+    assert torch.equal(positions, torch.arange(8).repeat(3, 1))
+    assert sum(part.num_targets for part in parts) == whole.num_targets
+    assert [part.num_targets for part in parts] == [int((part.labels != IGNORE).sum()) for part in parts]
+
+
+def test_what_cannot_be_cut_into_parts_is_refused() -> None:
+    with pytest.raises(UserError, match="attention_mask, input_ids: use causal_lm"):
+        part_of_sequences(batch_of(8, attention_mask=torch.ones(2, 8)), 0, 2, num_rows=2)

@@ -1,0 +1,684 @@
+"""Local files and folders, through load_corpus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from train.config import Data
+from train.errors import UsageError, UserError
+from train.extras.readers import readers
+from train.extras.readers.corpus import load_corpus
+
+Write = Callable[..., str]
+
+
+def load(path: str | Path, labelled: bool = False, **options: Any) -> Any:
+    return load_corpus(Data(dataset=str(path), **options), labelled)
+
+
+def all_documents(corpus: Any) -> dict[str, dict[str, Any]]:
+    """Every document of training and validation by its source, without the folder."""
+    return {Path(d["source"]).name: d for split in (corpus.train, corpus.validation) for d in split}
+
+
+def texts(corpus: Any) -> set[str]:
+    return {d["text"] for d in all_documents(corpus).values()}
+
+
+def message(path: str | Path, labelled: bool = False, **options: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        load(path, labelled, **options)
+    assert raised.value.__cause__ is None
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+# Formats
+
+
+def test_jsonl_gives_text_label_and_line(jsonl: Write) -> None:
+    path = jsonl({"text": "eins", "label": "a", "x": 1}, "", {"text": "zwei\nü", "label": "a"})
+    corpus = load(path, labelled=True)
+    assert corpus.train.column_names == corpus.validation.column_names == ["text", "label", "source"]
+    assert all_documents(corpus) == {
+        "data.jsonl:1": {"text": "eins", "label": "a", "source": f"{path}:1"},
+        "data.jsonl:3": {"text": "zwei\nü", "label": "a", "source": f"{path}:3"},
+    }
+    assert corpus.name == path
+    assert corpus.test is None
+
+
+def test_without_labels_there_is_no_label_column(jsonl: Write) -> None:
+    corpus = load(jsonl({"text": "a"}, {"text": "b"}, name="d.ndjson"))
+    assert corpus.train.column_names == ["text", "source"]
+    assert texts(corpus) == {"a", "b"}
+
+
+def test_column_names_are_chosen(jsonl: Write) -> None:
+    corpus = load(jsonl({"t": "a", "y": 3}, {"t": "b", "y": 3}), True, text_column="t", label_column="y")
+    assert {(d["text"], d["label"]) for d in all_documents(corpus).values()} == {("a", 3), ("b", 3)}
+
+
+@pytest.mark.parametrize(
+    ("content", "sources"),
+    [
+        ('[\n {"text": "a"},\n\n {"text":\n "b"}]\n', {"d.json:2", "d.json:4"}),
+        ('{"text": "a"}\n{"text": "b"}\n', {"d.json:1", "d.json:2"}),
+        ('{"version": [1], "rows": [{"text": "a"}, {"text": "b"}]}', {"d.json:rows[0]", "d.json:rows[1]"}),
+        ('\ufeff[{"text": "a"},\n{"text": "b"}]', {"d.json:1", "d.json:2"}),
+    ],
+)
+def test_json_as_list_lines_or_object_with_one_list(tmp_path: Path, content: str, sources: set[str]) -> None:
+    (tmp_path / "d.json").write_text(content, encoding="utf-8")
+    corpus = load(tmp_path / "d.json")
+    assert texts(corpus) == {"a", "b"}
+    assert set(all_documents(corpus)) == sources
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "an object with several lists of records (a, b)"),
+        ('[{"text": "x"}, {"text": ]', "not JSON; the rest of the file is lost"),
+        ('[{"text": "x"} {"text": "y"}]', "not JSON; the rest of the file is lost"),
+        ('[{"text": "x"}] trailing', "not JSON; the rest of the file is lost"),
+        ('["x", "y"]', "not a JSON object (but str)"),
+        ("nonsense", "not JSON"),
+    ],
+)
+def test_json_that_is_none_of_these(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "d.json").write_text(content)
+    assert reason in message(tmp_path / "d.json")
+
+
+def test_csv_with_quotes_newlines_and_bom(tmp_path: Path) -> None:
+    path = tmp_path / "d.csv"
+    path.write_bytes('\ufefftext,label\r\n"one, ""two""\r\nthree",7\r\nfour,7\r\n'.encode())
+    corpus = load(path, labelled=True)
+    assert {source: (d["text"], d["label"]) for source, d in all_documents(corpus).items()} == {
+        "d.csv:2": ('one, "two"\r\nthree', "7"),
+        "d.csv:4": ("four", "7"),
+    }
+
+
+def test_csv_fields_may_be_larger_than_pythons_limit(tmp_path: Path) -> None:
+    (tmp_path / "d.tsv").write_text(f"text\tn\n{'x' * 200_000}\t1\nshort, yes\t2\n")
+    assert {len(text) for text in texts(load(tmp_path / "d.tsv"))} == {200_000, 10}
+
+
+def test_csv_refuses_a_column_named_twice(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("text,a,text\nx,y,z\n")
+    assert message(tmp_path / "d.csv") == f"{tmp_path / 'd.csv'}: the column 'text' stands twice. Rename one."
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "reason"),
+    [
+        ("text,label\na,b\nc\n", 3, "wrong number of fields (1, the header has 2)"),
+        ("text,label\na,b\nc,d,e\n", 3, "wrong number of fields (3, the header has 2)"),
+        ('text,label\na,b\n"c,d\ne,f\n', 3, "not CSV"),
+        ("text,label\na,\n", 2, "'label' is empty"),
+    ],
+)
+def test_bad_csv_records(tmp_path: Path, content: str, where: int, reason: str) -> None:
+    (tmp_path / "d.csv").write_text(content)
+    assert message(tmp_path / "d.csv", True).startswith(f"{tmp_path / 'd.csv'}:{where}: {reason}")
+
+
+def test_a_bad_byte_in_a_quoted_csv_field_costs_only_its_record(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_bytes(b'text\ngood\n"bad \xff\nline"\nfine\n')
+    corpus = load(tmp_path / "d.csv", on_bad_record="skip")
+    assert texts(corpus) == {"good", "fine"}
+    assert "1 not UTF-8" in corpus.notes[0]
+    assert "d.csv:3" in corpus.notes[0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("last", ["plain", 'says "so" twice', '"in quotes"'])
+def test_a_quote_that_is_not_closed_costs_only_its_line(tmp_path: Path, last: str, streaming: bool) -> None:
+    rows = [f"t{i},{i}\n" for i in range(1000)]
+    rows[9] = '"t9,9\n'
+    (tmp_path / "q.csv").write_text("text,n\n" + "".join(rows) + f"{last},1000\n")
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip", streaming=streaming)
+    assert texts(corpus) == {f"t{i}" for i in range(1000) if i != 9} | {last.strip('"')}
+    found = all_documents(corpus)
+    assert [found[f"q.csv:{line}"]["text"] for line in (10, 12, 1001)] == ["t8", "t10", "t999"]
+    if not streaming:
+        assert corpus.notes[0] == f"skipped 1 record of {tmp_path / 'q.csv'}: 1 not CSV ({tmp_path / 'q.csv'}:11)"
+        assert "q.csv:11: not CSV (a quote that is opened here is not closed:" in message(tmp_path / "q.csv")
+
+
+def test_every_line_of_a_csv_may_open_a_quote(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("text,n\n" + "a,1\n" + '"b,2\n' * 5000 + "c,3\n" + '"d,4\n')
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
+    assert texts(corpus) == {"a", "c"}
+    assert corpus.notes[0].startswith("skipped 5001 records")
+
+
+def test_lines_that_a_csv_record_takes_with_it_are_named(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text('text,n\na,1\n"b,2\nc,3\nd,4"\ne,5\nf,6\n')
+    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
+    assert texts(corpus) == {"a", "e", "f"}
+    assert f"1 wrong number of fields ({tmp_path / 'q.csv'}:3-5)" in corpus.notes[0]
+
+
+def test_parquet_in_batches(tmp_path: Path) -> None:
+    count = readers.PARQUET_ROWS_AT_ONCE * 2 + 5
+    table = pa.table(
+        {"text": [f"t{i}" for i in range(count)], "label": [i // 2 for i in range(count)], "other": [0.5] * count}
+    )
+    pq.write_table(table, tmp_path / "d.parquet")
+    found = all_documents(load(tmp_path / "d.parquet", labelled=True))
+    assert len(found) == count
+    assert found["d.parquet:1"]["text"] == "t0"
+    assert found[f"d.parquet:{count}"]["label"] == (count - 1) // 2
+
+
+def test_damaged_parquet(tmp_path: Path) -> None:
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 no such thing PAR1")
+    assert "d.parquet: not a readable Parquet file" in message(tmp_path / "d.parquet")
+
+
+def test_parquet_without_the_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["a", "b"], "n": [1, 2]}), tmp_path / "d.parquet")
+    assert "no record has 'text': the columns are body, n" in message(tmp_path / "d.parquet")
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "expected"),
+    [
+        ("paragraph", {"d.txt:1": "one\ntwo", "d.txt:5": "three"}),
+        ("line", {"d.txt:1": "one", "d.txt:2": "two", "d.txt:5": "three"}),
+    ],
+)
+def test_text_by_paragraph_or_line(tmp_path: Path, sample_by: str, expected: dict[str, str]) -> None:
+    (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\r\n \r\nthree\r\n")
+    found = all_documents(load(tmp_path / "d.txt", sample_by=sample_by))
+    assert {source: d["text"] for source, d in found.items()} == expected
+
+
+def test_text_carries_no_label(tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_text("one")
+    assert "a text file carries no label" in message(tmp_path / "d.txt", labelled=True)
+
+
+# Bad records
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "a", "label": ', "not JSON"),
+        ("[1]", "not a JSON object (but list)"),
+        ('{"label": 1, "body": "x"}', "without 'text' (the columns are label, body)"),
+        ('{"text": null, "label": 1}', "'text' is null"),
+        ('{"text": 5, "label": 1}', "'text' is not text (but int)"),
+        ('{"text": "a\\u0000b", "label": 1}', "a NUL character"),
+        ('{"text": "a\\ud800b", "label": 1}', "half a surrogate pair"),
+        ('{"text": "a"}', "without 'label'"),
+        ('{"text": "a", "label": null}', "'label' is empty"),
+        ('{"text": "a", "label": 1.5}', "'label' is neither text nor a whole number (but float)"),
+        ('{"text": "a", "label": NaN}', "'label' is neither text nor a whole number (but float)"),
+        ('{"text": "a", "label": [1]}', "'label' is neither text nor a whole number (but list)"),
+        ('{"text": "a", "label": 99999999999999999999}', "'label' does not fit 64 bits"),
+    ],
+)
+def test_a_bad_record_is_refused_or_skipped(jsonl: Write, line: str, reason: str) -> None:
+    path = jsonl({"text": "first", "label": 0}, line, {"text": "third", "label": 0})
+    refusal = message(path, True)
+    assert refusal.startswith(f"{path}:2: {reason}")
+    assert refusal.endswith("--on_bad_record skip.")
+    corpus = load(path, True, on_bad_record="skip")
+    assert texts(corpus) == {"first", "third"}
+    assert f"{path}:2" in corpus.notes[0]
+
+
+def test_bad_bytes_name_line_and_byte(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe4"}\n{"text": "c"}\n')
+    assert "d.jsonl:2: not UTF-8 (byte 0xe4 is the 11. of line 2)" in message(tmp_path / "d.jsonl")
+    (tmp_path / "d.txt").write_bytes(b"one\ntwo\xff\n")
+    assert "d.txt: not UTF-8 (byte 0xff is the 4. of line 2)" in message(tmp_path / "d.txt")
+    (tmp_path / "n.txt").write_bytes(b"one\0")
+    assert "n.txt: a NUL character (at position 3 of 'text')" in message(tmp_path / "n.txt")
+
+
+def test_skipped_records_are_counted_with_examples(jsonl: Write) -> None:
+    path = jsonl({"text": "a"}, "{", {"x": 1}, "{", "{", "{", {"text": "b"}, {"text": " "})
+    corpus = load(path, on_bad_record="skip")
+    assert corpus.notes[0] == (
+        f"skipped 6 records of {path}: 4 not JSON ({path}:2, {path}:4, {path}:5, ...), "
+        f"1 without 'text' ({path}:3), 1 empty document ({path}:8)"
+    )
+
+
+def test_empty_documents(jsonl: Write) -> None:
+    path = jsonl({"text": "a"}, {"text": " \n"}, {"text": "b"})
+    corpus = load(path)
+    assert texts(corpus) == {"a", "b"}
+    assert corpus.notes[0] == f"skipped 1 record of {path}: 1 empty document ({path}:2)"
+    assert message(path, on_empty_document="error").startswith(f"{path}:2: empty document.")
+
+
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_a_column_that_no_record_has(jsonl: Write, on_bad_record: str) -> None:
+    path = jsonl({"body": "a", "y": 1}, {"body": "b", "y": 2})
+    refusal = message(path, on_bad_record=on_bad_record)
+    assert refusal == (
+        f"{path}: no record has 'text': the columns are body, y ({path}:1). "
+        "Name the right ones with --text_column and --label_column."
+    )
+    assert "no record has 'label'" in message(path, True, on_bad_record=on_bad_record, text_column="body")
+
+
+@pytest.mark.parametrize("lines", [(), ("",), ({"text": ""},)])
+def test_nothing_to_learn_from(jsonl: Write, lines: tuple[Any, ...]) -> None:
+    path = jsonl(*lines)
+    assert message(path).startswith(f"{path}: no document to learn from")
+
+
+# Labels
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([1, 2, 2], [1, 2, 2]),
+        ([True, False, True], [1, 0, 1]),
+        ([1.0, 2.0, 2], [1, 2, 2]),
+        (["b", "a", "b"], ["b", "a", "b"]),
+        (["b", 1, True], ["b", "1", "1"]),
+    ],
+)
+def test_labels_are_of_one_type(jsonl: Write, given: list[Any], expected: list[Any]) -> None:
+    corpus = load(jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(given))), labelled=True)
+    found = {d["text"]: d["label"] for d in all_documents(corpus).values()}
+    assert [found[f"t{i}"] for i in range(len(given))] == expected
+    assert corpus.train.features == corpus.validation.features
+
+
+# Splits
+
+
+def test_held_out_documents_are_always_the_same_and_keep_their_order(jsonl: Write) -> None:
+    path = jsonl(*({"text": f"t{i:03}"} for i in range(100)))
+    first, second = load(path), load(path)
+    assert first.validation["text"][:] == second.validation["text"][:]
+    assert len(first.validation) == 5
+    assert first.train["text"][:] == sorted(first.train["text"][:])
+    assert texts(first) == {f"t{i:03}" for i in range(100)}
+    assert first.validation["text"][:] != first.train["text"][:5]
+    assert len(load(path, validation_fraction=0.001).validation) == 1
+    assert len(load(path, validation_fraction=0.999).train) == 1
+
+
+def test_every_label_keeps_a_record_to_train_on(jsonl: Write) -> None:
+    usual = ["a", "b"] * 500
+    plain = load(jsonl(*({"text": f"t{i}", "label": "a"} for i in range(1000))))
+    held = {int(text[1:]) for text in plain.validation["text"][:]}
+    path = jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(usual)), name="usual.jsonl")
+    assert {int(text[1:]) for text in load(path, True).validation["text"][:]} == held
+    rare = [f"rare {i}" if i in held else label for i, label in enumerate(usual)]
+    first, second = sorted(held)[:2]
+    rare[first] = rare[second] = "twice"
+    path = jsonl(*({"text": f"t{i}", "label": label} for i, label in enumerate(rare)), name="rare.jsonl")
+    corpus = load(path, True)
+    assert len(corpus.validation) == len(held) == 50
+    assert set(corpus.train["label"]) == set(rare)
+    assert set(corpus.validation["label"]) == {"a", "b", "twice"}
+    assert corpus.validation["text"][:] == load(path, True).validation["text"][:]
+    names = [repr(name) for name in sorted(set(rare)) if name.startswith("rare")]
+    assert corpus.notes[-1] == (
+        "held out 50 of 1,000 documents for validation, none of them with the label " + ", ".join(names[:3]) + ", ..."
+    )
+
+
+def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
+    path = jsonl({"text": "x", "label": "a"}, {"text": "y", "label": "b"})
+    assert message(path, True) == (
+        f"{path}: every label is that of a single record, and training needs that one. Add records, or "
+        "--validation_dataset; or choose another --label_column."
+    )
+
+
+def test_sample_limits_come_after_the_split(jsonl: Write) -> None:
+    path = jsonl(*({"text": f"t{i:03}"} for i in range(100)))
+    whole, limited = load(path), load(path, max_train_samples=3, max_eval_samples=2)
+    texts, held = whole.train["text"][:], whole.validation["text"][:]
+    assert (len(texts), len(held)) == (95, 5)
+    assert limited.train["text"][:] == [texts[0], texts[31], texts[63]]  # as files may be sorted by label
+    assert limited.validation["text"][:] == [held[0], held[2]]
+    assert load(path, max_train_samples=1000).train["text"][:] == texts
+
+
+def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
+    content = "".join(f"line {i}\n" for i in range(1000))
+    (tmp_path / "book.txt").write_text(content)
+    corpus = load(tmp_path / "book.txt", validation_fraction=0.1)
+    (train,), (validation,) = corpus.train["text"][:], corpus.validation["text"][:]
+    assert train + validation == content
+    assert train.endswith("\n")
+    assert len(train) == pytest.approx(0.9 * len(content), abs=10)
+    assert "one document" in corpus.notes[-1]
+
+
+def test_one_text_without_lines_is_cut_anyway(jsonl: Write) -> None:
+    corpus = load(jsonl({"text": "x" * 1000}))
+    assert [len(corpus.train["text"][0]), len(corpus.validation["text"][0])] == [950, 50]
+
+
+def test_too_little_for_two_splits(jsonl: Write) -> None:
+    assert "too short to be split" in message(jsonl({"text": "x"}))
+    assert "cannot be split in two" in message(jsonl({"text": "x", "label": 1}), labelled=True)
+
+
+def test_validation_dataset_takes_precedence(jsonl: Write, tmp_path: Path) -> None:
+    path = jsonl({"text": "only"})
+    other = jsonl({"text": "v1"}, {"text": " "}, {"text": "v2"}, name="other/held.jsonl")
+    corpus = load(path, validation_dataset=other)
+    assert corpus.train["text"][:] == ["only"]
+    assert corpus.validation["text"][:] == ["v1", "v2"]
+    assert corpus.notes == (f"skipped 1 record of {other}: 1 empty document ({other}:2)",)
+    assert load(path, validation_dataset=str(Path(other).parent)).validation["text"][:] == ["v1", "v2"]
+    missing = tmp_path / "gone.jsonl"
+    assert message(path, validation_dataset=str(missing)) == f"--validation_dataset {missing}: no such file or folder."
+
+
+# Folders
+
+
+def test_a_folder_of_text_in_sorted_order(tmp_path: Path) -> None:
+    for name in ("b/x.md", "a.txt", "b/a.rst", "c.py", ".hidden/x.txt", "__pycache__/y.txt", "image.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"this is {name}")
+    corpus = load(tmp_path)
+    assert {Path(d["source"]).relative_to(tmp_path).as_posix() for d in all_documents(corpus).values()} == {
+        "a.txt",
+        "b/a.rst",
+        "b/x.md",
+        "c.py",
+    }
+    assert corpus.train["source"][:] == sorted(corpus.train["source"][:])
+    assert corpus.notes[0] == f"{tmp_path}: ignored 1 other files, read 4"
+
+
+def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> None:
+    jsonl({"text": "a"}, {"text": "b"}, name="in/d.jsonl")
+    (tmp_path / "in" / "README.md").write_text("about")
+    (tmp_path / "in" / "e.csv").write_text("text\nc\n")
+    corpus = load(tmp_path / "in")
+    assert texts(corpus) == {"a", "b", "c"}
+    assert corpus.notes[0] == f"{tmp_path / 'in'}: ignored 1 other files, read 2"
+
+
+@pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])
+@pytest.mark.parametrize("pattern", ["{}.jsonl", "{}/x.jsonl", "{}-00000-of-00001.jsonl"])
+def test_names_at_the_top_are_splits(jsonl: Write, tmp_path: Path, validation: str, pattern: str) -> None:
+    for split in ("train", validation, "test"):
+        jsonl({"text": split}, name=f"in/{pattern.format(split)}")
+    jsonl({"text": "neither"}, name="in/other.jsonl")
+    corpus = load(tmp_path / "in")
+    assert [corpus.train["text"][:], corpus.validation["text"][:], corpus.test["text"][:]] == [
+        ["train"],
+        [validation],
+        ["test"],
+    ]
+    assert corpus.notes == (f"{tmp_path / 'in'}: ignored 1 other files, read 3",)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("training.jsonl", "validation.jsonl", "test.jsonl"),
+        ("train_data.jsonl", "validation_data.jsonl", "test_data.jsonl"),
+        ("my-test-train.jsonl", "my-test-dev.jsonl", "my-test-test.jsonl"),
+        ("data/train-00000-of-00001.csv", "data/valid.csv", "data/testing.csv"),
+        ("wiki.Train.txt", "wiki.valid.txt", "wiki.test.txt"),
+        ("training.txt", "validation.txt", "test.txt"),
+    ],
+)
+def test_split_names_are_words_of_a_file_name(jsonl: Write, tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        content = "text" if name.endswith(".csv") else ""
+        jsonl(*filter(None, [content]), name if not name.endswith(".jsonl") else {"text": name}, name=f"in/{name}")
+    corpus = load(tmp_path / "in")
+    splits = (corpus.train, corpus.validation, corpus.test)
+    assert [[text.strip() for text in split["text"][:]] for split in splits] == [[name] for name in names]
+    assert corpus.notes == ()
+
+
+def test_files_that_name_no_split_are_for_training_where_none_is(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("src/a", "src/b", "test/c", "latest", "development", "retrained", "dev"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    corpus = load(tmp_path / "in")
+    assert corpus.train["text"][:] == ["development", "latest", "retrained", "src/a", "src/b"]
+    assert [corpus.validation["text"][:], corpus.test["text"][:]] == [["dev"], ["test/c"]]
+    assert corpus.notes == (f"{tmp_path / 'in'}: no file is named train; the 5 that name no split are for training",)
+
+
+def test_a_folder_without_anything_to_train_on_is_refused(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("test_1", "test_2", "test_3", "validation"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    assert message(tmp_path / "in") == (
+        f"{tmp_path / 'in'}: nothing to train on: by their names test_1.jsonl, test_2.jsonl, test_3.jsonl, ... are for "
+        "validation or test. Rename one (train.jsonl), or name a file with --dataset."
+    )
+
+
+def test_a_folder_to_validate_on(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("train", "test_1", "test_2"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
+    assert (sorted(corpus.validation["text"][:]), corpus.notes) == (["test_1", "test_2", "train"], ())
+    jsonl({"text": "validation"}, name="in/valid.jsonl")
+    corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
+    assert corpus.validation["text"][:] == ["validation"]
+    assert corpus.notes == (f"{tmp_path / 'in'}: of its files those were read that are for validation by their names",)
+
+
+def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:
+    for name in ("test-pits.txt", "train-stations.txt", "bridges.txt"):
+        (tmp_path / name).write_text(name)
+    corpus = load(tmp_path)
+    assert texts(corpus) == {"test-pits.txt", "train-stations.txt", "bridges.txt"}
+    assert corpus.test is None
+
+
+def test_an_empty_split_is_an_error(jsonl: Write, tmp_path: Path) -> None:
+    jsonl({"text": "a"}, name="in/train.jsonl")
+    jsonl(name="in/validation.jsonl")
+    assert message(tmp_path / "in").startswith(f"the validation split of {tmp_path / 'in'}: no document")
+
+
+def test_links_that_leave_the_folder_are_not_followed(jsonl: Write, tmp_path: Path) -> None:
+    secret = jsonl({"text": "secret"}, name="elsewhere/s.jsonl")
+    jsonl({"text": "a"}, {"text": "b"}, name="in/a.jsonl")
+    (tmp_path / "in" / "link.jsonl").symlink_to(secret)
+    (tmp_path / "in" / "links").symlink_to(Path(secret).parent)
+    corpus = load(tmp_path / "in")
+    assert texts(corpus) == {"a", "b"}
+    assert "2 links lead out of the folder" in corpus.notes[0]
+
+
+def test_a_folder_with_nothing_to_read(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"\0")
+    assert "no file in it ends in one of .jsonl" in message(tmp_path)
+
+
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl.gz").write_bytes(b"")
+    (tmp_path / "d.bin").write_bytes(b"")
+    assert "archives are not read" in message(tmp_path / "d.jsonl.gz")
+    assert "cannot tell what it is" in message(tmp_path / "d.bin")
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "x.csv.gz", "~no.such.user/x"]
+)
+def test_a_path_that_is_not_there_is_not_asked_from_the_hub(name: str) -> None:
+    assert message(name) == f"--dataset {name}: no such file or folder."
+
+
+def test_unreadable_file_keeps_its_own_error(jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl({"text": "a"})
+
+    def forbidden(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(readers, "read_records", forbidden)
+    assert message(path) == f"{path}: Permission denied."
+
+
+# Saved by datasets
+
+
+def saved(**splits: list[dict[str, Any]]) -> datasets.DatasetDict:
+    return datasets.DatasetDict({name: datasets.Dataset.from_list(records) for name, records in splits.items()})
+
+
+def test_a_saved_dataset_dict(tmp_path: Path) -> None:
+    records = [{"text": f"t{i}", "label": i % 2, "more": 0} for i in range(3)]
+    whole = saved(train=records, validation=records[:1], test=records[1:])
+    whole = whole.cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    whole.save_to_disk(tmp_path / "s")
+    corpus = load(tmp_path / "s", labelled=True)
+    assert corpus.train["label"][:] == ["no", "yes", "no"]
+    assert corpus.train["source"][0] == f"{tmp_path / 's'}[train]:0"
+    assert [len(corpus.validation), len(corpus.test)] == [1, 2]
+    assert corpus.train.column_names == ["text", "label", "source"]
+    assert sorted(p.name for p in (tmp_path / "s" / "train").iterdir()) == [
+        "data-00000-of-00001.arrow",
+        "dataset_info.json",
+        "state.json",
+    ]
+    streamed = load(tmp_path / "s", labelled=True, streaming=True)
+    assert [d["label"] for d in streamed.train] == ["no", "yes", "no"]
+
+
+def test_a_saved_dataset_without_splits(tmp_path: Path) -> None:
+    saved(x=[{"text": f"t{i}"} for i in range(10)])["x"].save_to_disk(tmp_path / "s")
+    assert texts(load(tmp_path / "s")) == {f"t{i}" for i in range(10)}
+    assert load(tmp_path / "s", validation_dataset=str(tmp_path / "s")).validation.num_rows == 10
+    assert "no record has 'body': the columns are text" in message(tmp_path / "s", text_column="body")
+
+
+def test_splits_that_a_saved_dataset_does_not_have(tmp_path: Path) -> None:
+    saved(a=[{"text": "x"}], b=[{"text": "y"}]).save_to_disk(tmp_path / "s")
+    assert "no split 'train'; it has a, b" in message(tmp_path / "s")
+    assert "no split 'c'; it has a, b" in message(tmp_path / "s", dataset_split="a", validation_split="c")
+    assert "both name 'a'" in message(tmp_path / "s", dataset_split="a", validation_split="a")
+    corpus = load(tmp_path / "s", dataset_split="a", validation_split="b")
+    assert corpus.validation["text"][:] == ["y"]
+
+
+def test_a_hidden_test_split_is_left_out(tmp_path: Path) -> None:
+    whole = saved(train=[{"text": "x", "label": 0}, {"text": "y", "label": 0}], test=[{"text": "z", "label": -1}])
+    whole.cast_column("label", datasets.ClassLabel(names=["no", "yes"])).save_to_disk(tmp_path / "s")
+    corpus = load(tmp_path / "s", labelled=True)
+    assert corpus.test is None
+    assert corpus.notes[0].startswith("left out the test split:")
+
+
+def test_a_damaged_saved_dataset(tmp_path: Path) -> None:
+    saved(x=[{"text": "t"}])["x"].save_to_disk(tmp_path / "s")
+    (tmp_path / "s" / "state.json").write_text("{")
+    assert "cannot be loaded as saved" in message(tmp_path / "s")
+
+
+# Cache
+
+
+def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
+    jsonl: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    original = readers.read_records
+
+    def counted(path: Path, columns: Any) -> Any:
+        reads.append(path.name)
+        return original(path, columns)
+
+    monkeypatch.setattr(readers, "read_records", counted)
+    path = jsonl({"text": "a"}, "{", {"text": "b"})
+    assert "not JSON" in message(path)
+    first = load(path, on_bad_record="skip")
+    second = load(path, on_bad_record="skip")
+    assert reads == ["data.jsonl"]
+    assert first.notes == second.notes
+    assert first.train["text"][:] == second.train["text"][:]
+    assert first.train._fingerprint == second.train._fingerprint
+    jsonl({"text": "a"}, {"text": "c"})
+    assert texts(load(path)) == {"a", "c"}
+    assert len(reads) == 2
+
+
+# Streaming
+
+
+def test_a_stream_holds_out_its_head(jsonl: Write) -> None:
+    path = jsonl(*({"text": f"t{i}", "label": i} for i in range(6)))
+    corpus = load(path, True, streaming=True, max_eval_samples=2)
+    assert isinstance(corpus.train, datasets.IterableDataset)
+    assert [d["text"] for d in corpus.train] == ["t2", "t3", "t4", "t5"]
+    assert next(iter(corpus.train)) == {"text": "t2", "label": 2, "source": f"{path}:3"}
+    assert corpus.validation["text"][:] == ["t0", "t1"]
+    assert corpus.validation.column_names == ["text", "label", "source"]
+    limited = load(path, True, streaming=True, max_eval_samples=2, max_train_samples=1)
+    assert [d["text"] for d in limited.train] == ["t2"]
+    assert "it has 6" in message(path, streaming=True)
+
+
+def test_a_streamed_folder_with_validation(jsonl: Write, tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "validation/c", "test/d"):
+        jsonl({"text": name}, name=f"in/{name}.jsonl")
+    corpus = load(tmp_path / "in", streaming=True)
+    assert [d["text"] for d in corpus.train] == ["train/a", "train/b"]
+    assert [corpus.validation["text"][:], corpus.test["text"][:]] == [["validation/c"], ["test/d"]]
+
+
+def test_bad_records_of_a_stream(jsonl: Write, caplog: pytest.LogCaptureFixture) -> None:
+    path = jsonl({"text": "a", "label": "x"}, {"text": "b", "label": "y"}, "{", {"text": "c", "label": 5})
+    held = jsonl({"text": "v", "label": "x"}, name="v.jsonl")
+    corpus = load(path, True, streaming=True, validation_dataset=held)
+    with pytest.raises(UserError, match=r":3: not JSON .*--on_bad_record skip"):
+        list(corpus.train)
+    corpus = load(path, True, streaming=True, validation_dataset=held, on_bad_record="skip")
+    caplog.clear()
+    assert [d["label"] for d in corpus.train] == ["x", "y"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"skipped {path}:3: not JSON",
+        f"skipped {path}:4: labels are text in some records and numbers in others",
+    ]
+
+
+def test_a_stream_without_the_column(jsonl: Write) -> None:
+    path = jsonl({"body": "a"}, {"body": "b"})
+    assert "the columns are body" in message(path, streaming=True)
+    assert "--text_column" in message(path, streaming=True, on_bad_record="skip")
+
+
+# Flags
+
+
+def test_flags_of_other_kinds_of_data(jsonl: Write) -> None:
+    with pytest.raises(UsageError, match="dataset_options"):
+        load(jsonl({"text": "a"}), dataset_options={"train": 1})
+    with pytest.raises(UsageError, match="nothing to stream"):
+        load("stdlib", streaming=True)
+
+
+def test_records_read_are_those_json_reads(tmp_path: Path) -> None:
+    records = [{"text": "x" * i + "é\u2028\\n"} for i in range(1, 50)]
+    (tmp_path / "list.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
+    (tmp_path / "lines.jsonl").write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8"
+    )
+    expected = {record["text"] for record in records}
+    assert texts(load(tmp_path / "list.json")) == texts(load(tmp_path / "lines.jsonl")) == expected

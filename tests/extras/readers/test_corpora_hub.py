@@ -1,0 +1,184 @@
+"""Datasets by name. A local folder stands in for the Hub: ``load_dataset`` takes either."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import datasets.config
+import datasets.exceptions
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from train.config import Data
+from train.errors import UserError
+from train.extras.readers import hub
+from train.extras.readers.corpus import load_corpus
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that answers for the dataset ``user/name``."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    load_dataset, get_names = datasets.load_dataset, datasets.get_dataset_split_names
+
+    def loaded(name: str, *args: Any, **kwargs: Any) -> Any:
+        assert name == "user/name"
+        assert not kwargs.get("trust_remote_code")
+        return load_dataset(str(folder), *args, **kwargs)
+
+    def split_names(name: str, *args: Any, **kwargs: Any) -> list[str]:
+        assert name == "user/name"
+        return get_names(str(folder), *args, **kwargs)
+
+    monkeypatch.setattr(datasets, "load_dataset", loaded)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", split_names)
+    return folder
+
+
+def write(folder: Path, split: str, records: list[dict[str, Any]]) -> None:
+    (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def load(labelled: bool = False, dataset: str = "user/name", **options: Any) -> Any:
+    return load_corpus(Data(dataset=dataset, **options), labelled)
+
+
+def message(labelled: bool = False, **options: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        load(labelled, **options)
+    assert raised.value.__cause__ is None
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_splits_columns_and_rows(named: Path) -> None:
+    write(named, "train", [{"body": f"t{i}", "y": f"c{i % 2}", "id": i} for i in range(4)])
+    write(named, "validation", [{"body": "v", "y": "c0", "id": 9}])
+    write(named, "test", [{"body": "z", "y": "c1", "id": 10}])
+    corpus = load(True, text_column="body", label_column="y")
+    assert corpus.train[1] == {"text": "t1", "label": "c1", "source": "user/name[train]:1"}
+    assert corpus.validation[:] == {"text": ["v"], "label": ["c0"], "source": ["user/name[validation]:0"]}
+    assert corpus.test["text"][:] == ["z"]
+    assert corpus.name == "user/name"
+    assert load(text_column="body").train.column_names == ["text", "source"]
+
+
+def test_a_second_call_hits_the_cache(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(named, "train", [{"text": f"t{i}"} for i in range(4)])
+    first = load()
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(hub.rows, "row", never)
+    assert load().train["text"][:] == first.train["text"][:]
+
+
+def test_without_a_validation_split_some_is_held_out(named: Path) -> None:
+    write(named, "train", [{"text": f"t{i:02}"} for i in range(40)])
+    corpus = load(max_train_samples=5)
+    assert [len(corpus.train), len(corpus.validation)] == [5, 2]
+    assert set(corpus.train["text"]).isdisjoint(corpus.validation["text"])
+    sliced = load(dataset_split="train[:10]", validation_split="train[10:13]")
+    assert sliced.train["text"][:] == [f"t{i:02}" for i in range(10)]
+    assert sliced.validation["text"][:] == ["t10", "t11", "t12"]
+
+
+def test_validation_dataset_overrides(named: Path, tmp_path: Path) -> None:
+    write(named, "train", [{"text": "t"}])
+    write(named, "validation", [{"text": "v"}])
+    (tmp_path / "own.txt").write_text("mine")
+    assert load(validation_dataset=str(tmp_path / "own.txt")).validation["text"][:] == ["mine"]
+
+
+def test_classes_become_names_and_hidden_ones_are_bad(named: Path) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    train = datasets.Dataset.from_dict({"text": ["a", "b", "c", "d"], "label": [0, 1, -1, 1]}, features=features)
+    train.to_parquet(named / "train.parquet")
+    assert "user/name[train]:2: 'label' is empty" in message(True)
+    corpus = load(True, on_bad_record="skip")
+    assert {d["label"] for split in (corpus.train, corpus.validation) for d in split} == {"no", "yes"}
+    streamed = load(True, on_bad_record="skip", streaming=True, max_eval_samples=1)
+    assert [d["label"] for d in streamed.train] == ["yes", "yes"]
+
+
+def test_bad_and_empty_records(named: Path) -> None:
+    table = pa.table({"text": ["a", None, " ", "d", "e\0"], "label": [1, 2, 3, 1, 5]})
+    pq.write_table(table, named / "train.parquet")
+    assert "user/name[train]:1: 'text' is null" in message(True)
+    corpus = load(True, on_bad_record="skip")
+    assert corpus.notes[0] == (
+        "skipped 3 records of user/name[train]: 1 'text' is null (user/name[train]:1), "
+        "1 empty document (user/name[train]:2), 1 a NUL character (user/name[train]:4)"
+    )
+
+
+def test_missing_columns_and_splits(named: Path) -> None:
+    write(named, "train", [{"body": "a", "y": 1}])
+    assert "no column 'text'; the columns are body, y" in message()
+    assert "no column 'label'" in message(True, text_column="body")
+    assert "no split 'trian'; it has train" in message(dataset_split="trian")
+    assert "no split 'dev'; it has train" in message(validation_split="dev")
+    assert "the columns are body, y" in message(streaming=True)
+
+
+def test_a_missing_configuration(named: Path) -> None:
+    write(named, "train", [{"text": "a"}])
+    assert "BuilderConfig 'nope' not found. Available: ['default']" in message(dataset_config="nope")
+
+
+def test_streaming(named: Path) -> None:
+    write(named, "train", [{"text": f"t{i}", "label": i, "id": i} for i in range(5)])
+    corpus = load(True, streaming=True, max_eval_samples=2)
+    assert isinstance(corpus.train, datasets.IterableDataset)
+    assert list(corpus.train) == [{"text": f"t{i}", "label": i, "source": f"user/name[train]:{i}"} for i in range(2, 5)]
+    assert corpus.validation["text"][:] == ["t0", "t1"]
+    write(named, "validation", [{"text": f"v{i}", "label": i, "id": i} for i in range(5)])
+    write(named, "test", [{"text": "z", "label": 0, "id": 1}])
+    corpus = load(True, streaming=True, max_eval_samples=3)
+    assert len(list(corpus.train)) == 5
+    assert corpus.validation["text"][:] == ["v0", "v1", "v2"]
+    assert isinstance(corpus.validation, datasets.Dataset)
+    assert corpus.test is None
+    assert corpus.notes == ("streaming: validating on the first 3 documents of user/name[validation]",)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (datasets.exceptions.DatasetNotFoundError("Dataset 'user/name' doesn't exist"), "doesn't exist. A local file"),
+        (ConnectionError("Couldn't reach 'user/name'\non the Hub"), "Couldn't reach 'user/name' on the Hub. Without"),
+        (datasets.exceptions.DatasetNotFoundError("Dataset is a gated dataset"), "hf auth login"),
+        (RuntimeError("Dataset scripts are no longer supported"), "scripts are no longer supported"),
+        (KeyError("splits"), "'splits'"),
+        (OSError("403 for https://x/y?sig=abc with Bearer xyz and hf_abcdefgh"), "x/y?*** with Bearer *** and ***"),
+    ],
+)
+def test_whatever_the_hub_says_is_one_message(monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
+    said = message()
+    assert said.startswith("the dataset 'user/name' on the Hub: ")
+    assert expected in said
+
+
+def test_offline_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("Offline mode is enabled.")
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
+    assert "HF_HUB_OFFLINE is set: unset it" in message()
+
+
+@pytest.mark.parametrize("name", ["two words", "user/na:me", "?"])
+def test_a_name_that_cannot_be_on_the_hub(name: str) -> None:
+    assert "not a name on the Hub" in message(dataset=name)

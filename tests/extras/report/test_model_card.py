@@ -1,0 +1,77 @@
+"""The model card: front matter the Hub can read, results, and nothing of the machine's folders."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.config import Config, from_values
+from train.extras.report.model_card import model_card
+from train.records import Evaluation
+
+
+def _config(**values: Any) -> Config:
+    return from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
+
+
+def _front_matter(card: str) -> dict[str, Any]:
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_front_matter_by_task():
+    assert _front_matter(model_card(_config(), {}, [])) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["accelerate", "long-context", "causal-lm"],
+    }
+    config = _config(
+        task="sequence_classification", model_config=None, model="answerdotai/ModernBERT-base", dataset="stanford/imdb"
+    )
+    matter = _front_matter(model_card(config, {}, []))
+    assert matter["pipeline_tag"] == "text-classification"
+    assert matter["base_model"] == "answerdotai/ModernBERT-base" and matter["datasets"] == ["stanford/imdb"]
+    assert "pipeline_tag" not in _front_matter(model_card(_config(task="my_task"), {}, []))
+
+
+def test_results_settings_and_machine():
+    summary = {
+        "steps": 300,
+        "tokens": 1_228_800,
+        "training_seconds": 92,
+        "peak_allocated_bytes": 5 * 2**30,
+        "hardware": {"cpu": "A CPU", "gpus": [{"name": "NVIDIA L4", "memory_bytes": 24 * 2**30}]},
+        "versions": {"torch": "2.13.0"},
+    }
+    evaluations = [
+        Evaluation("validation", 150, {"loss": 2.5}),
+        Evaluation("validation", 300, {"loss": 1.875, "confusion_matrix": [[1]]}),
+        Evaluation("test", 300, {"loss": 1.92, "bits_per_byte": 2.63}),
+    ]
+    card = model_card(_config(learning_rate=1e-3), summary, evaluations)
+    assert "300 steps, 1,228,800 tokens, examples of up to 1,024 tokens." in card
+    assert "| split | step | loss | bits per byte |" in card
+    assert "| validation | 300 | 1.875 |  |" in card and "| test | 300 | 1.920 | 2.630 |" in card
+    assert "2.5" not in card
+    for row in ("| learning_rate | 0.001 |", "| GPU | NVIDIA L4 (24.00 GiB) |", "| Training time | 1 min 32 s |"):
+        assert row in card
+    assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")' in card
+
+
+def test_local_paths_are_not_published(tmp_path: Path):
+    data = tmp_path / "secret-client" / "texts.jsonl"
+    config = _config(
+        dataset=str(data), model=str(tmp_path / "home" / "base"), model_config=None, output_dir=str(tmp_path)
+    )
+    card = model_card(config, {}, [])
+    assert str(tmp_path) not in card and "secret-client" not in card and "base_model" not in card
+    assert "`texts.jsonl`" in card and "fine-tuned from `base`" in card
+
+
+def test_a_model_of_ones_own_code_says_how_to_load_it():
+    card = model_card(_config(model="my_package.nets:build", model_config=None), {}, [])
+    assert "safetensors.torch.load_model" in card and "my_package.nets:build" in card and "base_model" not in card
+
+
+def test_a_pipe_does_not_break_the_table():
+    summary = {"hardware": {"cpu": "A | B"}}
+    assert "| CPU | A \\| B |" in model_card(_config(), summary, [])

@@ -1,0 +1,180 @@
+"""``scripts/slurm.sbatch`` with stand-ins for Slurm's commands: stop, requeue, go on; no requeue of a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+from test_multi_node import free_port, last_step, newest_checkpoint, until
+
+from train.checkpoint import verify
+from train.extras.report.files import read_metrics
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Slurm runs on Linux")
+SCRIPT = ROOT / "scripts" / "slurm.sbatch"
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") echo 127.0.0.1 ;;
+    "show job") echo "JobId=$3 JobState=$(cat "$STAND_IN/state") Reason=None" ;;
+    requeue*) echo "$2" >>"$STAND_IN/requeued" ;;
+esac
+"""
+SRUN = """#!{python}
+import os, pathlib, signal, subprocess, sys
+words = sys.argv[1:]
+command = words[words.index("bash"):]
+tasks = [
+    subprocess.Popen(command, env=dict(os.environ, SLURM_NODEID=str(node)), start_new_session=True)
+    for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))
+]
+def descendants(pid):
+    for child in pathlib.Path(f"/proc/{{pid}}/task/{{pid}}/children").read_text().split():
+        yield int(child)
+        yield from descendants(child)
+def hand_on(number, frame):  # to every process of the step, as a cluster does
+    for pid in list(descendants(os.getpid())):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+signal.signal(signal.SIGUSR1, hand_on)
+sys.exit(max(task.wait() for task in tasks))
+"""
+STUB = """#!/usr/bin/env bash
+{body}
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts the script as a job of two nodes; ``srun`` is the body of a stand-in that trains nothing, or None."""
+    folder = tmp_path / "stand-in"
+    folder.mkdir()
+    (folder / "state").write_text("RUNNING")
+
+    def submit(*arguments: Any, srun: str | None = None) -> subprocess.Popen[str]:
+        programs = {"scontrol": SCONTROL, "srun": SRUN.format(python=sys.executable)}
+        if srun is not None:
+            programs["srun"] = STUB.format(body=srun)
+        for name, text in programs.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        environment = {
+            **os.environ,
+            "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "STAND_IN": str(folder),
+            "OUTPUT_DIR": str(tmp_path / "run"),
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_ID": str(free_port() - 20000),  # the script adds 20,000 again
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "PROCESSES_PER_NODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        with (folder / "log").open("a") as log:
+            return subprocess.Popen(
+                ["bash", str(SCRIPT), *map(str, arguments)], env=environment, stdout=log, stderr=log, text=True
+            )
+
+    return submit
+
+
+def requeued(tmp_path: Path) -> int:
+    path = tmp_path / "stand-in" / "requeued"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_asks_the_scheduler_for_what_it_needs() -> None:
+    text = SCRIPT.read_text()
+    options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+    assert {"--requeue", "--signal=B:USR1@180", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
+    assert text.index("#SBATCH --output") < text.index("\nset ")  # sbatch reads no option after the first command
+    assert subprocess.run(["bash", "-n", str(SCRIPT)], check=False).returncode == 0
+
+
+STOPS = """
+trap 'echo "{}" >"$OUTPUT_DIR/stopped.json"; exit 1' USR1
+mkdir -p "$OUTPUT_DIR"; touch "$STAND_IN/started"
+while true; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(("state", "status", "times"), [("RUNNING", 0, 1), ("CANCELLED", 1, 0)])
+def test_stopped_run_is_requeued_once_unless_the_job_was_cancelled(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int, state: str, status: int, times: int
+) -> None:
+    (tmp_path / "stand-in" / "state").write_text(state)
+    job = slurm(srun=STOPS)
+    until((tmp_path / "stand-in" / "started").exists)
+    job.send_signal(number)
+    assert job.wait(20) == status
+    assert requeued(tmp_path) == times
+
+
+@pytest.mark.parametrize(("srun", "status"), [("exit 1", 1), ("exit 0", 0), ("kill -KILL $$", 137)])
+def test_failure_and_success_are_not_requeued_whatever_an_earlier_run_left(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, srun: str, status: int
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stopped.json").write_text("{}")
+    assert slurm(srun=srun).wait(20) == status
+    assert requeued(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("earlier", "status", "times"), [(4, 0, 1), (7, 1, 0)])
+def test_job_that_made_no_step_since_its_last_stop_is_not_requeued_again(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, earlier: int, status: int, times: int
+) -> None:
+    """Preparing data that takes longer than the job's time would go in circles."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stopped.json").write_text(json.dumps({"step": earlier, "signal": "SIGUSR1"}))
+    (tmp_path / "stand-in" / "sign").write_text(json.dumps({"step": 7, "signal": "SIGUSR1"}))
+    job = slurm(srun=STOPS.replace('echo "{}" >', 'cat "$STAND_IN/sign" >'))
+    until((tmp_path / "stand-in" / "started").exists)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(20) == status
+    assert requeued(tmp_path) == times
+    log = (tmp_path / "stand-in" / "log").read_text()
+    assert ("no step since it was last stopped" in log) == (times == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_job_is_stopped_requeued_goes_on_and_finishes(
+    slurm: Callable[..., subprocess.Popen[str]], recipe: Path, tmp_path: Path
+) -> None:
+    flags, steps, output = ("--config", recipe), 80, tmp_path / "run"
+    log = tmp_path / "stand-in" / "log"
+    job = slurm(*flags, "--max_steps", steps)
+    until(lambda: last_step(output) >= 3, 100)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == 0, log.read_text()
+    assert requeued(tmp_path) == 1
+    checkpoint = newest_checkpoint(output)
+    assert verify(checkpoint) is None
+    step = int(checkpoint.name[5:])
+    assert 3 <= step < steps
+    assert f"stopped by SIGUSR1 after step {step}" in log.read_text()
+
+    job = slurm(*flags, "--max_steps", steps)
+    assert job.wait(120) == 0, log.read_text()
+    assert requeued(tmp_path) == 1
+    assert f"at step {step}" in log.read_text()
+    trained = [row["step"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "train"]
+    assert trained == list(range(1, steps + 1))
+    assert not (output / "stopped.json").exists()
+
+    failed = slurm(*flags, "--max_steps", steps, "--seed", 7)  # not the run that the folder holds
+    assert failed.wait(60) == 1
+    assert requeued(tmp_path) == 1

@@ -1,0 +1,427 @@
+"""Tasks: which tokens are input, which are targets, and how a batch is formed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from train.config import Architecture, Data
+from train.errors import UserError
+from train.loss import ModelWithLoss
+from train.model import build_model
+from train.records import IGNORE, Corpus, Examples
+from train.tasks import build_task
+from train.tasks.base import Task
+from train.tasks.causal_lm import CausalLM
+from train.tasks.masked_lm import MaskedLM
+from train.tasks.sequence_classification import SequenceClassification
+from train.tokenization import load_tokenizer, tokenize
+
+BYTES = load_tokenizer("bytes", ())
+END, PAD, MASK = 0, 1, 2
+TEXT = "Ein längerer Satz, mit Emoji 🤗🤗 und ohne Ende. " * 3
+
+
+def ids_of(text: str) -> list[int]:
+    return list(BYTES(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+
+
+def encoded(task: Task, *texts: str, **columns: list[Any]) -> list[dict[str, Any]]:
+    """The examples of ``texts``, numbered as batching numbers them."""
+    found = task.encode({"text": texts, **columns}, BYTES, ())
+    assert tuple(found) == task.example_columns
+    rows = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+    return [{**row, "id": i} for i, row in enumerate(rows)]
+
+
+def corpus_of(
+    train: Sequence[tuple[str, Any]], validation: Sequence[tuple[str, Any]], source: str = "data.jsonl"
+) -> Corpus:
+    def split(rows: Sequence[tuple[str, Any]], name: str) -> datasets.Dataset:
+        sources = [f"{name}-{source}:{i}" for i in range(1, len(rows) + 1)]
+        return datasets.Dataset.from_dict(
+            {"text": [r[0] for r in rows], "label": [r[1] for r in rows], "source": sources}
+        )
+
+    return Corpus("reviews", split(train, "train"), split(validation, "validation"))
+
+
+class Recording:
+    """A tokenizer that notes how long the texts of each call are."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, texts: list[str], **settings: Any) -> Any:
+        self.calls.append([len(text.encode()) for text in texts])
+        return BYTES(texts, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(BYTES, name)
+
+    def __len__(self) -> int:
+        return len(BYTES)
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "sequence_classification"])
+def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.tasks.base.BYTES_AT_ONCE", 100)
+    task, recording = build_task(Data(task=name, max_length=16)), Recording()
+    texts = ["ü" * 30, "b" * 60, "c" * 40, "d" * 500, "e", "f" * 99, ""]
+    found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
+    assert recording.calls == [[60], [60, 40], [500], [1, 99, 0]]
+    alone = [task.encode({"text": [text], "label": ["x"]}, BYTES, ("x", "y")) for text in texts]
+    for column in task.example_columns:
+        values = [value for one in alone for value in one[column]]
+        assert [np.asarray(v).tolist() for v in found[column]] == [np.asarray(v).tolist() for v in values]
+
+
+# causal_lm
+
+
+@pytest.mark.parametrize("text", ["", "a", "abcd", "abcde", "abcdefg", "abcdefgh", TEXT])
+@pytest.mark.parametrize("max_length", [2, 4, 64])
+def test_causal_lm_makes_every_token_a_target_exactly_once(text: str, max_length: int) -> None:
+    windows = [row["tokens"].tolist() for row in encoded(CausalLM(Data(max_length=max_length)), text)]
+    assert [token for window in windows for token in window[1:]] == [*ids_of(text), END]
+    assert windows[0][0] == END
+    assert all(2 <= len(window) <= max_length + 1 for window in windows)
+
+
+def test_causal_lm_neighbouring_windows_share_one_token() -> None:
+    windows = [row["tokens"] for row in encoded(CausalLM(Data(max_length=8)), TEXT)]
+    assert len(windows) > 10
+    assert all(left[-1] == right[0] for left, right in itertools.pairwise(windows))
+
+
+def test_causal_lm_does_not_join_documents() -> None:
+    rows = encoded(CausalLM(Data(max_length=8)), "ab", "cd")
+    assert [row["tokens"].tolist() for row in rows] == [[END, *ids_of("ab"), END], [END, *ids_of("cd"), END]]
+
+
+@pytest.mark.parametrize("text", ["", "x", TEXT])
+@pytest.mark.parametrize("spec", ["bytes", "train:300"])
+def test_causal_lm_bytes_of_all_windows_sum_to_the_text(text: str, spec: str) -> None:
+    task, tokenizer = CausalLM(Data(max_length=8)), load_tokenizer(spec, [TEXT] * 3)
+    examples = task.encode({"text": [text]}, tokenizer, ())
+    assert sum(examples["num_bytes"]) == pytest.approx(len(text.encode()))
+
+
+def test_causal_lm_labels_are_the_next_token_and_padding_is_no_target() -> None:
+    task = CausalLM(Data(max_length=8))
+    batch = task.collate(encoded(task, "abc", "z"), (0, 0), PAD)
+    a, b, c, z = ids_of("abcz")
+    assert batch.inputs["input_ids"].tolist() == [[END, a, b, c], [END, z, PAD, PAD]]
+    assert batch.labels.tolist() == [[a, b, c, END], [z, END, IGNORE, IGNORE]]
+    assert set(batch.inputs) == {"input_ids"}
+    assert (batch.num_targets, batch.num_tokens, batch.example_ids) == (6, 6, (0, 1))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
+def test_causal_lm_padding_without_mask_changes_neither_loss_nor_gradients(model_type: str, attention: str) -> None:
+    task = CausalLM(Data(max_length=16))
+    shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    if model_type != "gpt2":
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        shape |= {"num_key_value_heads": 1, "head_dim": 8}
+    architecture = Architecture(model_config={"model_type": model_type, **shape}, attn_implementation=attention)
+    torch.manual_seed(0)
+    model = ModelWithLoss(build_model(architecture, task.auto_class, BYTES, 16)).double()
+    rows = encoded(task, "hello world", "hi", "a longer te")
+
+    together, together_gradients = loss_and_gradients(model, task, rows)
+    alone = [loss_and_gradients(model, task, [row]) for row in rows]
+    # transformers' eager attention takes its softmax in fp32, whose rounding depends on the length of a row
+    loose = attention == "eager"
+    assert together == pytest.approx(sum(loss for loss, _ in alone), rel=1e-7 if loose else 1e-12)
+    for name, gradient in together_gradients.items():
+        apart = sum(gradients[name] for _, gradients in alone)
+        torch.testing.assert_close(gradient, apart, rtol=1e-5 if loose else 1e-9, atol=1e-6 if loose else 1e-12)
+
+
+def loss_and_gradients(model: nn.Module, task: Task, rows: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+    batch = task.collate(rows, (0, 0), PAD)
+    model.zero_grad()
+    loss = model(batch.inputs, batch.labels)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients
+    return loss.item(), gradients
+
+
+def test_causal_lm_references_are_entropy_and_xz() -> None:
+    references = CausalLM(Data()).references(["ab" * 500])
+    assert references["order-0 entropy"] == pytest.approx(1.0)
+    assert references["xz -9"] < 1.0
+
+
+def test_causal_lm_samples_after_the_beginning_of_the_text() -> None:
+    task = CausalLM(Data(max_length=24))
+    config = transformers.LlamaConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    first, again = (task.sample(model, BYTES, "to be or not to be", seed=3) for _ in range(2))
+    assert first is not None and first == again
+    assert first.startswith("to be or not⟪") and first.endswith("⟫")
+    assert task.sample(nn.Linear(1, 1), BYTES, "to be", seed=3) is None
+    assert task.sample(model, BYTES, "", seed=3) is None  # nothing to begin with
+
+
+# masked_lm
+
+
+def mixed_text(length: int) -> str:
+    return "".join(np.random.default_rng(0).choice(list("abcdefghijklmnopqrstuvwxyz "), length))
+
+
+def test_masked_lm_frames_windows_that_cover_the_text_once() -> None:
+    rows = encoded(MaskedLM(Data(max_length=10)), TEXT)
+    tokens = [row["tokens"].tolist() for row in rows]
+    assert all(len(t) <= 10 and t[0] == END and t[-1] == END for t in tokens)
+    assert [token for t in tokens for token in t[1:-1]] == ids_of(TEXT)
+    assert all(row["special"].tolist() == [True] + [False] * (row["length"] - 2) + [True] for row in rows)
+
+
+def test_masked_lm_hides_80_replaces_10_and_keeps_10_percent_of_15() -> None:
+    task = MaskedLM(Data(max_length=100_002))
+    rows = encoded(task, mixed_text(100_000))
+    batch = task.collate(rows, (0, 0), PAD)
+    original, shown = torch.as_tensor(rows[0]["tokens"]).long(), batch.inputs["input_ids"][0]
+    chosen = batch.labels[0] != IGNORE
+    assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.005)
+    assert batch.num_targets == int(chosen.sum())
+    assert torch.equal(batch.labels[0][chosen], original[chosen])
+    assert torch.equal(shown[~chosen], original[~chosen])
+    hidden, kept = (shown == MASK)[chosen].float().mean().item(), (shown == original)[chosen].float().mean().item()
+    assert hidden == pytest.approx(0.8, abs=0.012)
+    assert kept == pytest.approx(0.1, abs=0.01)
+    replaced = shown[chosen & (shown != MASK) & (shown != original)]
+    assert len(set(replaced.tolist())) > 200  # from the whole vocabulary
+
+
+def test_masked_lm_chooses_the_share_it_is_told() -> None:
+    task = MaskedLM(Data(max_length=20_002, mlm_probability=0.4))
+    batch = task.collate(encoded(task, mixed_text(20_000)), (0, 0), PAD)
+    assert batch.num_targets / 20_000 == pytest.approx(0.4, abs=0.015)
+
+
+def test_masked_lm_never_chooses_special_tokens_or_padding() -> None:
+    task = MaskedLM(Data(max_length=64, mlm_probability=0.9))
+    rows = encoded(task, "short", "in<|end|>the<|mask|>middle", mixed_text(60), "<|end|><|end|>")
+    for epoch in range(20):
+        batch = task.collate(rows, (0, epoch), PAD)
+        for row, labels, shown in zip(rows, batch.labels, batch.inputs["input_ids"], strict=True):
+            special = torch.ones(len(labels), dtype=torch.bool)
+            special[: row["length"]] = torch.as_tensor(row["special"])
+            assert (labels[special] == IGNORE).all()
+            assert shown[: row["length"]][torch.as_tensor(row["special"])].tolist() == [
+                t for t, s in zip(row["tokens"], row["special"], strict=True) if s
+            ]
+            assert (shown[row["length"] :] == PAD).all()
+
+
+def test_masked_lm_has_a_target_in_every_example() -> None:
+    task = MaskedLM(Data(max_length=8, mlm_probability=0.01))
+    rows = encoded(task, *["abc"] * 50)
+    batch = task.collate(rows, (0, 0), PAD)
+    assert (batch.labels != IGNORE).sum(1).min() == 1
+
+
+def test_masked_lm_choice_depends_on_seed_epoch_and_example_alone() -> None:
+    task = MaskedLM(Data(max_length=64))
+    rows = encoded(task, mixed_text(60), mixed_text(30), mixed_text(50))
+    together = task.collate(rows, (7, 1), PAD)
+    for i in (2, 0, 1):
+        alone = task.collate([rows[i]], (7, 1), PAD)
+        length = rows[i]["length"]
+        assert torch.equal(together.inputs["input_ids"][i, :length], alone.inputs["input_ids"][0])
+        assert torch.equal(together.labels[i, :length], alone.labels[0])
+    for other in ((7, 2), (8, 1)):
+        assert not torch.equal(together.labels, task.collate(rows, other, PAD).labels)
+    renumbered = [{**row, "id": row["id"] + 1} for row in rows]
+    assert not torch.equal(together.labels, task.collate(renumbered, (7, 1), PAD).labels)
+
+
+@pytest.mark.parametrize("task", [MaskedLM(Data(max_length=8)), SequenceClassification(Data(max_length=8))])
+def test_attention_mask_is_given_only_where_there_is_padding(task: Task) -> None:
+    found = task.encode({"text": ["abc", "def", "g"], "label": ["x", "x", "y"]}, BYTES, ("x", "y"))
+    rows = [{name: found[name][i] for name in found} | {"id": i} for i in range(3)]
+    assert "attention_mask" not in task.collate(rows[:2], (0, 0), PAD).inputs
+    padded = task.collate(rows, (0, 0), PAD)
+    assert padded.inputs["attention_mask"].tolist() == [[1] * 5, [1] * 5, [1, 1, 1, 0, 0]]
+    assert padded.inputs["input_ids"][2, 3:].tolist() == [PAD, PAD]
+    assert padded.num_tokens == 13
+
+
+def test_masked_lm_refuses_a_tokenizer_without_mask_token() -> None:
+    tokenizer = load_tokenizer("bytes", ())
+    MaskedLM(Data()).check_tokenizer(tokenizer)
+    tokenizer.mask_token = None
+    with pytest.raises(UserError, match="masked_lm: the tokenizer has no mask token"):
+        MaskedLM(Data()).check_tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "sequence_classification"])
+def test_a_tokenizer_without_padding_and_end_token_is_refused(task: str) -> None:
+    tokenizer = load_tokenizer("bytes", ())
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(UserError, match=f"{task}: the tokenizer has neither a padding nor an end token"):
+        build_task(Data(task=task)).check_tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize("task", ["masked_lm", "sequence_classification"])
+def test_a_length_without_room_for_text_is_refused(task: str) -> None:
+    documents = {"text": ["abc"], "label": ["x"]}
+    with pytest.raises(UserError, match=r"max_length: 2 leaves no room .* Give 3 or more"):
+        build_task(Data(task=task, max_length=2)).encode(documents, BYTES, ("x", "y"))
+    assert build_task(Data(task=task, max_length=3)).encode(documents, BYTES, ("x", "y"))["length"][0] == 3
+
+
+# sequence_classification
+
+
+@pytest.mark.parametrize(
+    ("truncation", "max_length", "kept"),
+    [
+        ("keep_head", 6, "abcd"),
+        ("keep_tail", 6, "efgh"),
+        ("keep_both", 6, "abgh"),
+        ("keep_both", 7, "abcgh"),
+        ("keep_tail", 3, "h"),
+        ("keep_both", 3, "a"),
+        ("keep_head", 10, "abcdefgh"),
+        ("keep_tail", 10, "abcdefgh"),
+        ("keep_both", 10, "abcdefgh"),
+    ],
+)
+def test_classification_keeps_the_part_it_is_told(truncation: Any, max_length: int, kept: str) -> None:
+    task = SequenceClassification(Data(max_length=max_length, truncation=truncation))
+    found = task.encode({"text": ["abcdefgh"], "label": ["x"]}, BYTES, ("w", "x"))
+    assert found["tokens"][0].tolist() == [END, *ids_of(kept), END]
+    assert (found["length"], found["document_length"], found["label"]) == ([len(kept) + 2], [10], [1])
+
+
+def test_classification_says_how_many_tokens_are_lost() -> None:
+    corpus = corpus_of([("abcdefgh", "x"), ("abcd", "y"), ("abcdefgh", "y"), ("ab", "x")], [("a", "x")])
+    notes = classified(corpus, max_length=6).notes
+    assert "2 classes: x, y" in notes  # 10 + 6 + 10 + 4 tokens with their marks, of which 4 + 4 are cut
+    assert "truncation (keep_head): 2 of 4 documents are longer than 6 tokens; 26.7 % of all tokens are lost" in notes
+    assert not any("truncation" in note for note in classified(corpus, max_length=10).notes)
+
+
+def classified(corpus: Corpus, **data: Any) -> Examples:
+    settings = Data(**{"task": "sequence_classification", "max_length": 16, **data})
+    return tokenize(corpus, SequenceClassification(settings), BYTES, settings)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [(["spam", "ham", "spam"], ("ham", "spam")), ([10, 2, 1], ("1", "2", "10")), ([0, 1, 0], ("0", "1"))],
+)
+def test_classification_numbers_text_and_integer_labels(labels: list[Any], names: tuple[str, ...]) -> None:
+    corpus = corpus_of(list(zip("abc", labels, strict=True)), [("a", labels[0])])
+    examples = classified(corpus)
+    assert examples.label_names == names
+    assert isinstance(examples.train, datasets.Dataset)
+    assert [names[number] for number in examples.train["label"]] == [str(label) for label in labels]
+    assert names[examples.validation["label"][0]] == str(labels[0])
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "expected"),
+    [
+        (["True", "False"], [1, 0], [1, 0]),  # CSV, and true and false of JSON
+        ([1, 0], ["true", "FALSE"], [1, 0]),
+        ([0, 3], ["3.0", "0.0"], [1, 0]),
+        (["0.0", "1.0"], [1, 0], [1, 0]),
+        (["1", "True", "x"], ["True", "1", "x"], [1, 0, 2]),
+    ],
+)
+def test_a_label_is_known_in_the_words_of_another_format(
+    train: list[Any], validation: list[Any], expected: list[int]
+) -> None:
+    corpus = corpus_of([("a", label) for label in train], [("b", label) for label in validation])
+    examples = classified(corpus)
+    assert examples.label_names == tuple(map(str, sorted(train)))
+    assert examples.validation["label"][:] == expected
+
+
+@pytest.mark.parametrize(("train", "label"), [([0, 1], "1.5"), ([0, 1], "2.0"), (["1", "True"], "1.0"), ([0, 7], "07")])
+def test_a_label_that_only_looks_like_another_is_unknown(train: list[Any], label: str) -> None:
+    with pytest.raises(UserError, match=f"label '{label}' does not occur in the training split"):
+        classified(corpus_of([("a", known) for known in train], [("b", label)]))
+
+
+def test_classification_numbers_the_labels_of_a_stream() -> None:
+    corpus = corpus_of([("a", "x"), ("b", "y"), ("c", "x")], [("a", "y")])
+    assert isinstance(corpus.train, datasets.Dataset)
+    examples = classified(replace(corpus, train=corpus.train.to_iterable_dataset()))
+    assert examples.label_names == ("x", "y")
+    assert [dict(row)["label"] for row in examples.train] == [0, 1, 0]
+
+
+def test_classification_collates_one_label_a_document() -> None:
+    task = SequenceClassification(Data(max_length=8))
+    found = task.encode({"text": ["abc", "d"], "label": ["y", "x"]}, BYTES, ("x", "y"))
+    batch = task.collate([{name: found[name][i] for name in found} | {"id": 5 + i} for i in range(2)], (0, 0), PAD)
+    assert batch.labels.tolist() == [1, 0]
+    assert (batch.num_targets, batch.example_ids, batch.num_tokens) == (2, (5, 6), 8)
+
+
+def test_an_unknown_label_in_validation_is_refused_with_its_place_and_a_way_out() -> None:
+    corpus = corpus_of([("a", "x"), ("b", "y")], [("a", "x"), ("b", "z")])
+    with pytest.raises(UserError, match=r"validation-data\.jsonl:2: label 'z' .*--on_bad_record skip"):
+        classified(corpus)
+
+
+def test_an_unknown_label_in_validation_is_skipped_and_told_when_asked_to() -> None:
+    corpus = corpus_of([("a", "x"), ("b", "y")], [("a", "x"), ("bc", "z"), ("d", "y")])
+    examples = classified(corpus, on_bad_record="skip")
+    assert examples.validation["label"][:] == [0, 1]
+    assert [note for note in examples.notes if "skipped 1 record" in note and "validation-data.jsonl:2" in note]
+
+
+def test_a_validation_split_of_unknown_labels_only_is_refused() -> None:
+    corpus = corpus_of([("a", "x"), ("b", "y")], [("b", "z")])
+    with pytest.raises(UserError, match="validation split has no example"):
+        classified(corpus, on_bad_record="skip")
+
+
+def test_a_single_class_is_refused() -> None:
+    with pytest.raises(UserError, match=r"only the label 'x' in column 'stars'.*--label_column"):
+        classified(corpus_of([("a", "x"), ("b", "x")], [("a", "x")]), label_column="stars")
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama"])
+def test_class_names_land_in_the_model(model_type: str) -> None:
+    examples = classified(corpus_of([("a", "spam"), ("b", "ham"), ("c", "eggs")], [("a", "spam")]))
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    architecture = Architecture(model_config={"model_type": model_type, **shape})
+    task = SequenceClassification(Data())
+    model = build_model(architecture, task.auto_class, BYTES, 16, examples.label_names)
+    assert isinstance(model, transformers.PreTrainedModel)
+    assert model.config.id2label == {0: "eggs", 1: "ham", 2: "spam"}
+    assert model.config.label2id == {"eggs": 0, "ham": 1, "spam": 2}
+    assert model(input_ids=torch.tensor([[END, 5, END]])).logits.shape == (1, 3)
+
+
+def test_build_task_gives_the_task_of_the_configuration() -> None:
+    for name, cls in (
+        ("causal_lm", CausalLM),
+        ("masked_lm", MaskedLM),
+        ("sequence_classification", SequenceClassification),
+    ):
+        data = Data(task=name)
+        task = build_task(data)
+        assert type(task) is cls and task.name == name and task.data is data

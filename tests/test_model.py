@@ -1,0 +1,336 @@
+"""The model builder, and activation checkpointing that changes memory but no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from train.config import Architecture
+from train.errors import UserError
+from train.extras.activations.recompute import enable_checkpointing
+from train.loss import ModelWithLoss
+from train.model import build_model, pad_token_id
+from train.records import IGNORE
+from train.tokenization import load_tokenizer
+
+BYTES = load_tokenizer("bytes", ())
+END, PAD = 0, 1
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {"model_type": "llama", **SHAPE, "num_key_value_heads": 2}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+CAUSAL, MASKED, CLASSES = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+
+
+def built(
+    model_config: dict[str, Any] | None = None,
+    auto_class: str = CAUSAL,
+    max_length: int = 32,
+    label_names: Sequence[str] = (),
+    tokenizer: Any = BYTES,
+    **architecture: Any,
+) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = Architecture(model_config=model_config, **architecture)
+    model = build_model(config, auto_class, tokenizer, max_length, label_names)
+    assert isinstance(model, transformers.PreTrainedModel)
+    return model
+
+
+def batch(length: int = 12) -> tuple[dict[str, Tensor], Tensor]:
+    ids = torch.arange(3, 3 + 2 * length).view(2, length)
+    return {"input_ids": ids}, ids.clone()
+
+
+# Which models
+
+
+@pytest.mark.parametrize(
+    ("model_config", "auto_class"),
+    [
+        (LLAMA, CAUSAL),
+        (GPT2, CAUSAL),
+        ({"model_type": "qwen3", **SHAPE, "num_key_value_heads": 1, "head_dim": 8}, CAUSAL),
+        ({"model_type": "modernbert", **SHAPE}, MASKED),
+        ({"model_type": "bert", **SHAPE}, MASKED),
+        (LLAMA, CLASSES),
+        ({"model_type": "bert", **SHAPE}, CLASSES),
+        ({"model_type": "modernbert", **SHAPE}, CLASSES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["model_type"],
+)
+def test_model_from_an_architecture_learns_and_fits_the_tokenizer(model_config: dict, auto_class: str) -> None:
+    network = built(model_config, auto_class, label_names=("no", "yes") if auto_class == CLASSES else ())
+    assert network.config.vocab_size == len(BYTES)
+    assert network.config.max_position_embeddings == 32
+    assert network.config.eos_token_id == END and network.config.pad_token_id == PAD
+    inputs, labels = batch()
+    labels = torch.tensor([0, 1]) if auto_class == CLASSES else labels
+    model, optimizer = ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1e-3)
+    model.eval()
+    before = model(inputs, labels)
+    before.backward()
+    optimizer.step()
+    assert torch.isfinite(before)
+    assert model(inputs, labels).item() < before.item()
+
+
+def test_decoder_of_a_new_encoder_decoder_has_a_start() -> None:
+    t5 = {"model_type": "t5", "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8}
+    network = built(t5, CLASSES, label_names=("no", "yes"))
+    ids = torch.tensor([[3, 4, 5, END], [6, 7, 8, END]])
+    assert network(input_ids=ids).logits.shape == (2, 2)
+    assert network.config.decoder_start_token_id == PAD
+    bart = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300}
+    assert built(bart, CLASSES, label_names=("no", "yes")).config.decoder_start_token_id == 2  # its own, not ours
+
+
+def test_weights_come_in_the_dtype_and_attention_asked_for() -> None:
+    model = built(LLAMA, dtype="bfloat16", attn_implementation="eager")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "eager"
+    assert model.config.use_cache is False
+
+
+def test_fields_of_the_recipe_win_over_what_data_and_tokenizer_say() -> None:
+    model = built({**LLAMA, "vocab_size": 300, "max_position_embeddings": 64, "eos_token_id": 5})
+    config = model.config
+    assert (config.vocab_size, config.max_position_embeddings, config.eos_token_id) == (300, 64, 5)
+
+
+def test_field_under_its_other_name_counts_as_given() -> None:
+    assert built({**GPT2, "n_positions": 48}).config.max_position_embeddings == 48
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "lama"}, "model_config: lama"),
+        ({"hiden_size": 32}, "model_config: llama has no field hiden_size"),
+        ({"hidden_size": "wide"}, "model_config: llama: .*hidden_size"),
+        ({"num_attention_heads": 3}, "llama.*attention heads"),
+        ({"hidden_act": "rellu"}, "llama.* cannot be built: .*rellu"),
+        ({"vocab_size": 258}, "258 embeddings, the tokenizer 259 tokens"),
+        ({"max_position_embeddings": 31}, "max_length: 32 is more than the model's 31 positions"),
+    ],
+)
+def test_architecture_that_cannot_work_is_refused_by_name(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        built({**LLAMA, **change})
+
+
+def test_attention_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UserError, match=r"llama.* cannot be built: .*flush_attention"):
+        built(LLAMA, attn_implementation="flush_attention")
+
+
+def test_saved_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    saved = built(LLAMA)
+    saved.save_pretrained(tmp_path)
+    loaded = built(model=str(tmp_path))
+    ids = batch()[0]["input_ids"]
+    assert torch.equal(saved.eval()(ids).logits, loaded.eval()(ids).logits)
+    with pytest.raises(UserError, match="max_length: 33"):
+        built(model=str(tmp_path), max_length=33)
+
+
+def test_saved_language_model_becomes_a_classifier(tmp_path: Path) -> None:
+    saved = built(LLAMA)
+    saved.save_pretrained(tmp_path)
+    classifier = built(model=str(tmp_path), auto_class=CLASSES, label_names=("a", "b", "c"))
+    assert classifier.config.id2label == {0: "a", 1: "b", 2: "c"}
+    assert torch.equal(classifier.get_input_embeddings().weight, saved.get_input_embeddings().weight)  # pyright: ignore
+
+
+@pytest.mark.parametrize("stored_pad", [None, 7])
+def test_classifier_of_a_causal_model_looks_at_the_last_token_of_each_row(
+    tmp_path: Path, stored_pad: int | None
+) -> None:
+    original = built(LLAMA)
+    original.config.pad_token_id = stored_pad
+    original.save_pretrained(tmp_path)
+    model = built(model=str(tmp_path), auto_class=CLASSES, label_names=("a", "b")).eval()
+    short = torch.tensor([[END, 40, 7, END]])
+    padded = torch.tensor([[END, 40, 7, END, PAD, PAD], [END, 9, 9, 9, 9, END]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    together = model(padded, attention_mask=mask).logits[0]
+    torch.testing.assert_close(together, model(short).logits[0])
+
+
+def test_a_start_token_that_also_pads_is_still_learned() -> None:
+    tokenizer = load_tokenizer("bytes", ())
+    tokenizer.pad_token = None
+    assert pad_token_id(tokenizer) == END
+    model = built(LLAMA, tokenizer=tokenizer)
+    model(torch.tensor([[END, 5, 6]])).logits.sum().backward()
+    gradient = model.get_input_embeddings().weight.grad  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(gradient, Tensor) and gradient[END].abs().sum() > 0
+
+
+def test_a_model_that_is_nowhere_is_refused_in_one_line() -> None:
+    for name in ("no/such-model-anywhere", "no-such-folder/model"):
+        with pytest.raises(UserError, match=f"model '{name}' cannot be loaded") as caught:
+            built(model=name)
+        assert "\n" not in str(caught.value)
+
+
+FUNCTIONS = """
+from torch import nn
+def tiny():
+    return nn.Linear(2, 3)
+def words():
+    return "a model"
+"""
+
+
+def test_model_from_a_function_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_models_for_test.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+
+    def build(spec: str, **architecture: Any) -> nn.Module:
+        return build_model(Architecture(model=spec, **architecture), CAUSAL, BYTES, 8)
+
+    model = build("own_models_for_test:tiny")
+    assert isinstance(model, nn.Linear) and model.out_features == 3
+    with pytest.raises(UserError, match=r"returned a str; it must return an nn.Module"):
+        build("own_models_for_test:words")
+    with pytest.raises(UserError, match=r"own_models_for_test:missing.*module:function"):
+        build("own_models_for_test:missing")
+    with pytest.raises(UserError, match="no_such_module_here"):
+        build("no_such_module_here:tiny")
+    with pytest.raises(UserError, match=r"gradient_checkpointing: full does not work with this model.*Use none"):
+        build("own_models_for_test:tiny", gradient_checkpointing="full")
+
+
+# Activation checkpointing
+
+
+MODES = [
+    {"gradient_checkpointing": "full"},
+    {"gradient_checkpointing": "full", "gradient_checkpointing_every_n_layers": 2},
+    {"gradient_checkpointing": "selective"},
+    {"gradient_checkpointing": "selective", "gradient_checkpointing_every_n_layers": 2},
+]
+CHECKPOINTED = [
+    (LLAMA, CAUSAL),
+    ({**LLAMA, "attention_dropout": 0.2}, CAUSAL),
+    ({**GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}, CAUSAL),
+    ({"model_type": "bert", **SHAPE, "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.0}, MASKED),
+    ({"model_type": "modernbert", **SHAPE, "embedding_dropout": 0.2, "mlp_dropout": 0.2}, MASKED),
+    ({"model_type": "qwen3", **SHAPE, "num_key_value_heads": 1, "head_dim": 8}, CAUSAL),
+]
+
+
+def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+    model.train()
+    inputs, labels = batch()
+    labels[0, 5:] = IGNORE
+    torch.manual_seed(1)
+    loss = ModelWithLoss(model)(inputs, labels)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("model_config", "auto_class"), CHECKPOINTED, ids=["llama", "llama-dropout", "gpt2", "bert", "modernbert", "qwen3"]
+)
+def test_checkpointing_changes_neither_loss_nor_gradients(model_config: dict, auto_class: str) -> None:
+    loss, expected = gradients(built(model_config, auto_class).double())
+    assert len(expected) > 10
+    for mode in MODES:
+        again, found = gradients(built(model_config, auto_class, **mode).double())
+        assert again == loss
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():  # the same operations in the same order: fp64's last bits at most
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14, msg=f"{mode} {name}")
+
+
+def test_dropout_of_these_tests_is_on() -> None:
+    for model_config, auto_class in CHECKPOINTED[1:5]:
+        model = built(model_config, auto_class).train()
+        inputs, labels = batch()
+        assert ModelWithLoss(model)(inputs, labels).item() != ModelWithLoss(model)(inputs, labels).item()
+
+
+class Watch(TorchDispatchMode):
+    """Bytes still held of all tensors made inside, and how often attention was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attentions = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.attentions += "scaled_dot_product" in func.name() and "backward" not in func.name()
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return output
+
+    def held_bytes(self) -> int:
+        return sum(size for storage, size in self._storages.values() if not storage.expired())
+
+
+def watched(**mode: Any) -> tuple[int, int]:
+    """Bytes held between forward and backward, and attentions computed in both, of a model of four layers."""
+    model = built({**LLAMA, "num_hidden_layers": 4}, **mode).train()
+    inputs, _ = batch(32)
+    with Watch() as watch:
+        hidden = model.base_model(**inputs).last_hidden_state
+        held = watch.held_bytes()
+        hidden.sum().backward()
+    return held, watch.attentions
+
+
+def test_checkpointing_holds_less_and_computes_again() -> None:
+    none, full, every_second, selective = (watched(**mode) for mode in ({}, MODES[0], MODES[1], MODES[2]))
+    assert full[0] < selective[0] < none[0]
+    assert full[0] < every_second[0] < none[0]
+    assert full[0] < none[0] / 4
+    assert (none[1], full[1], every_second[1], selective[1]) == (4, 8, 6, 4)
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_checkpointing_works_with_the_older_name_of_the_switch(
+    mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("this transformers has only the older name")
+
+    def older(self: Any, gradient_checkpointing_kwargs: Any = None) -> None:
+        self._activation_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    expected = watched(**mode)
+    monkeypatch.setattr(transformers.PreTrainedModel, "gradient_checkpointing_enable", older)
+    monkeypatch.delattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+    assert watched(**mode) == expected
+
+
+def test_every_n_layers_counts_subclasses_of_layers() -> None:
+    class OwnLayer(LlamaDecoderLayer):
+        pass
+
+    model = built({**LLAMA, "num_hidden_layers": 4})
+    layers = model.base_model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for index in range(4):
+        layers[index] = OwnLayer(model.config, index)  # pyright: ignore[reportArgumentType]
+    enable_checkpointing(model, "full", every_n_layers=3)
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False, False, True]
+
+
+def test_model_without_support_for_checkpointing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.LlamaPreTrainedModel, "supports_gradient_checkpointing", False)
+    with pytest.raises(UserError, match="gradient_checkpointing: selective does not work with this model"):
+        built(LLAMA, gradient_checkpointing="selective")

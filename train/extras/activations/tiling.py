@@ -1,0 +1,266 @@
+"""MLPs and norms that compute their tokens in tiles, so that the activations of only one tile are there at a time.
+
+An MLP treats each token by itself. Its activations are some I / H times as wide as the hidden states, and in a model
+that recomputes its layers those of one layer outgrow everything else at long sequences (arXiv 2506.13996, ALST). A norm
+keeps copies of the hidden states in fp32, and makes more of them in backward: after the MLP they are the largest.
+
+Other parts that treat tokens one by one are not tiled: queries, keys and values have to be there whole for attention;
+the loss has chunks of its own (``train.loss``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    from train.config import Architecture
+
+MIN_TILE_TOKENS = 512
+"""With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size."""
+
+
+def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> None:
+    """Makes MLPs and the norms beside them compute in tiles. Parameters, their names and module hooks stay.
+
+    MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
+    alone. Mixtures of experts do not: what of a token goes where depends on others, and their experts have parts of
+    the tokens already.
+
+    Args:
+        tile_tokens: see :class:`Tiled`.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = mlps(model)
+    if not found:
+        blocks = sorted({type(m.mlp).__name__ for m in _layers(model)})
+        reason = f"its blocks are {', '.join(blocks)}" if blocks else "it has no layers with an mlp that are known"
+        raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
+    for part in [*found, *norms(model)]:
+        part.__class__ = _tiled(type(part))
+        cast("Tiled", part).tile_tokens = tile_tokens
+
+
+def mlps(model: nn.Module) -> list[nn.Module]:
+    """What :func:`tile_mlps` tiles."""
+    return [m for layer in _layers(model) if (m := cast("nn.Module", layer.mlp)) and _treats_tokens_alone(m)]
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    """The norms of hidden states beside these MLPs, and the last one, after the layers."""
+    layers = [layer for layer in _layers(model) if _treats_tokens_alone(layer.mlp)]
+    stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
+    around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
+    beside = [child for module in (*layers, *around) for child in module.children()]
+    return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
+
+
+def describe(network: nn.Module, architecture: Architecture) -> list[str]:
+    """For a person: how many parts compute in tiles, and what does not."""
+    if not architecture.tiled_mlp:
+        return []
+    tiled, blocks = len(mlps(network)), len(list(_layers(network)))
+    left = f"; {blocks - tiled} other blocks are left whole" if blocks > tiled else ""
+    size = architecture.mlp_tile_tokens or "about hidden-size"
+    return [f"tiled_mlp: {tiled} MLPs and {len(norms(network))} norms compute in tiles of {size} tokens{left}"]
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and isinstance(getattr(module, "mlp", None), nn.Module):
+            yield module
+
+
+def _treats_tokens_alone(mlp: nn.Module) -> bool:
+    if isinstance(mlp, Tiled):
+        return True
+    given = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
+    required = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return type(mlp).__name__.endswith("MLP") and len(required) == 1
+
+
+class Tiled(nn.Module):
+    """An MLP or a norm whose forward and backward compute some tokens at a time.
+
+    Backward computes each tile's forward once more, so an MLP costs a third more arithmetic, as if it were
+    checkpointed. In a layer that is checkpointed it costs only its last product more, since that one is not needed
+    for gradients: what the MLP is given is saved before it computes, and torch's recomputation of the layer stops at
+    the last tensor that was saved. (Where a layer saves something after its MLP, as with a norm or dropout behind it,
+    the MLP is computed three times.)
+
+    Gradients of weights are summed over the tiles and handed to autograd once: in the type of the weights, or in fp32
+    where that has 16 bits. So hooks of DDP and FSDP2 see whole gradients, once.
+    """
+
+    tile_tokens: int | None
+    """Tokens of a tile at most; None: ALST's choice, as many tiles as tokens / H, but at least MIN_TILE_TOKENS."""
+
+    def compute_whole(self, hidden: Tensor) -> Tensor:
+        """(..., H) → (..., H) as the class that is tiled does it."""
+        raise NotImplementedError
+
+    @torch.compiler.disable  # backward computes forward again, which torch.compile cannot follow
+    def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        tokens = hidden.shape[:-1].numel()
+        size = self.tile_tokens or max(MIN_TILE_TOKENS, -(-tokens // max(1, -(-tokens // hidden.shape[-1]))))
+        if tokens <= size:
+            return self.compute_whole(hidden)
+        if not torch.is_grad_enabled():
+            return _in_tiles(self, hidden, size, None)
+        hidden, keeper = _keep(hidden)
+        return cast("Tensor", _Tiles.apply(self, size, keeper, hidden, *self.trained()))
+
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that need a gradient; sharded ones as they are gathered now."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+
+@cache
+def _tiled(original: type[nn.Module]) -> type[Tiled]:
+    """``original`` with :class:`Tiled` before it."""
+    if issubclass(original, Tiled):
+        return original
+    body = {"compute_whole": lambda self, hidden: original.forward(self, hidden)}
+    return type(f"Tiled{original.__name__}", (Tiled, original), body)
+
+
+class _Keep(torch.autograd.Function):
+    """Hands its input on, and saves it for whoever knows this node."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return grad_outputs[0]
+
+
+def _keep(hidden: Tensor) -> tuple[Tensor, Any]:
+    """``hidden`` and the node of the graph that has it saved: before the tiles compute, not after as they would."""
+    if not hidden.requires_grad:
+        return hidden, None
+    kept = cast("Tensor", _Keep.apply(hidden))
+    return kept, kept.grad_fn
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tiled, size: int, keeper: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.part, ctx.size, ctx.keeper = part, size, keeper
+        if keeper is None:
+            ctx.save_for_backward(hidden)
+        ctx.autocast = _autocast_of(hidden)
+        ctx.draws = []
+        return _in_tiles(part, hidden, size, ctx.draws)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = grad_outputs
+        (hidden,) = ctx.saved_tensors if ctx.keeper is None else ctx.keeper.saved_tensors
+        tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
+        weights = ctx.part.trained()
+        sums: list[Tensor | None] = [None] * len(weights)
+        for number, rows in enumerate(tiles(len(tokens), ctx.size)):
+            with torch.enable_grad(), ExitStack() as stack:
+                stack.enter_context(ctx.autocast())
+                if ctx.draws:
+                    stack.enter_context(_drawing_again(ctx.draws[number], hidden.device))
+                tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
+                out = ctx.part.compute_whole(tile.unsqueeze(0)).squeeze(0)
+            asked = [*([tile] if to_hidden is not None else []), *weights]
+            found = list(torch.autograd.grad(out, asked, gradients[rows], allow_unused=True))
+            del out
+            if to_hidden is not None:
+                to_hidden[rows] = found.pop(0)
+            for place, part in enumerate(found):
+                sums[place] = _added(sums[place], part)
+            del found
+        to_weights = [s if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True)]
+        to_hidden = to_hidden.view(hidden.shape) if to_hidden is not None else None
+        return None, None, None, to_hidden, *to_weights
+
+
+def _in_tiles(part: Tiled, hidden: Tensor, size: int, draws: list[Any] | None) -> Tensor:
+    """(..., H) what ``part`` makes of ``hidden``; ``draws`` gets the random state before each tile, if any draws."""
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    out: Tensor | None = None
+    for rows in tiles(len(tokens), size):
+        before = _random_state(hidden.device) if draws is not None else None
+        tile = part.compute_whole(tokens[rows].unsqueeze(0)).squeeze(0)
+        if out is None:
+            out = tile.new_empty((len(tokens), tile.shape[-1]))
+            if draws is not None and _same(before, _random_state(hidden.device)):
+                draws = None  # no dropout here: nothing to remember
+        out[rows] = tile
+        if draws is not None:
+            draws.append(before)
+    assert out is not None
+    return out.view(*hidden.shape[:-1], out.shape[-1])
+
+
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Rows of each tile: at most ``size``, as equal as can be."""
+    even = -(-tokens // -(-tokens // size))
+    for start in range(0, tokens, even):
+        yield slice(start, min(start + even, tokens))
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if part is None:
+        return total
+    if total is None:
+        return part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+    return total.add_(part)
+
+
+def _autocast_of(hidden: Tensor) -> Any:
+    """Makes the autocast of now, for backward, which runs outside it."""
+    kind = hidden.device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    """Of the host and of ``device``."""
+    states = [torch.get_rng_state()]
+    if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_initialized():
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _same(one: list[Tensor] | None, other: list[Tensor]) -> bool:
+    return one is not None and all(bytes(a.numpy()) == bytes(b.numpy()) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def _drawing_again(states: list[Tensor], device: torch.device) -> Iterator[None]:
+    """Inside it, what is drawn is what was drawn from ``states``; afterwards the random state is as before."""
+    now = _random_state(device)
+    _set_random_state(states, device)
+    try:
+        yield
+    finally:
+        _set_random_state(now, device)
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -1,0 +1,298 @@
+"""Adapters: small matrices that are trained beside frozen weights (LoRA, arXiv 2106.09685), which may be kept in 4 bits
+(QLoRA, arXiv 2305.14314).
+
+The network stays the network: peft puts its layers inside, so its head, its generation and its names stay where they
+are. Gradients and optimizer state exist for the adapters alone, and a checkpoint holds these, with a digest of the
+frozen weights: who goes on builds them again and is told if they came out otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train.config import Architecture
+from train.errors import UserError
+from train.extras.meter.throughput import num_weights
+from train.state import Blocks, TrainingState, model_tensors, whole_tensors
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
+ADAPTER = "default"
+"""peft's name for an adapter that has none."""
+TASK_TYPES = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+}
+"""peft's words; others have none."""
+
+
+# Building
+
+
+def quantization(model: nn.Module, auto_class: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """How ``from_pretrained`` is to load the weights of ``model``, which may be without data: 4 bits, NF4, and the
+    scales quantised again; heads stay as they are."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        llm_int8_skip_modules=sorted(_whole_modules(model, auto_class)),
+    )
+
+
+def add_adapter(model: nn.Module, config: Architecture, auto_class: str, compute_dtype: torch.dtype) -> None:
+    """Freezes ``model`` and puts fp32 adapters beside its layers, in place; a classifier's new head is trained whole.
+
+    Args:
+        compute_dtype: in which layers kept in 4 bits multiply; their weights are then not in it yet, or already in
+            4 bits.
+
+    Raises:
+        UserError: no layer has one of the names, or the layers are of a kind that cannot have adapters.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if config.adapter == "qlora":
+        _quantize(model, _whole_modules(model, auto_class), compute_dtype)
+    heads = _trained_heads(model, auto_class)
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # pyright: ignore - a fraction is as good
+        lora_dropout=config.lora_dropout,
+        target_modules=_targets(model, config.lora_target_modules, auto_class),
+        task_type=TASK_TYPES.get(auto_class),
+        base_model_name_or_path=config.model,
+    )
+    try:
+        inject_adapter_in_model(settings, model, ADAPTER)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"adapter: {config.adapter} does not work with this model: {' '.join(str(error).split())[:300]}"
+        ) from None
+    settings.modules_to_save = list(heads) or None  # after peft has looked: they are trained in place, without copies
+    for head in heads.values():
+        head.requires_grad_(True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def _targets(model: nn.Module, names: tuple[str, ...], auto_class: str) -> list[str]:
+    """The layers that get adapters, by name or by the ends of their names."""
+    if names != ("all-linear",):
+        return list(names)
+    from transformers.pytorch_utils import Conv1D
+
+    whole = _whole_modules(model, auto_class)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    found = [name for name in linear if not any(name == head or name.startswith(f"{head}.") for head in whole)]
+    ends = {name.rpartition(".")[2] for name in found}
+    # The ends of names read better in what is saved, where they mean the same layers.
+    alike = [name for name in linear if name.rpartition(".")[2] in ends]
+    return sorted(ends) if alike == found else found
+
+
+def _trained_heads(model: nn.Module, auto_class: str) -> dict[str, nn.Module]:
+    """The modules of a classifier that no pretrained model brings."""
+    if auto_class != "AutoModelForSequenceClassification":
+        return {}
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    children = {name: child for name, child in model.named_children() if child is not base}
+    return {name: child for name, child in children.items() if next(child.parameters(), None) is not None}
+
+
+def _whole_modules(model: nn.Module, auto_class: str) -> set[str]:
+    """Names of modules that are neither quantised nor get adapters by ``all-linear``: heads."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    return {name for name, module in model.named_modules() if module is output} | set(_trained_heads(model, auto_class))
+
+
+def _quantize(model: nn.Module, whole: set[str], compute_dtype: torch.dtype) -> None:
+    """Turns the linear layers of ``model`` into 4-bit ones, those that are not yet."""
+    from bitsandbytes.nn import Linear4bit
+
+    layers = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
+    for name, layer in layers:
+        if any(name == head or name.startswith(f"{head}.") for head in whole):
+            continue
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, _quantized(layer))
+    quantized = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    if not quantized:
+        raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
+    for layer in quantized:
+        layer.compute_dtype, layer.compute_type_is_set = compute_dtype, True
+        if layer.bias is not None:  # the layer would do that in its first forward, after it was digested
+            layer.bias.data = layer.bias.data.to(compute_dtype)
+        # On some processors the layer repacks its weights in evaluation, and has no gradient from then on.
+        layer.support_avx512bf16_for_cpu = False
+    model.is_loaded_in_4bit = True  # pyright: ignore - by which peft knows
+
+
+def _quantized(layer: nn.Linear) -> nn.Module:
+    """A 4-bit layer with the weights of ``layer``."""
+    from bitsandbytes import nn as layers
+    from bitsandbytes.functional import quantize_4bit
+
+    with torch.device("meta"):
+        found = layers.Linear4bit(layer.in_features, layer.out_features, layer.bias is not None, quant_type="nf4")
+    how: dict[str, Any] = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    data, scales = quantize_4bit(layer.weight.data, **how)
+    make: Any = layers.Params4bit
+    found.weight = make(data, quant_state=scales, bnb_quantized=True, module=found, **how)
+    found.quant_state = cast("Any", scales)
+    if layer.bias is not None:
+        found.bias = nn.Parameter(layer.bias.data, requires_grad=False)
+    return found
+
+
+# What it comes to
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether :func:`add_adapter` was here."""
+    return hasattr(model, "peft_config")
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """(trained, all) parameters."""
+    sizes = [(num_weights(p), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+
+
+# Saving
+
+
+class AdapterState(TrainingState):
+    """A run whose checkpoints hold what is trained, and a digest of what is not."""
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Adapters, trained heads and persistent buffers, by name."""
+        kept = {id(p) for p in self.model.parameters() if p.requires_grad} | {id(b) for b in self.model.buffers()}
+        return {name: tensor for name, tensor in model_tensors(self.model).items() if id(tensor) in kept}
+
+    def values(self) -> dict[str, Any]:
+        """What is no tensor, as JSON knows it; the same on every rank."""
+        return {**super().values(), "frozen": self.frozen_digest}
+
+    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
+        """Takes everything back in place.
+
+        Raises:
+            UserError: the frozen weights are not those that the adapters were trained beside.
+        """
+        if values.get("frozen") != self.frozen_digest:
+            raise UserError(
+                f"the frozen weights have the digest {self.frozen_digest[:16]}, those that the checkpoint's adapters "
+                f"were trained beside had {str(values.get('frozen'))[:16]}: the model's files, its data type or what "
+                "quantised it have changed. Give the same model, or --resume never to start afresh."
+            )
+        super().restore(blocks, values)
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """SHA-256 of the weights that are not trained; all ranks take part the first time."""
+        digest = hashlib.sha256()
+        for name, tensor in _frozen_tensors(self.model):
+            full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+            digest.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
+            digest.update(full.view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
+        """The weights with the adapters added to them, under the names and of the types of a model without adapters.
+
+        Each is whole and on the CPU, for ranks that ``keep`` them; all ranks take part.
+        """
+        whole = whole_tensors(self.model, keep)
+        return _merged(self.model, whole) if keep else {}
+
+    def plain_model(self) -> nn.Module:
+        """The model that the merged weights belong to, itself without any."""
+        model: Any = self.model
+        if not hasattr(model, "config"):
+            return model
+        config = copy.deepcopy(model.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            plain = type(model)(config)
+        plain.generation_config = getattr(model, "generation_config", None)
+        return plain
+
+    def adapter_tensors(self, keep: bool) -> dict[str, Tensor]:
+        """Adapters and trained heads under peft's names, for ranks that ``keep`` them; all ranks take part."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                if keep:
+                    plain = name.replace(f".{ADAPTER}.", ".").replace(".base_layer.", ".")
+                    found[f"base_model.model.{plain}"] = full.detach().cpu().contiguous()
+        return found
+
+    def write_adapter(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Writes :meth:`adapter_tensors` as ``PeftModel.from_pretrained`` reads them."""
+        folder.mkdir(exist_ok=True)
+        self.model.peft_config[ADAPTER].save_pretrained(str(folder))  # pyright: ignore
+        save_file(dict(tensors), folder / "adapter_model.safetensors")
+
+
+def _frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights that are not trained, and the scales of those in 4 bits."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            continue
+        yield name, parameter
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            for key, value in state.as_dict(packed=True).items():
+                yield f"{name}.{key}", value
+
+
+def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``whole`` tensors with each adapter added to the weight beside it, in fp32 and rounded once."""
+    from peft.tuners.lora import LoraLayer
+
+    layers: list[tuple[str, Any]] = list(model.named_modules())
+    for name, layer in layers:
+        if not isinstance(layer, LoraLayer):
+            continue
+        down, up = (whole.pop(f"{name}.lora_{part}.{ADAPTER}.weight") for part in "AB")
+        delta = layer.scaling[ADAPTER] * (up @ down)
+        weight = _dequantized(cast("Any", layer.get_base_layer()).weight, whole.pop(f"{name}.base_layer.weight"))
+        delta = delta.T if getattr(layer, "fan_in_fan_out", False) else delta
+        whole[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        if f"{name}.base_layer.bias" in whole:
+            whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
+    for name, layer in layers:  # in 4 bits, but without an adapter
+        if not isinstance(layer, LoraLayer) and f"{name}.weight" in whole:
+            whole[f"{name}.weight"] = _dequantized(layer.weight, whole[f"{name}.weight"])
+    of_scales = [name for name in whole if ".weight." in name]  # what a layer in 4 bits adds to the names of a model
+    for name in of_scales:
+        del whole[name]
+    return whole
+
+
+def _dequantized(parameter: Tensor, whole: Tensor) -> Tensor:
+    """The ``whole`` tensor of ``parameter`` on the CPU; if that is in 4 bits, in the type it had before."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return whole
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.detach(), state).cpu()

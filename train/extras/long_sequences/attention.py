@@ -1,0 +1,306 @@
+"""Attention within documents: several in a row, none sees another, and nobody makes a mask of S × S.
+
+transformers makes such a mask for ``sdpa`` as soon as positions start anew within a row, or a window slides. The
+implementation here, registered as ``documents``, is told the lengths instead: on a card flash attention takes them all
+in one call, elsewhere each document is attended to by itself. Without lengths it is ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train.errors import UserError
+from train.extras.losses.answering_head import without_weights
+from train.records import Documents
+
+NAME = "documents"
+"""Of the implementation, among those of transformers."""
+MIN_QUERIES = 256
+"""Computed together where a window slides: with fewer, launching would take longer than computing."""
+
+
+def register() -> str:
+    """Makes the implementation known to transformers; its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME
+
+
+def tell_documents(model: Any) -> None:
+    """From now on ``model`` takes ``documents`` beside its other arguments, and its attention stays within them.
+
+    Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
+    """
+    if isinstance(model, _transformers_model()) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(register())
+    model.register_forward_pre_hook(_arguments, with_kwargs=True)
+
+
+def _arguments(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What transformers' forward is given in place of ``documents``."""
+    documents: Documents | None = kwargs.pop("documents", None)
+    implementation = model.config._attn_implementation
+    if implementation == NAME:
+        if documents is None and kwargs.get("attention_mask") is None and kwargs.get("past_key_values") is None:
+            ids = kwargs["input_ids"]
+            documents = Documents.of([[ids.shape[1]]] * len(ids)).to(ids.device)
+        if documents is not None:
+            # A mask of four dimensions is taken as it is: the model then neither makes one nor looks at positions.
+            unread = documents.boundaries.new_empty((1, 1, 1, 1))
+            return args, {**kwargs, "attention_mask": unread, "documents": documents}
+    elif documents is not None and "flash" in implementation:
+        cuts, longest = documents.boundaries, documents.longest
+        return args, {
+            **kwargs,
+            "cu_seq_lens_q": cuts,
+            "cu_seq_lens_k": cuts,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+    return args, kwargs  # flex_attention: transformers finds the documents by their positions
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    documents: Documents | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: query (B, H, S, D), key and value (B, H', S, D) to (B, S, H, D).
+
+    Args:
+        attention_mask: not looked at where there are documents.
+        sliding_window: how many tokens one sees to its left, itself included, and where it is not causal to its right.
+
+    Raises:
+        ValueError: the model asks for something in its attention that this cannot do.
+    """
+    if documents is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(f"its attention uses {name}")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return _attend_within(query, key, value, documents, dropout, scaling, causal, sliding_window), None
+
+
+@torch.compiler.disable(reason="each batch has other lengths: each would be compiled anew")
+def _attend_within(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    sliding_window: int | None,
+) -> Tensor:
+    """(B, S, H, D) attention within documents; arguments as of :func:`attend`."""
+    if sliding_window is not None and sliding_window >= documents.longest:
+        sliding_window = None
+    if dropout == 0.0 and (flash := _flash_of_lengths()) is not None and _suits_flash(query, value):
+        return _attend_at_once(flash, query, key, value, documents, scaling, causal, sliding_window)
+
+    def within(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if sliding_window is None or sliding_window >= query.shape[2]:
+            return _sdpa(query, key, value, None, dropout, scaling, causal)
+        return torch.cat(
+            [
+                _sdpa(query[:, :, q], key[:, :, k], value[:, :, k], mask, dropout, scaling, causal=False)
+                for q, k, mask in _windows(query.shape[2], sliding_window, causal, query.device)
+            ],
+            dim=2,
+        )
+
+    return _one_by_one(within, query, key, value, documents).transpose(1, 2)
+
+
+def _one_by_one(
+    within: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, documents: Documents
+) -> Tensor:
+    """(B, H, S, D) ``within`` of each document; rows that are cut alike go together."""
+    rows = documents.lengths
+    if len(set(rows)) == 1:
+        parts = zip(*(tensor.split(rows[0], dim=2) for tensor in (query, key, value)), strict=True)
+        attended = [within(*part) for part in parts]
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+    attended = []
+    for number, lengths in enumerate(rows):
+        row = [tensor[number : number + 1].split(lengths, dim=2) for tensor in (query, key, value)]
+        attended.append(torch.cat([within(*part) for part in zip(*row, strict=True)], dim=2))
+    return torch.cat(attended)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None, causal: bool
+) -> Tensor:
+    """Attention, heads of the query sharing those of key and value."""
+    options: dict[str, Any] = {}
+    if (shared := query.shape[1] // key.shape[1]) > 1:
+        if mask is None:
+            options["enable_gqa"] = True
+        else:  # with a mask and shared heads torch takes the kernel that holds all scores
+            key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scaling, **options)
+
+
+def _windows(length: int, window: int, causal: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries of a window or more, the keys that any of them sees, and which sees which (queries, keys)."""
+    step = max(window, MIN_QUERIES)
+    for first in range(0, length, step):
+        end = min(length, first + step)
+        left, right = max(0, first - window + 1), end if causal else min(length, end + window - 1)
+        ahead = torch.arange(left, right, device=device) - torch.arange(first, end, device=device).unsqueeze(1)
+        visible = (ahead > -window) & (ahead < (1 if causal else window))
+        yield slice(first, end), slice(left, right), visible
+
+
+# Flash attention for all documents at once
+
+
+@cache
+def _flash_of_lengths() -> Callable[..., Any] | None:
+    """torch's flash attention over sequences of different lengths, where this torch has one with windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known or "scale" not in known:
+        return None
+    # Before there was this word, heads were shared without it.
+    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
+
+
+def _suits_flash(query: Tensor, value: Tensor) -> bool:
+    head_size = query.shape[-1]
+    return (
+        query.device.type == "cuda"
+        and _product_dtype(query) in (torch.float16, torch.bfloat16)
+        and head_size % 8 == 0
+        and head_size <= 256
+        and value.shape[-1] == head_size
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _product_dtype(tensor: Tensor) -> torch.dtype:
+    """In which autocast, or else no autocast, would multiply ``tensor``; the kernel itself knows of none."""
+    device = tensor.device.type
+    cast = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast else tensor.dtype
+
+
+def _attend_at_once(
+    flash: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """(B, S, H, D) by one kernel, the rows laid end to end."""
+    dtype = _product_dtype(query)
+    laid_out = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    cuts, longest = documents.boundaries, documents.longest
+    reach = -1 if window is None else window - 1
+    attended = flash(
+        *laid_out, cuts, cuts, longest, longest, scale=scaling, window_size=(reach, 0 if causal else reach)
+    )
+    return attended.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+# Whether a model can be told
+
+
+def _transformers_model() -> type[Any]:
+    from transformers import PreTrainedModel
+
+    return PreTrainedModel
+
+
+def can_slide_without_mask(model: Any, max_length: int) -> bool:
+    """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S, and
+    :func:`tell_documents` spares it that."""
+    if not isinstance(model, _transformers_model()) or model.config._attn_implementation != "sdpa":
+        return False
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+    return bool(window) and window < max_length and slides and obstacle_to_documents(model) is None
+
+
+def check_documents(model: nn.Module) -> None:
+    """Whether :func:`tell_documents` reaches every layer of ``model``.
+
+    Raises:
+        UserError: naming what stands against it.
+    """
+    if obstacle := obstacle_to_documents(model):
+        name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise UserError(
+            f"packing: {name} cannot keep documents apart that share a row: {obstacle}. Leave packing out, or take a "
+            "model whose layers all attend through transformers' attention interface (llama, qwen3, gpt2, bert, "
+            "modernbert ...)."
+        )
+
+
+def obstacle_to_documents(model: Any) -> str | None:
+    """Why documents in one row would not be kept apart, or None where they are.
+
+    Tried on eight tokens with a copy without weights, see :func:`train.loss.obstacle_to_chunks`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
+    from torch.utils._python_dispatch import _disable_current_modes
+    from transformers import AttentionInterface
+
+    if not isinstance(model, _transformers_model()):
+        return "it is no transformers model"
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return "it numbers positions in its own way"
+    told: set[nn.Module] = set()
+
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        if kwargs.get("documents") is not None:
+            told.add(module)
+        return attend(module, *args, **kwargs)
+
+    register()
+    try:
+        # What a prediction counts, and the device that it builds on, are of no concern here.
+        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+            trial = without_weights(model).eval()
+            tell_documents(trial)
+            trial.set_attn_implementation(NAME)
+            AttentionInterface.register(NAME, watched)
+            ids, documents = torch.zeros((1, 8), dtype=torch.long), Documents.of([[3, 5]])
+            trial(input_ids=ids, position_ids=documents.position_ids(), documents=documents)
+    except Exception as error:  # models fail in their own ways
+        return f"trying it failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    finally:
+        register()
+    layers = model.config.get_text_config().num_hidden_layers
+    return None if len(told) == layers else f"{len(told)} of {layers} layers hear where documents begin"

@@ -1,0 +1,124 @@
+"""An output embedding that answers with the loss instead of the logits, and which models allow that."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from train.cross_entropy import Scores
+from train.extras.losses.chunked import chunked_sum
+
+if TYPE_CHECKING:
+    from train.extras.parallelism.vocabulary import VocabularyPart
+
+
+def logits_of(output: Any) -> Any:
+    """The logits of a model's output: a tensor, a mapping or an object that has them."""
+    if isinstance(output, Tensor | Scores):
+        return output
+    return output["logits"] if isinstance(output, dict) else output.logits
+
+
+def obstacle_to_chunks(model: nn.Module) -> str | None:
+    """Why the loss of ``model`` cannot come from its output embedding, or None where it can.
+
+    A model may scale or cap what its output embedding gives: that has to be left to the model. Tried on eight tokens
+    with a copy that has no weights, so it costs little, leaves the model and all generators alone, and comes out the
+    same on every device and process, with fake weights too.
+    """
+    if type(head_of(model)) not in (nn.Linear, AnsweringHead):
+        return "it has no output embedding that is a plain nn.Linear"
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return _trial(without_weights(model).eval())
+    except Exception as error:  # models fail in their own ways
+        return f"trying it failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+
+
+def _trial(model: Any) -> str | None:
+    """What :func:`obstacle_to_chunks` finds by running ``model``, a copy without weights."""
+    if hasattr(model, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
+        model.set_attn_implementation("eager")
+        model.set_experts_implementation("batched_mm")
+    head, given = head_of(model), []
+    ids = head.weight.new_zeros((1, 8), dtype=torch.long)
+
+    def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        given.append(chunked_sum(hidden, weight, bias, ids))
+        return given[-1]
+
+    AnsweringHead.adopt(head)
+    with head.answering(answer):
+        out = logits_of(model(input_ids=ids))
+    return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
+
+
+def head_of(model: nn.Module) -> Any:
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
+def without_weights(model: nn.Module) -> Any:
+    """The same modules with fake tensors of the same shapes, tied where they were tied; within a FakeTensorMode."""
+    twins: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
+            twins[id(tensor)].quant_state = twins[id(scales)] = scales
+    return copy.deepcopy(model, twins)
+
+
+Answer: TypeAlias = Callable[..., Any]
+"""Computed from hidden states (..., H), weight (V, H) and bias (V,) of an output embedding, and where these are only
+those of a part of the classes, ``part``."""
+
+
+class AnsweringHead(nn.Linear):
+    """An output embedding that can be asked for something else than its logits.
+
+    It is computed within this module's forward, where sharded weights are gathered. Asked by one thread, other
+    callers of the model get logits as ever.
+    """
+
+    answers: dict[int, Answer]
+    part: VocabularyPart | None
+    """Which classes this rank computes, where it does not compute all; weight and bias are then sharded DTensors."""
+
+    @classmethod
+    def adopt(cls, head: nn.Linear) -> None:
+        """Makes ``head`` one of these, with the same weights and hooks."""
+        head.__class__ = cls
+        assert isinstance(head, cls)
+        head.answers = {}
+        head.part = getattr(head, "part", None)
+
+    @contextmanager
+    def answering(self, answer: Answer) -> Iterator[None]:
+        """Gives this thread's callers ``answer`` while the context is open."""
+        thread = threading.get_ident()
+        self.answers[thread] = answer
+        try:
+            yield
+        finally:
+            del self.answers[thread]
+
+    def forward(self, input: Tensor) -> Any:
+        answer = self.answers.get(threading.get_ident())
+        if (part := self.part) is None:
+            return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
+        if answer is None:
+            return part.all_logits(input, self.weight, self.bias)
+        return answer(input, _local(self.weight), _local(self.bias), part=part)
+
+
+def _local(parameter: Any) -> Any:
+    """This rank's part of a sharded parameter."""
+    return None if parameter is None else parameter.to_local()

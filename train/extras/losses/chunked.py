@@ -1,0 +1,255 @@
+"""The loss over a large vocabulary from an output embedding's input, some hundred tokens or more at a time.
+
+With a large vocabulary the logits are the largest tensor of a step. Here only those of one chunk are ever there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from train.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum, wide_dtype
+from train.records import IGNORE
+
+if TYPE_CHECKING:
+    from train.extras.parallelism.vocabulary import VocabularyPart
+
+CHUNK_LOGITS_BYTES = 64 * 2**20
+"""fp32 logits of one chunk: little beside weights and activations, enough for large matrix products."""
+
+MIN_CHUNK_TOKENS = 512
+"""A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations
+per element and token. With fewer tokens a device that does 150 operations per byte would mostly wait."""
+
+
+def chunked_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    num_targets: int | None = None,
+    part: VocabularyPart | None = None,
+    objective: Objective = PLAIN,
+) -> Tensor:
+    """() what :func:`train.cross_entropy.cross_entropy_sum` says of the logits, which are never all there.
+
+    Args:
+        hidden: (B, S, H) what the output embedding is given.
+        weight: (V, H) of the output embedding.
+        bias: (V,) of the output embedding, if it has one.
+        labels: (B, S).
+        num_targets: how many labels are targets; None: not known.
+        part: the classes that ``weight`` and ``bias`` are for, where these are not all.
+    """
+    hidden, labels = rows_to_compute(hidden, labels, num_targets)
+    how = _How(product_dtype(hidden), objective, part)
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
+    prepares = learns and how.dtype != torch.float16
+    one_chunk = len(labels) <= _tokens_per_chunk(len(weight))  # nothing to save by computing it twice
+    if learns and not prepares and one_chunk and part is None:
+        return cross_entropy_sum(F.linear(hidden, weight, bias), labels, objective)
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
+
+
+@torch.no_grad()
+def chunked_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: VocabularyPart | None = None
+) -> Scores:
+    """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
+    flat, targets, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), product_dtype(hidden)
+    losses = hidden.new_empty(targets.shape, dtype=wide_dtype(dtype))
+    predictions = torch.empty_like(targets)
+    with own_dtypes(hidden.device):
+        for rows, logits in logits_by_chunk(flat, weight.to(dtype), _to(bias, dtype)):
+            losses[rows] = (part.cross_entropy if part else cross_entropy)(logits, targets[rows])
+            predictions[rows] = part.argmax(logits) if part else logits.argmax(-1)
+            del logits
+    return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
+
+
+@dataclass(frozen=True)
+class _How:
+    dtype: torch.dtype
+    """Of the matrix products."""
+    objective: Objective
+    part: VocabularyPart | None
+
+
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of hidden states (N, H), weight (V, H) and bias (V,)."""
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """() the summed loss of hidden states (N, H).
+
+    Either the gradients are prepared in forward and multiplied by the gradient from above in backward: three matrix
+    products, as with all logits. Or backward computes the logits again: four, but the factor is there in time. As the
+    head's backward is the first thing in backward, what is prepared is not held longer than it would be otherwise.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: _How, prepares: bool
+    ) -> Tensor:
+        ctx.how, ctx.prepares = how, prepares
+        if not prepares:
+            ctx.save_for_backward(hidden, weight, bias, labels)
+            return _in_chunks(hidden, weight, bias, labels, how)[0]
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        loss, gradients = _in_chunks(hidden, weight, bias, labels, how, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        if ctx.prepares:
+            # In place: a second backward through the same graph raises. One-dimensional: else the factor would be
+            # rounded to the gradient's type first.
+            factor = grad_loss.unsqueeze(0)
+            gradients = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
+            dtypes = ctx.dtypes
+        else:
+            hidden, weight, bias, labels = ctx.saved_tensors
+            dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+            _, gradients = _in_chunks(hidden, weight, bias, labels, ctx.how, ctx.needs_input_grad[:3], grad_loss)
+        return *(_to(g, dtype) for g, dtype in zip(gradients, dtypes, strict=True)), None, None, None
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    how: _How,
+    wanted: tuple[bool, bool, bool] = (False, False, False),
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Gradients]:
+    """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
+
+    The gradients of weight and bias come in fp32 or better, that of the hidden states (N, H) in their own type.
+    """
+    dtype, wide = how.dtype, wide_dtype(how.dtype)
+    of_hidden = torch.empty_like(hidden) if wanted[0] else None
+    of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+    ignored = labels == IGNORE
+    classes, kept = labels.masked_fill(ignored, 0), (~ignored).to(wide)
+    ignored_rows, factors = ignored.unsqueeze(1), None if scale is None else (kept * scale).unsqueeze(1)
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    with own_dtypes(hidden.device):
+        cast_weight = weight.to(dtype)
+        for rows, logits in logits_by_chunk(hidden, cast_weight, _to(bias, dtype)):
+            losses, grad = _of_chunk(logits, classes[rows], how, any(wanted))
+            del logits  # before the next chunk's
+            loss += losses.masked_fill_(ignored[rows], 0).sum()
+            if grad is None:
+                continue
+            if factors is not None:
+                grad.mul_(factors[rows])
+            # Where nothing is scaled, rows that are no target are left out of the sums below: (C, H), not (C, V).
+            if of_bias is not None:
+                of_bias.addmv_(grad.T, kept[rows])
+            grad = grad.to(dtype)
+            if of_hidden is not None:
+                of_hidden[rows] = grad @ cast_weight
+            if of_weight is not None:
+                inputs = hidden[rows].to(dtype).masked_fill(ignored_rows[rows], 0)
+                if dtype == wide:
+                    of_weight.addmm_(grad.T, inputs)  # without a second tensor of its size
+                else:
+                    of_weight += grad.T @ inputs
+            del grad
+    if of_hidden is not None:
+        of_hidden.masked_fill_(ignored_rows, 0)
+        if how.part is not None:
+            how.part.sum(of_hidden)
+    return loss, (of_hidden, of_weight, of_bias)
+
+
+def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple[Tensor, Tensor | None]:
+    """(C,) losses of all positions of ``logits`` (C, V), and if it ``learns`` the gradient (C, V) of their sum.
+
+    Both in fp32 or better, also of the positions that are no target.
+    """
+    smoothing, z_loss, part = how.objective.label_smoothing, how.objective.z_loss, how.part
+    if part is None:
+        log_p, held, num_classes = torch.log_softmax(logits, -1, wide_dtype(logits.dtype)), None, logits.shape[1]
+    else:
+        log_p, num_classes = part.log_softmax(logits), part.num_classes
+        classes, held = part.own(classes)
+    column = classes.unsqueeze(1)
+
+    def of_label(values: Tensor) -> Tensor:
+        picked = values.gather(1, column).squeeze(1).to(log_p.dtype)
+        return picked if part is None or held is None else part.sum(picked.masked_fill(~held, 0))
+
+    log_p_of_label = of_label(log_p)
+    losses = (smoothing - 1) * log_p_of_label
+    if smoothing:
+        total = log_p.sum(1)
+        losses -= smoothing / num_classes * (total if part is None else part.sum(total))
+    log_z = None
+    if z_loss:
+        log_z = of_label(logits) - log_p_of_label
+        losses += z_loss * log_z.square()
+    if not learns:
+        return losses, None
+    grad = log_p.exp_()
+    if log_z is not None:
+        grad.mul_((1 + 2 * z_loss * log_z).unsqueeze(1))
+    one = torch.full_like(column, 1, dtype=grad.dtype) if held is None else held.unsqueeze(1).to(grad.dtype)
+    grad.scatter_add_(1, column, one.mul_(smoothing - 1))
+    if smoothing:
+        grad.sub_(smoothing / num_classes)
+    return losses, grad
+
+
+def rows_to_compute(hidden: Tensor, labels: Tensor, num_targets: int | None) -> tuple[Tensor, Tensor]:
+    """Hidden states (N, H) and labels (N,): of all positions, or of the targets where they are known to be few."""
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if num_targets is not None and 2 * num_targets <= len(labels):  # else the copies cost more than they save
+        targets = torch.nonzero_static(labels != IGNORE, size=num_targets).squeeze(1)
+        hidden, labels = hidden.index_select(0, targets), labels.index_select(0, targets)
+    return hidden, labels
+
+
+def _tokens_per_chunk(num_classes: int) -> int:
+    return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
+
+
+def rows_by_chunk(num_rows: int, num_classes: int) -> list[slice]:
+    """The chunks that ``num_rows`` positions are cut into."""
+    tokens = _tokens_per_chunk(num_classes)
+    return [slice(start, start + tokens) for start in range(0, num_rows, tokens)]
+
+
+def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Logits (C, V) of ``hidden`` (N, H), some rows at a time."""
+    for rows in rows_by_chunk(len(hidden), len(weight)):
+        yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """In which autocast, or else no autocast, would multiply ``hidden``."""
+    device = hidden.device.type
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if cast and hidden.dtype != torch.float64 else hidden.dtype
+
+
+def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
+    """No autocast: which type each operation works in is said."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

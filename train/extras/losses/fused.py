@@ -1,0 +1,185 @@
+"""The loss over a large vocabulary by the kernels of libraries, each where it is right.
+
+``torch`` is ``torch.nn.functional.linear_cross_entropy``; ``cce`` Cut Cross-Entropy (arXiv 2411.09009), which keeps no
+logits outside the chip; ``liger`` Liger Kernel's fused loss (arXiv 2410.10989). What each cannot do is in
+:func:`obstacle_to`. Arguments as of :func:`train.extras.losses.chunked.chunked_sum`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train.cross_entropy import PLAIN, Objective, wide_dtype
+from train.extras.losses.chunked import own_dtypes, product_dtype, rows_to_compute
+from train.records import IGNORE
+
+PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
+CCE_IMPLEMENTATION = "cce_kahan_full_c"
+"""The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a loss is computed, as far as that decides which."""
+
+    device_type: str
+    dtype: torch.dtype
+    """Of the matrix products."""
+    capability: tuple[int, int] = (0, 0)
+    """CUDA's compute capability."""
+    divides_classes: bool = False
+    """Whether each rank computes a part of the classes (tensor parallelism)."""
+
+
+def obstacle_to(
+    kernel: str, place: Place, has_bias: bool, objective: Objective = PLAIN, installed: bool | None = None
+) -> str | None:
+    """Why ``kernel`` cannot compute the loss here, with what to do about it, or None where it can.
+
+    Args:
+        kernel: ``chunked``, ``torch``, ``cce`` or ``liger``.
+        has_bias: whether the output embedding has one.
+        installed: whether its package is; None: look.
+    """
+    if kernel == "chunked":
+        return None
+    if place.divides_classes:
+        return "computes all classes on one rank, which tensor parallelism divides: use chunked or auto"
+    if kernel == "torch":
+        known = hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
+        if not known:
+            return f"needs torch 2.13 or newer, and this is {torch.__version__}: use chunked or auto"
+        return "has no label smoothing and no z-loss: use chunked or auto" if objective != PLAIN else None
+    if place.device_type != "cuda":
+        return f"runs on CUDA devices alone, and this is a {place.device_type} device: use chunked or auto"
+    if kernel == "cce":
+        if place.capability < (8, 0):
+            return "needs a GPU of compute capability 8.0 (Ampere) or newer: use chunked or auto"
+        if place.dtype not in (torch.bfloat16, torch.float16):
+            return "multiplies in bf16 or fp16 alone: give --mixed_precision bf16, or use chunked or auto"
+        if objective != PLAIN:
+            return "has no label smoothing and no z-loss here: use chunked or auto"
+    elif place.dtype == torch.float16:
+        return (
+            "rounds its gradients to fp16 before loss scaling can save the small ones: use bf16, or --loss chunked or "
+            "auto"
+        )
+    if installed is None:
+        installed = all(find_spec(name) is not None for name in (PACKAGES[kernel], "triton"))
+        if installed and kernel == "cce" and has_bias and "bias" not in _cce_parameters():
+            return "takes no bias in this version of the package: pip install '.[cce]', or use chunked or auto"
+    return None if installed else f"is not installed: pip install '.[{kernel}]' adds it; or use chunked or auto"
+
+
+def best_kernel(place: Place, has_bias: bool, objective: Objective = PLAIN) -> str:
+    """The best that is there: ``cce``, else ``liger``, else ``chunked``.
+
+    The order on CUDA is that of the memory and time in arXiv 2411.09009, table 1. ``torch`` is not among them: it
+    computes the logits twice in half precision and rounds losses and their gradient to it (docs/results).
+    """
+    for kernel in ("cce", "liger"):
+        if obstacle_to(kernel, place, has_bias, objective) is None and (kernel != "cce" or cce_sums_in_fp32()):
+            return kernel
+    return "chunked"
+
+
+def cce_sums_in_fp32() -> bool:
+    """Whether the installed Cut Cross-Entropy can; 25.1, as on the package index, sums gradients in half precision."""
+    return "accum_c_fp32" in _cce_parameters()
+
+
+def _cce_parameters() -> Any:
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+
+    return inspect.signature(linear_cross_entropy).parameters
+
+
+def torch_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
+) -> Tensor:
+    """() the summed loss by ``torch.nn.functional.linear_cross_entropy``.
+
+    By position and summed here: its own sum is one of half-precision numbers, prepares gradients before loss scaling
+    reaches them, and takes twice the gradients' memory in backward.
+    """
+    hidden, labels = rows_to_compute(hidden, labels, num_targets)
+    dtype = product_dtype(hidden)
+    with own_dtypes(hidden.device):
+        losses = F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue] - torch ≥ 2.13
+            hidden.to(dtype),
+            weight.to(dtype),
+            labels,
+            linear_bias=None if bias is None else bias.to(dtype),
+            ignore_index=IGNORE,
+            reduction="none",
+            options=nn.LinearCrossEntropyOptions(),  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        return losses.to(wide_dtype(dtype)).sum()
+
+
+def cce_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
+) -> Tensor:
+    """() the summed loss by Cut Cross-Entropy.
+
+    By position: so the gradient from above, loss scaling included, is applied before anything is rounded.
+    """
+    hidden, labels = rows_to_compute(hidden, labels, num_targets)
+    dtype = product_dtype(hidden)
+    with own_dtypes(hidden.device):
+        bias = None if bias is None else bias.to(dtype)
+        return cut_cross_entropy(hidden.to(dtype), weight.to(dtype), bias, labels).float().sum()
+
+
+def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """(N,) losses of hidden states (N, H) and labels (N,), all in half precision, by the package."""
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+
+    # an early version sums in half precision; that none is left out as too small, at least, can be had of it
+    options: dict[str, Any] = {"impl": CCE_IMPLEMENTATION} if cce_sums_in_fp32() else {"filter_eps": None}
+    if bias is not None:
+        options["bias"] = bias
+    return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="none", **options)
+
+
+def liger_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    num_targets: int | None = None,
+    objective: Objective = PLAIN,
+) -> Tensor:
+    """() the summed loss by Liger Kernel, which prepares gradients in forward: not for fp16."""
+    hidden, labels = rows_to_compute(hidden, labels, num_targets)
+    dtype = product_dtype(hidden)
+    if dtype == torch.float16:
+        raise ValueError("loss: liger is wrong under fp16")  # refused before, where the precision is chosen
+    if weight.requires_grad and not hidden.requires_grad and torch.is_grad_enabled():
+        hidden = hidden.detach().requires_grad_()  # it prepares no gradient at all where the input needs none
+    with own_dtypes(hidden.device):
+        bias = None if bias is None else bias.to(dtype)
+        return liger_cross_entropy(hidden.to(dtype), weight.to(dtype), bias, labels, objective)
+
+
+def liger_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective
+) -> Tensor:
+    """() the summed loss of hidden states (N, H) and labels (N,) by the package."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
+
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORE,
+        lse_square_scale=objective.z_loss,
+        label_smoothing=objective.label_smoothing,
+        reduction="sum",
+        accum_dtype=torch.float32,
+    )
+    return loss(weight, hidden, labels, bias)

@@ -1,0 +1,193 @@
+"""What a DeepSpeed engine holds between two steps, in parts as :mod:`train.state` describes them.
+
+ZeRO lays the parameters of a group end to end, and gives each rank a stretch of that (stage 2) or a stretch of every
+parameter (stage 3): an fp32 buffer, beside which the optimizer keeps moments of the same length. So a rank's part of
+a parameter is a stretch of it, flattened, wherever the stretch lies in the buffer; and other numbers of ranks cut
+other stretches of the same. Names and layout are those of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from train.state import Blocks, Part, model_tensors
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a parameter in one of this rank's buffers; its positions are those of the flattened parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    length: int
+    buffer: int
+    """Which buffer."""
+    offset: int
+    """Where in the buffer."""
+
+    def part_of(self, flat: Tensor) -> Part:
+        """The same part of ``flat``, a buffer or what is as long, to be written."""
+        return Part(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
+
+    @torch.no_grad()
+    def fill(self, flat: Tensor, blocks: Blocks, section: str, name: str) -> None:
+        """Puts the stored part into ``flat``."""
+        found = blocks.block(section, name, (self.start,), (self.length,))
+        flat.narrow(0, self.offset, self.length).copy_(found)
+
+
+@dataclass(frozen=True)
+class DeepSpeedState:
+    """The live objects of a run on one rank.
+
+    Args:
+        model: the network inside the engine.
+        optimizer: the engine's own, of ZeRO stage 2 or 3.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    identity: Mapping[str, Any]
+    """What must be equal for a run to go on: data, model, batch, seed."""
+
+    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
+        """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
+        model = {name: Part(_copied(t), tuple(t.shape), (0,) * t.ndim) for name, t in self._untrained() if rank == 0}
+        optimizer: dict[str, Part] = {}
+        for stretch in self.stretches():
+            buffer = self._buffers()[stretch.buffer]
+            model[stretch.name] = stretch.part_of(buffer)
+            for key, value in self.optimizer.optimizer.state.get(buffer, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                name = f"{stretch.name}.{key}"
+                if value.shape == buffer.shape:
+                    optimizer[name] = stretch.part_of(value)
+                elif stretch.start == 0:  # a number, such as how many steps were made
+                    optimizer[name] = Part(_copied(value), tuple(value.shape), (0,) * value.ndim)
+        return {"model": model, "optimizer": optimizer}
+
+    def values(self) -> dict[str, Any]:
+        """What is no tensor, as JSON knows it; the same on every rank."""
+        names = {id(parameter): name for name, parameter in self._trained()}
+        hyperparameters = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.optimizer.param_groups]
+        groups = [
+            {**values, "params": [names[id(p)] for p in parameters]}
+            for values, parameters in zip(hyperparameters, self._groups(), strict=True)
+        ]
+        scaler = {k: v for k, v in vars(self.optimizer.loss_scaler).items() if isinstance(v, int | float)}
+        return {"param_groups": groups, "optimizer": {}, "scaler": None, "loss_scaler": scaler}
+
+    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
+        """Takes everything back in place; also what a run without DeepSpeed left."""
+        self.restore_model(blocks)
+        keys: dict[str, list[str]] = {}
+        for full_name in blocks.names("optimizer"):
+            name, _, key = full_name.rpartition(".")
+            keys.setdefault(name, []).append(key)
+        states: list[dict[str, Tensor]] = [{} for _ in self._buffers()]
+        for stretch in self.stretches():
+            buffer, state = self._buffers()[stretch.buffer], states[stretch.buffer]
+            for key in keys.get(stretch.name, ()):
+                name = f"{stretch.name}.{key}"
+                if blocks.whole_shape("optimizer", name) == ():
+                    state[key] = blocks.block("optimizer", name, (), ())
+                else:
+                    stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
+        for buffer, state in zip(self._buffers(), states, strict=True):
+            if state:
+                self.optimizer.optimizer.state[buffer] = state
+        names = {id(parameter): name for name, parameter in self._trained()}
+        settings = {name: group for group in values["param_groups"] for name in group["params"]}
+        for group, parameters in zip(self.optimizer.optimizer.param_groups, self._groups(), strict=True):
+            stored = settings[names[id(parameters[0])]].items()  # JSON knows no tuples, such as betas
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in stored if k != "params"})
+        for name, value in values.get("loss_scaler", {}).items():
+            setattr(self.optimizer.loss_scaler, name, value)
+
+    @torch.no_grad()
+    def restore_model(self, blocks: Blocks) -> None:
+        """Takes back the weights alone."""
+        for name, tensor in self._untrained():
+            tensor.copy_(blocks.block("model", name, (0,) * tensor.ndim, tuple(tensor.shape)))
+        for stretch in self.stretches():
+            stretch.fill(self._buffers()[stretch.buffer], blocks, "model", stretch.name)
+        zero = self.optimizer  # now its buffers hold the weights, and what the model computes with has to follow
+        if not self._is_stage_3():
+            zero.update_lp_params()
+            return
+        zero.checkpoint_event_prologue()
+        for number, buffer in enumerate(self._buffers()):
+            zero.fp16_partitioned_groups_flat[number].copy_(buffer)
+            zero._unflatten_partitioned_parameters(number)
+        zero.checkpoint_event_epilogue()
+
+    def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
+        """The model's tensors in fp32, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part.
+
+        One tensor at a time is whole on every rank: no more memory is needed than for the largest.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
+
+        whole = {name: tensor.detach().cpu() for name, tensor in self._untrained() if keep}
+        for name, parameter in self._trained():
+            tensor = cast("Tensor", safe_get_full_fp32_param(parameter))
+            if keep:
+                whole[name] = tensor.detach().cpu()
+        return whole
+
+    def stretches(self) -> list[Stretch]:
+        """What this rank holds of the trained parameters, in the order of its buffers."""
+        names = {id(parameter): name for name, parameter in self._trained()}
+        found: list[Stretch] = []
+        if not self._is_stage_3():
+            for number, group in enumerate(self.optimizer.bit16_groups):
+                for parameter in group:
+                    if (mapping := parameter._hp_mapping) is None:  # all of it is with other ranks
+                        continue
+                    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                    shape = tuple(parameter.shape)
+                    found.append(Stretch(names[id(parameter)], shape, there.start, there.numel, number, here.start))
+            return found
+        for number, group in enumerate(self.optimizer.fp16_groups):
+            offset = 0
+            for parameter in group:
+                share = parameter.partition_numel()
+                start = self.optimizer._get_param_partition_rank(parameter) * share
+                length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
+                if length > 0:
+                    shape = tuple(parameter.ds_shape)
+                    found.append(Stretch(names[id(parameter)], shape, start, length, number, offset))
+                offset += share
+        return found
+
+    def _is_stage_3(self) -> bool:
+        return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
+
+    def _buffers(self) -> list[Tensor]:
+        zero = self.optimizer
+        return zero.fp32_partitioned_groups_flat if self._is_stage_3() else zero.single_partition_of_fp32_groups
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of the optimizer's groups."""
+        if self._is_stage_3():
+            return [group["params"] for group in self.optimizer.trainable_param_groups]
+        return self.optimizer.bit16_groups
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
+    def _untrained(self) -> list[tuple[str, Tensor]]:
+        trained = {id(p) for _, p in self._trained()}
+        return [(name, t) for name, t in model_tensors(self.model).items() if id(t) not in trained]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)  # of its own: neighbours in a buffer cannot be written one by one

@@ -1,0 +1,177 @@
+"""Tensor parallelism: each layer's weights, and the work on them, divided among ranks that see the same examples.
+
+A model of transformers says by its plan which of its linear layers are cut by columns, and which of the following ones
+by rows, so that a block of layers needs one sum over the ranks in forward and one in backward (Megatron-LM, arXiv
+1909.08053). Embeddings are cut by the vocabulary. What the plan leaves out, such as norms, every rank holds whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from train.errors import UserError
+from train.loss import ModelWithLoss
+
+EMBEDDING = "embedding_rowwise"
+GRADIENT_SUM = "replicated_with_grad_allreduce"
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    EMBEDDING: partial(RowwiseParallel, input_layouts=Replicate()),
+}
+"""Names of transformers' plans, as styles of torch."""
+
+
+def split_weights(with_loss: ModelWithLoss, mesh: DeviceMesh) -> None:
+    """Leaves this rank its part of the weights, on the device of ``mesh``, and has the model work with it.
+
+    To be called before the optimizer is built. What is not divided is made equal to that of the first rank.
+
+    Args:
+        with_loss: a model that is the same on all ranks; where its loss comes in chunks, its classes are divided too.
+        mesh: one dimension, the ranks that share the weights.
+
+    Raises:
+        UserError: the model has no plan, or cannot be divided among so many ranks.
+    """
+    model, ranks = with_loss.model, mesh.size()
+    plan = plan_of(model, ranks)
+    tied = _tied(model)
+    names = {module: name for name, module in model.named_modules()}
+    embeddings, head = (getattr(model, f"get_{side}_embeddings")() for side in ("input", "output"))
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if style == GRADIENT_SUM:
+            _sum_gradients(module, mesh)
+        elif module is head and with_loss.chunked:
+            for kind, parameter in list(module.named_parameters()):
+                divided = distribute_tensor(parameter, mesh, [Shard(0)])
+                setattr(module, kind, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+            with_loss.split_classes(mesh)
+        else:
+            parallelize_module(module, mesh, STYLES[style]())
+    if names.get(embeddings) in plan:
+        embeddings.padding_idx = None  # a part would take it for a row of its own; padding has no gradient anyway
+    for owners in tied:
+        first = model.get_submodule(owners[0])
+        for other in owners[1:]:
+            model.get_submodule(other).weight = first.weight
+    _copy_the_rest(model, mesh)
+    with_loss.tp_size = ranks  # pyright: ignore[reportArgumentType] - accelerate asks for it
+
+
+def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
+    """The style of each module of ``model`` that is divided, by the module's name.
+
+    Raises:
+        UserError: the model has no plan, or cannot be divided among so many ranks.
+    """
+    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    written: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    plan = {}
+    modules = dict(model.named_modules())
+    for key in [*modules, *dict(model.named_parameters())]:
+        style = written.get(re.sub(r"\.\d+(?=\.|$)", ".*", key))
+        if style is None:
+            continue
+        if style not in {*STYLES, GRADIENT_SUM} or key not in modules:
+            raise UserError(f"tensor parallelism: {name} wants {style!r} for {key}, which is not done here. {_REMEDY}")
+        plan[key] = style
+    if not plan:
+        raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
+    _plan_embeddings(model, plan)
+    for key, style in plan.items():
+        _check_module(name, key, model.get_submodule(key), style, ranks)
+    if any(style == "colwise" and "att" in key for key, style in plan.items()):
+        config = model.config.get_text_config()  # pyright: ignore - only models of transformers have plans
+        for field in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, field, None)
+            if isinstance(heads, int) and heads % ranks:
+                raise UserError(
+                    f"tensor parallelism: {name} has {heads} {field}, which {ranks} ranks cannot share evenly. Set "
+                    "parallelism_config_tp_size in the launch file to a number that divides it."
+                )
+    return plan
+
+
+_REMEDY = "Take a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
+
+
+def _plan_embeddings(model: nn.Module, plan: dict[str, str]) -> None:
+    """Adds the input embeddings to ``plan``, or takes the output embeddings out with which they share a weight."""
+    names = {module: name for name, module in model.named_modules()}
+    embeddings = model.get_input_embeddings()  # pyright: ignore - only models of transformers have plans
+    name = names[embeddings]
+    if type(embeddings) is nn.Embedding:  # others do more than look up
+        plan[name] = EMBEDDING
+    else:
+        plan.pop(name, None)
+    for owners in _tied(model):
+        if not all(owner in plan for owner in owners):
+            for owner in owners:
+                plan.pop(owner, None)
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of the modules that have one ``weight`` together."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(weight := getattr(module, "weight", None), nn.Parameter):
+            owners.setdefault(weight, []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
+
+
+def _check_module(model: str, name: str, module: nn.Module, style: str, ranks: int) -> None:
+    if style in (GRADIENT_SUM, EMBEDDING):
+        return
+    if not isinstance(module, nn.Linear):
+        raise UserError(
+            f"tensor parallelism: {model} has a {type(module).__name__} for {name}; only plain linear layers "
+            f"are divided. {_REMEDY}"
+        )
+    width = module.in_features if style.startswith("rowwise") else module.out_features
+    if width % ranks and style in ("colwise", "rowwise"):
+        raise UserError(
+            f"tensor parallelism: {name} of {model} is {width} wide, which {ranks} ranks cannot share evenly. Set "
+            "parallelism_config_tp_size in the launch file to a number that divides it."
+        )
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Sums the gradient of each backward: every rank has the whole weight, but sees its own heads alone."""
+    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
+        parameter.register_hook(partial(_summed, group=mesh.get_group()))
+
+
+def _summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gradient = gradient.clone()
+    dist.all_reduce(gradient, group=group)
+    return gradient
+
+
+@torch.no_grad()
+def _copy_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Puts what is not divided on the device, and gives every rank what the first has."""
+    device = torch.device(mesh.device_type)
+    if mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    first = dist.get_global_rank(mesh.get_group(), 0)
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(device)
+            dist.broadcast(parameter.data, first, mesh.get_group())
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
