@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +17,22 @@ import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader
 
-from train.errors import UsageError
-from train.records import IGNORE, BatchArithmetic, MicroBatch, column
+from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, column
 
 if TYPE_CHECKING:
     import datasets
 
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How examples are fetched and become a batch."""
+
+    collate: Collate
+    num_workers: int = 0
+    pin_memory: bool = False
 
 
 def batch_arithmetic(
@@ -119,32 +127,20 @@ class MapBatches:
     """Batches of examples that can be fetched by number."""
 
     def __init__(
-        self,
-        examples: datasets.Dataset,
-        collate: Collate,
-        arithmetic: BatchArithmetic,
-        rank: int,
-        seed: int,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        self, examples: datasets.Dataset, loading: Loading, arithmetic: BatchArithmetic, rank: int, seed: int
     ) -> None:
         self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
         self.lengths = column(examples, "length")
         self.steps_per_epoch: int | None = -(-len(examples) // arithmetic.global_batch_size)
-        self._loader = _Loader(examples, collate, num_workers, pin_memory)
-
-    def step_ids(self, epoch: int, step: int) -> np.ndarray:
-        """The examples of one optimizer step, over all ranks."""
-        size = self.arithmetic.global_batch_size
-        return epoch_order(len(self.lengths), self.seed, epoch)[step * size : (step + 1) * size]
+        self._examples, self._loading = examples, loading
 
     def longest(self) -> MicroBatch:
         """The longest examples of all, whatever step they belong to."""
         ids = longest_ids(self.lengths, self.arithmetic)
-        return next(self._loader.load([ids], (self.seed, 0)))
+        return next(load(self._examples, self._loading, [ids], (self.seed, 0)))
 
-    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step of ``epoch`` from ``first_step`` on."""
+    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step of ``epoch`` from ``first_step``."""
         size = self.arithmetic.global_batch_size
         order = epoch_order(len(self.lengths), self.seed, epoch)
         plan = []
@@ -152,15 +148,15 @@ class MapBatches:
             ids = order[first : first + size]
             parts = _rounds(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
             plan.append([part[self.rank] for part in parts])
-        batches = self._loader.load([ids for window in plan for ids in window], (self.seed, epoch))
-        for window in plan:
-            yield list(itertools.islice(batches, len(window)))
+        batches = load(self._examples, self._loading, [ids for step in plan for ids in step], (self.seed, epoch))
+        for step in plan:
+            yield list(itertools.islice(batches, len(step)))
 
 
 def longest_ids(lengths: Sequence[int] | np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
     """The micro-batch of the longest examples, or where tokens form it, that of most tokens with their padding.
 
-    If all of these are of one length and others are not, the last is one of those: for then the batch has padding,
+    If all of these are of one length and others are not, the last is one of those others: then the batch has padding,
     and with it whatever mask the model makes for it.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
@@ -179,39 +175,28 @@ def longest_ids(lengths: Sequence[int] | np.ndarray, arithmetic: BatchArithmetic
 
 
 def evaluation_batches(
-    examples: datasets.Dataset,
-    collate: Collate,
-    batch_size: int,
-    world_size: int,
-    rank: int,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    max_tokens: int | None = None,
+    examples: datasets.Dataset, loading: Loading, arithmetic: BatchArithmetic, rank: int
 ) -> Iterator[MicroBatch]:
     """Every example exactly once over all ranks, the same number of batches on each, the longest first."""
     lengths = column(examples, "length")
-    rounds = _rounds(range(len(lengths)), lengths.tolist(), BatchArithmetic(batch_size, 1, world_size, max_tokens))
-    loader = _Loader(examples, collate, num_workers, pin_memory)
-    return loader.load([parts[rank] for parts in rounds], (0, 0))
+    rounds = _rounds(range(len(lengths)), lengths.tolist(), arithmetic)
+    return load(examples, loading, [parts[rank] for parts in rounds], (0, 0))
 
 
-class _Loader:
-    """Fetches and collates given lists of examples through torch's DataLoader."""
-
-    def __init__(self, examples: datasets.Dataset, collate: Collate, num_workers: int, pin_memory: bool) -> None:
-        self._examples = examples.with_format("arrow")  # numpy's formatter takes four times as long
-        self._collate, self._num_workers, self._pin_memory = collate, num_workers, pin_memory
-
-    def load(self, id_lists: list[list[int]], seed: Sequence[int]) -> Iterator[MicroBatch]:
-        """One batch a list; an empty list gives a batch without a target, so that this rank keeps step with others."""
-        loader = DataLoader(
-            _IdLists(self._examples, id_lists),  # pyright: ignore[reportArgumentType]
-            batch_size=None,
-            collate_fn=_Collated(self._collate, seed),  # pyright: ignore[reportArgumentType]
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-        )
-        return iter(loader)
+def load(
+    examples: datasets.Dataset, loading: Loading, id_lists: list[list[int]], seed: Sequence[int]
+) -> Iterator[MicroBatch]:
+    """One batch a list, through torch's DataLoader; an empty list gives a batch without a target, so that this rank
+    keeps step with the others."""
+    arrow = examples.with_format("arrow")  # numpy's formatter takes four times as long
+    loader = DataLoader(
+        _IdLists(arrow, id_lists),  # pyright: ignore[reportArgumentType]
+        batch_size=None,
+        collate_fn=_Collated(loading.collate, seed),  # pyright: ignore[reportArgumentType]
+        num_workers=loading.num_workers,
+        pin_memory=loading.pin_memory,
+    )
+    return iter(loader)
 
 
 class _IdLists:
@@ -267,14 +252,14 @@ class StreamBatches:
     def __init__(
         self,
         examples: datasets.IterableDataset,
-        collate: Collate,
+        loading: Loading,
         arithmetic: BatchArithmetic,
         rank: int,
         seed: int,
         buffer_size: int,
     ) -> None:
         self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
-        self._examples, self._collate, self._buffer_size = examples, collate, buffer_size
+        self._examples, self._collate, self._buffer_size = examples, loading.collate, buffer_size
 
     def longest(self) -> MicroBatch:
         """The longest of the first examples, as many as three steps take: the rest of a stream is not known yet."""
@@ -282,8 +267,8 @@ class StreamBatches:
         ids = longest_ids([row["length"] for row in rows], self.arithmetic)
         return self._batch(rows, ids, 0)
 
-    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step of ``epoch`` from ``first_step`` on."""
+    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step of ``epoch`` from ``first_step``."""
         size = self.arithmetic.global_batch_size
         stream = itertools.islice(self._shuffled(epoch), first_step * size, None)
         while rows := list(itertools.islice(stream, size)):

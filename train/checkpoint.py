@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``checkpoints/step-NNNNNNNN`` of safetensors and JSON. It holds weights, optimizer, loss
 scaler and progress; the order of the data and all randomness are functions of the progress and the configuration, so
-no generator's state is in it. Every rank writes the blocks of tensors that it alone holds, ``index.json`` tells which
-block is where, and whoever resumes reads the blocks that it needs.
+it needs no generator's state. Every rank writes the blocks of tensors that it alone holds, ``index.json`` says which
+block is where, and a run that resumes reads the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from train.errors import UserError
-from train.records import Progress
-from train.state import RunState
+from train.records import Progress, UserError, exchange
+from train.state import Part, RunState
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -44,18 +49,19 @@ def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> P
         blocks = StoredBlocks(checkpoint)
     except UNREADABLE as error:
         raise _unreadable(checkpoint, error) from None
-    present = _plain(dict(state.identity))
-    changed = [name for name in {**present, **identity} if present.get(name) != identity.get(name)]
+    present = json.loads(json.dumps(dict(state.identity)))
+    # An option of an extra that is not here any more counts as switched off.
+    changed = [name for name in {**present, **identity} if (present.get(name) or None) != (identity.get(name) or None)]
     if changed and not allow_changes:
         lines = "; ".join(f"{name}: was {identity.get(name)!r}, is {present.get(name)!r}" for name in changed)
         raise UserError(
             f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new run, "
-            "--resume never to start afresh here, or --allow_changes_on_resume True to go on with the new ones."
+            "--resume never to start from scratch here, or --allow_changes_on_resume to continue with the new ones."
         )
     if "optimizer" in changed:  # allowed or not
         raise UserError(
             f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which {present.get('optimizer')} "
-            "cannot use. Go on with the old one, or begin a new run from the weights in final/ (--model)."
+            "cannot use. Continue with the old one, or begin a new run from the weights in final/ (--model)."
         )
     try:
         state.restore(blocks, stored)
@@ -70,10 +76,10 @@ def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> P
 
 
 def _unreadable(checkpoint: Path, error: Exception) -> UserError:
-    """Of files that are as the manifest says: whoever wrote it did not write a checkpoint of this template."""
+    """For files that are as the manifest says, but not those of a checkpoint of this template."""
     return UserError(
         f"{checkpoint} is intact but cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): "
-        "it was not written by this template, or by another version. Remove it, or start afresh with --resume never."
+        "something else wrote it, or another version. Remove it, or start from scratch with --resume never."
     )
 
 
@@ -133,10 +139,10 @@ class StoredBlocks:
 
 
 def newest_good(folder: Path, until_step: int | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that passes verification, not after ``until_step``, and why newer ones did not.
+    """The newest checkpoint at or before ``until_step`` that passes verification, and why newer ones did not.
 
     Raises:
-        UserError: there are checkpoints, but none is good; starting afresh silently would be worse.
+        UserError: there are checkpoints, but none is intact; starting from scratch silently would be worse.
     """
     problems = []
     for checkpoint in reversed(list(_checkpoints(folder))):
@@ -148,8 +154,8 @@ def newest_good(folder: Path, until_step: int | None = None) -> tuple[Path | Non
         problems.append(f"{checkpoint.name}: {problem}")
     if problems:
         raise UserError(
-            f"no checkpoint in {folder} is intact ({'; '.join(problems)}). Restore one from a copy, or start afresh "
-            "with --resume never."
+            f"no checkpoint in {folder} is intact ({'; '.join(problems)}). Restore one from a copy, or start from "
+            "scratch with --resume never."
         )
     return None, []
 
@@ -181,19 +187,18 @@ def verify(checkpoint: Path) -> str | None:
     return None
 
 
-def rotate(
-    folder: Path, keep: int, best_step: int | None, sound_step: int | None = None, keep_bests: bool = False
-) -> None:
-    """Removes all but the newest ``keep`` checkpoints and the best; to be called once the newest is in place.
+def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequence[int], keep_bests: bool) -> None:
+    """Removes old checkpoints; to be called once the newest is in place.
 
     Args:
-        sound_step: keeps the newest one not after this step too, for a run that may have to go back.
-        keep_bests: keeps the best of each that is kept: a run that resumes from there will want it.
+        newest: this many of the newest stay, and the one of ``best_step``.
+        sound_steps: for each the newest checkpoint at or before it stays: a run may have to go back to it.
+        keep_bests: the best of each that stays also stays: a run that resumes from there will want it.
     """
     checkpoints = list(_checkpoints(folder))
-    kept = checkpoints[-keep:]
-    if sound_step is not None:
-        kept += [checkpoint for checkpoint in checkpoints if _step_of(checkpoint) <= sound_step][-1:]
+    kept = checkpoints[-newest:]
+    for step in sound_steps:
+        kept += [checkpoint for checkpoint in checkpoints if _step_of(checkpoint) <= step][-1:]
     bests = {best_step, *(_best_step_of(checkpoint) for checkpoint in kept if keep_bests)}
     for checkpoint in checkpoints:
         if checkpoint not in kept and _step_of(checkpoint) not in bests:
@@ -225,15 +230,11 @@ def load_weights(state: RunState, checkpoint: Path) -> None:
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
     """Complete-looking checkpoints in the order of their steps."""
-    yield from sorted(p for p in folder.glob("step-*") if p.is_dir() and _is_step(p.name[5:]))
-
-
-def _is_step(digits: str) -> bool:
-    return digits.isascii() and digits.isdigit()
+    yield from sorted(p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]+", p.name[5:]))
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; of a link only the link, for what it leads to is not the run's own."""
+    """Removes a checkpoint; of a link only the link, because what it leads to is not the run's own."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -251,11 +252,6 @@ def _best_step_of(checkpoint: Path) -> int | None:
         return None  # it is damaged, and nobody will resume from it
 
 
-def _plain(value: Any) -> Any:
-    """``value`` as JSON gives it back."""
-    return json.loads(json.dumps(value))
-
-
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
     found = hashlib.sha256()
@@ -263,3 +259,118 @@ def digest(path: Path) -> str:
         while block := file.read(2**22):
             found.update(block)
     return found.hexdigest()
+
+
+Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
+"""Bytes and digest by file; and by section and tensor its shape and where the block lies."""
+
+
+def write(folder: Path, state: RunState, progress: Progress, accelerator: Accelerator) -> None:
+    """Writes the checkpoint ``folder/step-NNNNNNNN``; it appears only when it is complete. Called by all ranks.
+
+    Raises:
+        UserError: on every rank, if one of them could not write its part; earlier checkpoints are untouched then.
+    """
+    final, rank = folder / f"step-{progress.step:08d}", accelerator.process_index
+    partial = folder / f"{PARTIAL}{final.name}"
+    try:
+        together(accelerator, lambda: make_empty(partial), rank == 0)
+        written = together(accelerator, lambda: write_parts(partial, state.parts(rank), rank))
+        values = values_of(state, progress)
+        together(accelerator, lambda: complete(partial, final, values, written), rank == 0)
+    except OSError as error:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise refusal(final, error) from None
+
+
+def together(accelerator: Accelerator, action: Callable[[], Any], acts: bool = True) -> list[Any]:
+    """What each rank's ``action`` gave; an OSError of one is raised on all, so that none waits for another."""
+    try:
+        outcome = action() if acts else None
+    except OSError as error:
+        outcome = error
+    except Exception as error:  # of safetensors, for one
+        outcome = OSError(f"{type(error).__name__}: {error}")
+    outcomes = exchange(outcome, accelerator.num_processes)
+    for failed in outcomes:
+        if isinstance(failed, OSError):
+            raise failed
+    return outcomes
+
+
+def values_of(state: RunState, progress: Progress) -> dict[str, Any]:
+    """What ``state.json`` holds."""
+    return {"progress": asdict(progress), "identity": dict(state.identity), **state.values()}
+
+
+def refusal(final: Path, error: OSError) -> UserError:
+    """That the checkpoint ``final`` could not be written."""
+    return UserError(
+        f"the checkpoint {final.name} could not be written to {final.parent}: {error.strerror or error}. Earlier "
+        "checkpoints are untouched; free space or give another --output_dir."
+    )
+
+
+def make_empty(partial: Path) -> None:
+    """Makes the folder of a checkpoint that is being written."""
+    if partial.exists() or partial.is_symlink():
+        remove(partial)
+    partial.mkdir(parents=True)
+
+
+def write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: int) -> Written:
+    """Writes one rank's blocks; a file a section, none for a section without blocks."""
+    files, index = {}, {}
+    for section, named in parts.items():
+        if not named:
+            continue
+        path = partial / f"{section}-{rank:05d}.safetensors"
+        save_file({name: part.tensor for name, part in named.items()}, path)
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        index[section] = {
+            name: {"shape": part.shape, "block": [path.name, part.offsets, tuple(part.tensor.shape)]}
+            for name, part in named.items()
+        }
+    return files, index
+
+
+def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Sequence[Written]) -> None:
+    """Index, the rest of the state, manifest and final name: done by one rank when all have written their parts."""
+    files: dict[str, dict[str, Any]] = {}
+    index: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for rank_files, rank_index in written:
+        files.update(rank_files)
+        for section, named in rank_index.items():
+            for name, entry in named.items():
+                whole = index[section].setdefault(name, {"shape": entry["shape"], "blocks": []})
+                whole["blocks"].append(entry["block"])
+    missing = [name for name, file in files.items() if not _has_size(partial / name, file["bytes"])]
+    if missing:
+        raise OSError(f"{missing[0]} of another host is not there: all hosts must share the folder")
+    for name, content in ((INDEX, index), ("state.json", values)):
+        path = partial / name
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        _sync(path)
+        files[name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+    manifest = partial / MANIFEST
+    manifest.write_text(json.dumps({"step": values["progress"]["step"], "files": files}, indent=1), encoding="utf-8")
+    _sync(manifest)
+    _sync(partial)
+    if final.exists():  # the same step again: after a run that stopped right here
+        remove(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == num_bytes
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,288 +1,169 @@
-"""The whole configuration of a run: typed sections, defaults < YAML recipe < command line.
+"""The configuration of a run: typed sections, defaults < YAML recipe < command line.
 
-Flags and recipe keys are the same flat names, whatever section they live in. Nothing here imports torch, so
-``--help`` answers at once and a wrong key stops the run before anything is loaded.
+Flags and recipe keys are the same flat names, whatever section they live in; each extra brings a section of its own.
+Nothing here imports torch, so ``--help`` answers at once and a wrong key stops the run before anything is loaded.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
-import importlib.util
-import json
 import math
-import re
+import operator
 import sys
 import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 
-from train.errors import UsageError
+from train import extras
+from train.records import UsageError
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
-
-
 LARGEST = 2**63 - 1
 """Whole number: what torch and Arrow hold."""
+T = TypeVar("T")
 
 
-def _json_object(words: list[str]) -> dict[str, Any] | None:
-    if words[0] in ("None", "null"):
-        return None
-    try:
-        value = json.loads(words[0])
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f'{words[0]} is not a JSON object such as {{"model_type": "llama", "hidden_size": 256}}')
-    return value
+def option(default: Any, help: str, **rules: Any) -> Any:
+    """A field with its help text and its rules.
 
-
-JsonObject: TypeAlias = dict[str, Any] | None
-ADAPTER_PACKAGES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}
-LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+    Args:
+        rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: keys of a recipe that this flag puts aside;
+            ``is_path``: ~ is the home folder; ``everyday``: among the first in ``--help``.
+    """
+    return field(default=default, metadata={"help": help, **rules})
 
 
 @dataclass(frozen=True)
 class Data:
     """What is learned, and from which text."""
 
-    task: str = "causal_lm"
-    """causal_lm, masked_lm or sequence_classification (one file each in train/tasks/)."""
-    dataset: str = "stdlib"
-    """stdlib, stdlib_packages, listops, a file (.jsonl .json .csv .tsv .parquet .txt), a folder of such files or of
-    text documents, a folder written by datasets' save_to_disk, or a dataset's name on the Hub."""
-    dataset_config: str | None = None
-    """Configuration name of a Hub dataset."""
-    dataset_split: str = "train"
-    """Training split of a Hub dataset or of a folder written by save_to_disk."""
-    dataset_options: JsonObject = None
-    """Options of a generated dataset, as JSON (listops: min_length, max_length, train, validation, test ...)."""
-    validation_dataset: str | None = None
-    """A file or folder of its own to validate on."""
-    validation_split: str | None = None
-    """Validation split of a Hub dataset; 'validation' is taken if it exists."""
-    validation_fraction: float = 0.05
-    """Share of the documents held out where there is no validation data of its own."""
-    max_train_samples: int | None = None
-    """Use only this many documents of the training split, evenly spaced ones; of a stream the first."""
-    max_eval_samples: int | None = None
-    """Use only this many documents of the validation split, evenly spaced ones; of a stream the first."""
-    text_column: str = "text"
-    label_column: str = "label"
-    sample_by: Literal["document", "paragraph", "line"] = "document"
-    """What is one document in a plain text file."""
-    on_bad_record: Literal["error", "skip"] = "error"
-    """Unreadable line, missing column, label outside the set: refuse, or skip, count and report with file and line."""
-    on_empty_document: Literal["skip", "error"] = "skip"
-    streaming: bool = False
-    """Read and tokenise on the way instead of caching on disk; needs max_steps."""
-    shuffle_buffer_size: int = 1000
-    """Documents shuffled together when streaming."""
-    tokenizer: str | None = None
-    """Hub name, folder, 'bytes', 'words', or 'train:8192' (a BPE trained on the training split); default: the
-    model's own."""
-    max_length: int = 1024
-    """Tokens of one example."""
-    packing: bool = False
-    """Fill rows of max_length tokens with several examples each instead of padding (causal_lm, masked_lm). None sees
-    another, and positions begin anew in each; a row counts as one example."""
-    truncation: Literal["keep_head", "keep_tail", "keep_both"] = "keep_head"
-    """What classification keeps of a document longer than max_length."""
-    mlm_probability: float = 0.15
-    """Share of the tokens that masked_lm hides."""
-    preprocessing_num_workers: int | None = None
-    """Processes that tokenise; default: one per core, fewer for small data."""
-    dataloader_num_workers: int = 0
+    task: str = option("causal_lm", "What is learned: a file in train/tasks/.", everyday=True)
+    dataset: str = option("stdlib", "Where documents come from; module:function returns 🤗 datasets.", everyday=True)
+    dataset_options: dict[str, Any] | None = option(None, "Options for a module:function, as JSON.")
+    validation_fraction: float = option(0.05, "Share held out where there is no validation data.", gt=0, lt=1)
+    shuffle_buffer_size: int = option(1000, "Documents of a stream that are shuffled together.", ge=1)
+    tokenizer: str | None = option(
+        None, "Hub name, folder, bytes, words, train:8192; default: the model's.", is_path=True
+    )
+    max_length: int = option(1024, "Tokens of one example.", ge=2, everyday=True)
+    truncation: Literal["keep_head", "keep_tail", "keep_both"] = option(
+        "keep_head", "Classification: what stays of a long document."
+    )  # noqa
+    mlm_probability: float = option(0.15, "Share of the tokens that masked_lm hides.", gt=0, lt=1)
+    preprocessing_num_workers: int | None = option(None, "Processes that tokenise; default: up to one per core.", ge=1)
+    dataloader_num_workers: int = option(0, "Processes that load batches.", ge=0)
 
 
 @dataclass(frozen=True)
 class Architecture:
     """What is trained."""
 
-    model: str | None = None
-    """Hub name, folder, or 'module:function' that returns an nn.Module."""
-    model_config: JsonObject = None
-    """An architecture to train from scratch, as JSON: model_type (llama, gpt2, modernbert, bert, qwen3 ...) and its
-    fields as in transformers' configuration class."""
-    attn_implementation: str | None = None
-    """sdpa, flash_attention_2, eager ...; default: what transformers chooses."""
-    rope_scaling: Literal["none", "linear", "yarn"] = "none"
-    """Scale rotary positions, for sequences longer than the model was trained on."""
-    rope_scaling_factor: float | None = None
-    """How many times longer; default: max_length divided by the model's positions."""
-    sliding_window: int | None = None
-    """Attention sees only so many tokens back (modernbert: to each side), in models that have such layers."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights; mixed_precision sets the type of the arithmetic."""
-    gradient_checkpointing: Literal["none", "full", "selective", "auto"] = "none"
-    """Recompute activations in backward: none, every layer, or selective (all but the attention outputs); auto: the
-    least of it that is predicted to fit in what is free of the device."""
-    gradient_checkpointing_every_n_layers: int = 1
-    """Checkpoint only every n-th layer."""
-    gradient_checkpointing_offload: bool = False
-    """Keep the inputs of checkpointed layers in pinned host memory; copies overlap with the computation."""
-    tiled_mlp: bool = False
-    """Compute MLPs and norms some tokens at a time: their wide activations are never all there."""
-    mlp_tile_tokens: int | None = None
-    """Tokens of such a tile; default: about as many as the hidden size, at least 512."""
-    compile: bool = False
-    """Compile each layer by torch.compile: faster on a GPU after some minutes of compiling, attention stays causal."""
-    adapter: Literal["none", "lora", "qlora"] = "none"
-    """lora: freeze the model and train small matrices beside its layers; qlora: with its frozen layers in 4 bits."""
-    lora_rank: int = 16
-    """Rank of the trained matrices."""
-    lora_alpha: float = 32.0
-    """What they add is scaled by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
-    """Dropout of their inputs."""
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
-    """Layers that get them, by the ends of their names (q_proj v_proj ...); all-linear: all but the output head."""
-    trust_remote_code: bool = False
+    model: str | None = option(
+        None,
+        "Hub name, folder, or module:function.",
+        is_path=True,
+        replaces=("model_config", "tokenizer"),
+        everyday=True,
+    )
+    model_config: dict[str, Any] | None = option(
+        None,
+        "From scratch, as JSON: model_type (llama, bert, ...) and fields of its configuration.",
+        replaces=("model",),
+    )
+    attn_implementation: str | None = option(None, "sdpa, flash_attention_2, eager ...; default: transformers' choice.")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "Type of the weights; see mixed_precision.")
+    trust_remote_code: bool = option(False, "Run Python code that a model on the Hub brings.")
 
 
 @dataclass(frozen=True)
 class Optimization:
     """How it is trained."""
 
-    micro_batch_size: int | Literal["auto"] = 1
-    """Examples of one forward/backward on one device; auto: as many as are predicted to fit."""
-    gradient_accumulation_steps: int | None = None
-    """Micro-batches per optimizer step and device; give this or global_batch_size."""
-    global_batch_size: int | None = None
-    """Examples per optimizer step over all devices; give this or gradient_accumulation_steps."""
-    max_tokens_per_micro_batch: int | None = None
-    """Form micro-batches of as many examples as have so many tokens, padding included, instead of micro_batch_size;
-    needs global_batch_size."""
-    max_steps: int | None = None
-    """Optimizer steps; default: num_epochs."""
-    num_epochs: int | None = None
-    """Passes over the training data; default 1 where max_steps is not given."""
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
-    """adamw_8bit: moments of one byte each (bitsandbytes); with whole weights on every process only."""
-    optimizer_offload: bool = False
-    """Keep adamw's state, and fp32 originals of bf16 weights, in host memory and update there; without sharding."""
-    optimizer_in_backward: bool = False
-    """Update each weight as soon as its gradient is there, and free that: gradients never exist all at once. For one
-    process and one micro-batch per step, with max_grad_norm: None."""
-    bf16_update: Literal["nearest", "stochastic", "kahan"] = "nearest"
-    """How adamw updates weights of dtype bfloat16: rounded to the nearest, by which small updates are lost; rounded up
-    or down at random; or to the nearest, with the error kept in 2 more bytes per weight (Kahan)."""
-    learning_rate: float = 5e-5
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scale learning_rate by global batch / learning_rate_reference_batch_size, or by its square root."""
-    learning_rate_reference_batch_size: int | None = None
-    lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "linear"
-    warmup_steps: int | None = None
-    warmup_ratio: float = 0.0
-    """Warm-up as a share of all steps; give this or warmup_steps."""
-    decay_ratio: float = 0.2
-    """Share of all steps that decay at the end of warmup_stable_decay."""
-    min_learning_rate_ratio: float = 0.0
-    """Where linear, cosine and warmup_stable_decay end, as a share of learning_rate."""
-    weight_decay: float = 0.0
-    """Not applied to biases and norms."""
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    sgd_momentum: float = 0.9
-    max_grad_norm: float | None = 1.0
-    """Clip the gradient to this norm; None: do not clip by norm."""
-    grad_norm_type: Literal["1", "2", "inf"] = "2"
-    max_grad_value: float | None = None
-    """Clip each gradient element to +- this value instead (max_grad_norm: None)."""
-    max_consecutive_nonfinite_steps: int = 25
-    """Stop after this many steps in a row whose gradient was not finite."""
-    loss_spike_factor: float | None = None
-    """Stop where the loss between two log lines is above so many times the usual; null: at no loss."""
-    max_rollbacks: int = 0
-    """Instead of stopping for either reason, go back to the last checkpoint from before and past the data seen since,
-    at most so many times in a run."""
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
-    """Default: what the launcher says. fp16 where the device cannot do it becomes bf16 or no, and says so."""
-    tf32: bool = True
-    """Multiply fp32 matrices in TF32 on CUDA from Ampere on: 10 bits of mantissa instead of 23, much faster."""
-    sequence_length_warmup_steps: int = 0
-    """For so many first steps cut each step's tokens into shorter pieces, shortest first; 0: do not."""
-    sequence_length_warmup_start: int = 64
-    """Tokens of the first pieces; they double until max_length, each length for equally many of these steps."""
-    loss: Literal["auto", "full", "chunked", "torch", "cce", "liger"] = "auto"
-    """full: hold all logits; the others never do: chunked (runs everywhere), torch (its linear_cross_entropy, torch ≥
-    2.13), cce (Cut Cross-Entropy) and liger (Liger Kernel) on CUDA, both extras. auto: for a vocabulary of 4,096 or
-    more, where the model allows it, the best of cce, liger and chunked that is there; else full."""
-    label_smoothing: float = 0.0
-    """Share of each target spread evenly over all classes (arXiv 1512.00567); an evaluation reports plain
-    cross-entropy."""
-    z_loss: float = 0.0
-    """Coefficient of log² Z for each target, which keeps logits from drifting (PaLM took 1e-4); as label_smoothing."""
-    seed: int = 42
-    cpu_threads: int | None = None
-    """Threads of one process on a CPU; default: the cores divided among the processes of this machine."""
-    distributed_timeout_seconds: int = 1800
-    """How long processes wait for one that does not answer, before the run ends and names it. Also the longest time
-    that others wait while the first process of a machine tokenises."""
+    micro_batch_size: int | Literal["auto"] = option(
+        1,
+        "Examples per forward and device; auto: what fits.",
+        ge=1,
+        replaces=("max_tokens_per_micro_batch",),
+        everyday=True,
+    )
+    gradient_accumulation_steps: int | None = option(
+        None, "Micro-batches per step; or give global_batch_size.", ge=1, replaces=("global_batch_size",), everyday=True
+    )
+    global_batch_size: int | None = option(
+        None, "Examples per step, all devices together.", ge=1, replaces=("gradient_accumulation_steps",), everyday=True
+    )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Form micro-batches by tokens, padding included; needs global_batch_size.",
+        ge=1,
+        replaces=("micro_batch_size", "gradient_accumulation_steps"),
+    )
+    max_steps: int | None = option(
+        None, "Optimizer steps; or num_epochs.", ge=1, replaces=("num_epochs",), everyday=True
+    )
+    num_epochs: int | None = option(
+        None, "Passes over the data; default: 1.", ge=1, replaces=("max_steps",), everyday=True
+    )
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = option("adamw", "adamw_8bit needs bitsandbytes.")
+    learning_rate: float = option(5e-5, "At its peak.", gt=0, everyday=True)
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = option("none", "By global batch / reference batch.")
+    learning_rate_reference_batch_size: int | None = option(None, "Global batch learning_rate was chosen for.", ge=1)
+    lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = option(
+        "linear", "After the warm-up."
+    )
+    warmup_steps: int | None = option(None, "Steps of warm-up.", ge=0, replaces=("warmup_ratio",))
+    warmup_ratio: float = option(0.0, "Or its share of all steps.", ge=0, le=1, replaces=("warmup_steps",))
+    decay_ratio: float = option(0.2, "Share of all steps that decay in warmup_stable_decay.", ge=0, le=1)
+    min_learning_rate_ratio: float = option(0.0, "Where decay ends, as a share of learning_rate.", ge=0, le=1)
+    weight_decay: float = option(0.0, "Not applied to biases and norms.", ge=0)
+    adam_beta1: float = option(0.9, "Decay of Adam's first moment.", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, "Added to Adam's denominator.", ge=0)
+    sgd_momentum: float = option(0.9, "Momentum of sgd.", ge=0)
+    max_grad_norm: float | None = option(1.0, "Clip the gradient to this norm; None: do not.", gt=0)
+    grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
+    max_grad_value: float | None = option(
+        None, "Clip each element to +- this instead.", gt=0, replaces=("max_grad_norm",)
+    )
+    max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "Default: the launcher's.", everyday=True)
+    tf32: bool = option(True, "Multiply fp32 matrices in TF32 on CUDA since Ampere: 10 bits of mantissa, much faster.")
+    label_smoothing: float = option(0.0, "Share of each target spread over all classes (arXiv 1512.00567).", ge=0, lt=1)
+    z_loss: float = option(
+        0.0, "Coefficient of log² Z per target, which keeps logits from drifting (PaLM: 1e-4).", ge=0
+    )
+    seed: int = option(42, "Of weights, order and dropout.", ge=0)
+    cpu_threads: int | None = option(None, "Threads of a process on a CPU; default: its share of the cores.", ge=1)
+    distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1)
 
 
 @dataclass(frozen=True)
 class Output:
-    """What is evaluated, saved and reported."""
+    """What is evaluated and saved."""
 
-    output_dir: str = "runs/default"
-    resume: str = "auto"
-    """auto: go on from the newest good checkpoint in output_dir; never: start afresh; or a checkpoint's folder."""
-    allow_changes_on_resume: bool = False
-    """Go on from a checkpoint although data, model, batch or seed are not those it was made with."""
-    save_every_steps: int | None = None
-    """A checkpoint also every n steps; one is always written at the end."""
-    save_in_background: bool = True
-    """Copy the state to host memory and write it while training goes on; False: wait for the disk and copy nothing."""
-    save_total_limit: int = 2
-    """Checkpoints kept, the best one apart."""
-    eval_every_steps: int | None = None
-    """Evaluate also every n steps; it is always done at the end."""
-    eval_batch_size: int | None = None
-    """Default: micro_batch_size."""
-    metric_for_best: str | None = None
-    """Default: the task's own (loss, accuracy)."""
-    greater_is_better: bool | None = None
-    """Whether metric_for_best should grow; default: yes, but for loss, perplexity and bits_per_byte."""
-    metrics: tuple[str, ...] = ()
-    """Further metrics for classification, by name on the Hub or folder, computed by evaluate."""
-    load_best_model_at_end: bool = False
-    """final/ holds the best evaluated weights instead of the last ones."""
-    early_stopping_patience: int | None = None
-    """Stop after this many evaluations without a better one."""
-    log_every_steps: int = 10
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    run_name: str | None = None
-    push_to_hub: bool = False
-    hub_model_id: str | None = None
+    output_dir: str = option("runs/default", "The run's folder.", is_path=True, everyday=True)
+    resume: str = option("auto", "auto, never (from scratch), or a checkpoint's folder.", is_path=True, everyday=True)
+    allow_changes_on_resume: bool = option(False, "Resume with other data, model, batch or seed.")
+    save_every_steps: int | None = option(None, "Checkpoint also every n steps.", ge=1, everyday=True)
+    save_total_limit: int = option(2, "Checkpoints to keep, the best one apart.", ge=1)
+    eval_every_steps: int | None = option(None, "Evaluate also every n steps.", ge=1, everyday=True)
+    eval_batch_size: int | None = option(None, "Default: micro_batch_size.", ge=1)
+    metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
+    greater_is_better: bool | None = option(None, "Default: yes, except for loss, perplexity and bits_per_byte.")
+    metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
+    load_best_model_at_end: bool = option(False, "final/ holds the best evaluated weights instead of the last.")
+    early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
+    log_every_steps: int = option(10, "A line of metrics.jsonl every n steps.", ge=1)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What is done about memory: predict, rehearse, measure, recover."""
-
-    memory_budget_gib: float | None = None
-    """What gradient_checkpointing: auto and micro_batch_size: auto may fill of each device; default: what is free."""
-    predict_memory: bool = True
-    """Predict the peak, in a process beside the run, and show it beside the measured one."""
-    rehearse: bool = True
-    """Before step 1 make the step with the longest examples, and evaluate the longest ones; it leaves no trace."""
-    measure_memory: bool = True
-    """Measure peaks by phase and kind; False: only the highest."""
-    on_oom: Literal["auto", "split", "adapt", "stop"] = "auto"
-    """Out of memory in a step: split the micro-batch and make the step again; adapt: where a single example does not
-    fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process, stop with several,
-    for what keeps DDP able to recover also keeps it from summing gradients while it computes others; and stop with
-    optimizer_in_backward."""
-    memory_snapshot: bool = False
-    """Record allocations on CUDA and write them to output_dir when memory runs out, for torch's memory viewer."""
+CORE: dict[str, type] = {"data": Data, "architecture": Architecture, "optimization": Optimization, "output": Output}
 
 
 @dataclass(frozen=True)
@@ -293,73 +174,58 @@ class Config:
     architecture: Architecture = field(default_factory=Architecture)
     optimization: Optimization = field(default_factory=Optimization)
     output: Output = field(default_factory=Output)
-    memory: Memory = field(default_factory=Memory)
+    extras: dict[str, Any] = field(default_factory=lambda: {name: cls() for name, cls in extras.options().items()})
+    """The section of each extra that has one, by the extra's name."""
+
+    def of(self, options: type[T]) -> T:
+        """The section of an extra, by its class."""
+        return next(section for section in self.extras.values() if isinstance(section, options))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of any field by its flat name; ``default`` where the extra that has it is not here."""
+        return to_values(self).get(name, default)
+
+    def changed(self, **values: Any) -> Config:
+        """This configuration with other values of the fields named."""
+        return from_values({**to_values(self), **values})
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """Train on long sequences. Every flag is also a key of a recipe; recipes/ holds examples.
-
-    With neither --config nor any of --task --dataset --model --model_config --tokenizer, recipes/quickstart.yaml runs.
-    """
-
-    config: str | None = None
-    """A YAML recipe; flags go over its values, its values over the defaults."""
-    sections: Config = field(default_factory=Config)
+def sections() -> dict[str, type]:
+    """The sections by name, those of the extras after the core's."""
+    return {**CORE, **extras.options()}
 
 
-_SECTIONS = typing.get_type_hints(Config)
-_FIELD_TYPES: dict[str, Any] = {
-    name: hint for section in _SECTIONS.values() for name, hint in typing.get_type_hints(section).items()
-}
+def fields() -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
+    """Of all fields by name, the type and the field."""
+    hints = {cls: typing.get_type_hints(cls) for cls in sections().values()}
+    return {f.name: (hints[cls][f.name], f) for cls in hints for f in dataclasses.fields(cls)}
 
 
 def parse(arguments: list[str]) -> Config:
     """The configuration that ``arguments`` (without the program's name) ask for.
 
     Raises:
-        UsageError: unknown key, wrong type or a combination that cannot work.
-        SystemExit: status 2 for a wrong flag, 0 for ``--help``.
+        UsageError: unknown flag or key, wrong type, or a combination that cannot work.
+        SystemExit: status 0 for ``--help``.
     """
-    recipe, named = _named_on(arguments)
-    if recipe is None and not named & {"task", "dataset", "model", "model_config", "tokenizer", "help"}:
+    known = fields()
+    flags = _flags(arguments, known)
+    recipe = flags.pop("config", None)
+    if recipe is None and not flags.keys() & {"task", "dataset", "model", "model_config", "tokenizer"}:
         recipe = str(QUICKSTART)
     values = read_recipe(Path(_at_home(recipe))) if recipe else {}
-    for flag, replaced in _REPLACES.items():
-        if flag in named:
-            for key in set(replaced) - named:
-                values.pop(key, None)
-    import tyro  # here, so that what only reads configurations needs no parser of command lines
-
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(
-        lambda info: (
-            tyro.constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="JSON",
-                instance_from_str=_json_object,
-                is_instance=lambda value: value is None or isinstance(value, dict),
-                str_from_instance=lambda value: [json.dumps(value)],
-            )
-            if info.type == JsonObject
-            else None
-        )
-    )
-    line = tyro.cli(
-        CommandLine,
-        args=arguments,
-        default=CommandLine(config=recipe, sections=from_values(values)),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-        prog="train/main.py",
-        registry=registry,
-    )
-    values = to_values(line.sections)
-    paths = {name: _at_home(values[name]) for name in _PATHS if values[name]}
-    config = from_values({**values, **paths})  # checks types again: what tyro takes for a number, a recipe may not
+    for name in flags:  # of two ways to say one thing, that of the command line counts
+        for key in set(known[name][1].metadata.get("replaces", ())) - flags.keys():
+            values.pop(key, None)
+    values |= {name: _from_text(text, known[name][0]) for name, text in flags.items()}
+    for name, value in values.items():
+        if name in known and known[name][1].metadata.get("is_path") and isinstance(value, str):
+            values[name] = _at_home(value)
+    config = from_values(values)
     check(config)
     optim = config.optimization
-    # Not in a recipe: a few steps of one, and the config.yaml that they leave, are not meant to warm up.
-    if "warmup_steps" in named and optim.max_steps is not None and (optim.warmup_steps or 0) > optim.max_steps:
+    # Only on the command line: a few steps of a recipe, and the config.yaml they leave, are not meant to warm up.
+    if "warmup_steps" in flags and optim.max_steps is not None and (optim.warmup_steps or 0) > optim.max_steps:
         raise UsageError(
             f"warmup_steps: {optim.warmup_steps} is more than max_steps: {optim.max_steps}: the run would end before "
             "learning_rate is reached. Give fewer, or warmup_ratio."
@@ -367,48 +233,69 @@ def parse(arguments: list[str]) -> Config:
     return config
 
 
-_PATHS = ("output_dir", "model", "tokenizer", "resume", "validation_dataset")
-"""Fields that may be paths, with ~ as the home folder; ``dataset`` is asked whether it is one where it is read."""
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. train/main.py --help lists all flags.")
+
+
+def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[Any]]]) -> dict[str, Any]:
+    """The flags given, by name, as text or a list of texts; ``config`` is one of them."""
+    about = (
+        "Train on long sequences. Every flag is also a key of a recipe; recipes/ holds examples. With none of --config "
+        "--task --dataset --model --model_config --tokenizer, recipes/quickstart.yaml runs."
+    )
+    parser = _Parser(prog="train/main.py", description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    everyday = parser.add_argument_group("everyday")
+    everyday.add_argument("--config", metavar="FILE", help="A YAML recipe; flags override it.")
+    for section, cls in sections().items():
+        group = parser.add_argument_group(section, cls.__doc__)
+        for entry in dataclasses.fields(cls):
+            hint = known[entry.name][0]
+            nargs = {bool: "?", tuple[str, ...]: "*"}.get(hint, "*" if typing.get_origin(hint) is tuple else None)
+            text = f"{entry.metadata['help']} [{entry.type}; default: {entry.default}]".replace("%", "%%")
+            place = everyday if entry.metadata.get("everyday") else group
+            place.add_argument(
+                f"--{entry.name}", nargs=nargs, const="True" if nargs == "?" else None, metavar="…", help=text
+            )
+    given = []
+    for argument in arguments:  # hyphens or underscores, --packing, --packing False, --no-packing
+        name, equals, value = argument.partition("=")
+        if argument.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+            if name[5:] in known and name.startswith("--no_"):
+                name, equals, value = f"--{name[5:]}", "=", "False"
+            if name[2:] not in (*known, "config", "help"):
+                raise _unknown(name[2:], known, "--")
+        given.append(name + equals + value)
+    return vars(parser.parse_args(given))
+
+
+def _from_text(text: Any, hint: Any) -> Any:
+    """What ``text`` of the command line stands for in a field of type ``hint``; the text itself where nothing fits."""
+    if isinstance(text, list):
+        return tuple(text)
+    candidates: list[Any] = [None] if text in ("None", "null") else []
+    candidates.append(text)
+    for read in (yaml.safe_load, float):
+        with contextlib.suppress(ValueError, yaml.YAMLError):
+            candidates.append(read(text))
+    return next((value for value in candidates if _type_problem(value, hint) is None), text)
+
+
+def _unknown(name: str, known: typing.Iterable[str], dashes: str = "") -> UsageError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {dashes}{close[0]}?" if close else " train/main.py --help lists all."
+    if missing := extras.missing():
+        hint += f" This copy of the template is without the extras {', '.join(missing)} and their options."
+    return UsageError(f"unknown {'flag' if dashes else 'key'} {dashes}{name}.{hint}")
 
 
 def _at_home(name: str) -> str:
-    """``name`` with ~ as the home folder, where it begins so and there is one: nobody else does it for a recipe."""
+    """``name`` with a leading ~ as the home folder, if there is one."""
     if name.startswith("~"):
         with contextlib.suppress(RuntimeError):
             return str(Path(name).expanduser())
     return name
-
-
-_REPLACES = {
-    # Naming one of these on the command line puts the recipe's other choice aside: a model brings its architecture
-    # and tokenizer, and of two ways to say the same thing the later one counts.
-    "model": ("model_config", "tokenizer"),
-    "model_config": ("model",),
-    "gradient_accumulation_steps": ("global_batch_size",),
-    "micro_batch_size": ("max_tokens_per_micro_batch",),
-    "max_tokens_per_micro_batch": ("micro_batch_size", "gradient_accumulation_steps"),
-    "global_batch_size": ("gradient_accumulation_steps",),
-    "max_steps": ("num_epochs",),
-    "num_epochs": ("max_steps",),
-    "warmup_steps": ("warmup_ratio",),
-    "warmup_ratio": ("warmup_steps",),
-    "max_grad_value": ("max_grad_norm",),
-}
-
-
-def _named_on(arguments: list[str]) -> tuple[str | None, set[str]]:
-    """The recipe and the names of all flags given, before the defaults that tyro needs are known."""
-    recipe, named = None, set()
-    for position, argument in enumerate(arguments):
-        if argument in ("-h", "--help"):
-            named.add("help")
-        elif argument.startswith("--"):
-            name, _, value = argument[2:].partition("=")
-            name = name.replace("-", "_")
-            named.add(name)
-            if name == "config":
-                recipe = value or (arguments[position + 1] if position + 1 < len(arguments) else None)
-    return recipe, named
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -419,17 +306,16 @@ class _StrictLoader(yaml.SafeLoader):
         self._flat: set[yaml.MappingNode] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts what ``<<`` names under the mapping's own values, once these are seen to be different keys."""
+        """Merges ``<<`` under the mapping's own values, after a check that its keys are names and all different."""
         if node in self._flat:
             return
         self._flat.add(node)
         merges = "tag:yaml.org,2002:merge"
         keys = ["<<" if key.tag == merges else self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a name", node.start_mark)
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", node.start_mark)
+            if not isinstance(key, str) or keys.count(key) > 1:
+                problem = f"the key {key} stands twice" if isinstance(key, str) else f"the key {key!r} is not a name"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         super().flatten_mapping(node)
         node.value = list({key.value: (key, value) for key, value in node.value}.values())  # else each merge adds up
 
@@ -448,11 +334,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if values is not None and not isinstance(values, dict):
         raise UsageError(f"--config {path}: expected 'key: value' lines, found a {type(values).__name__}.")
-    return values
+    return values or {}
 
 
 def from_values(values: dict[str, Any]) -> Config:
@@ -461,19 +345,18 @@ def from_values(values: dict[str, Any]) -> Config:
     Raises:
         UsageError: naming the key, the value and what would do.
     """
+    known = fields()
     for name, value in values.items():
-        if name not in _FIELD_TYPES:
-            close = difflib.get_close_matches(name, _FIELD_TYPES, n=1)
-            hint = f" Did you mean {close[0]}?" if close else " train/main.py --help lists all keys."
-            raise UsageError(f"unknown key {name!r}.{hint}")
-        problem = _type_problem(value, _FIELD_TYPES[name])
-        if problem:
+        if name not in known:
+            raise _unknown(name, known)
+        if problem := _type_problem(value, known[name][0]):
             raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
-    sections = {}
-    for section, cls in _SECTIONS.items():
-        own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        sections[section] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
-    return Config(**sections)
+    own = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    found = {
+        section: cls(**{f.name: own[f.name] for f in dataclasses.fields(cls) if f.name in own})
+        for section, cls in sections().items()
+    }
+    return Config(**{name: found.pop(name) for name in CORE}, extras=found)
 
 
 def _type_problem(value: Any, hint: Any) -> str | None:
@@ -483,33 +366,27 @@ def _type_problem(value: Any, hint: Any) -> str | None:
         problems = [_type_problem(value, option) for option in options]
         return None if None in problems else " or ".join(p for p in problems if p)
     if origin is Literal:
-        hint_about_yaml = " (in quotes: YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
-        return (
-            None
-            if any(value is o or (value == o and type(value) is type(o)) for o in options)
-            else ("one of " + ", ".join(map(str, options)) + hint_about_yaml)
-        )
+        about_yaml = " (in quotes: YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
+        fits = any(value == option and type(value) is type(option) for option in options)
+        return None if fits else "one of " + ", ".join(map(str, options)) + about_yaml
     if origin is tuple:
         if not isinstance(value, list | tuple):
             return "a list"
         return next((f"a list of {p}" for p in (_type_problem(v, options[0]) for v in value) if p), None)
-    if hint is type(None):
-        return None if value is None else "null"
-    if hint is float:
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                float(value)
-                return f"a number; YAML reads {value} as text, write {float(value)!r} with a dot, unquoted"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return "a number"
-        return None if abs(value) <= sys.float_info.max else "a number"
-    if hint is int:
-        return None if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
-    if hint is bool:
-        return None if isinstance(value, bool) else "true or false"
-    if hint is str:
-        return None if isinstance(value, str) else "text"
-    return None if isinstance(value, dict) else "a mapping"
+    if hint is float and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return f"a number; YAML reads {value} as text, write {float(value)!r} with a dot, unquoted"
+    accepted, words = {
+        type(None): (type(None), "null"),
+        float: (int | float, "a number"),
+        int: (int, "a whole number"),
+        bool: (bool, "true or false"),
+        str: (str, "text"),
+    }.get(hint, (dict, "a mapping"))
+    fits = isinstance(value, accepted) and (hint is bool or not isinstance(value, bool))
+    if fits and hint is float and isinstance(value, int) and abs(value) > sys.float_info.max:
+        return words
+    return None if fits else words
 
 
 def check(config: Config) -> None:
@@ -518,64 +395,36 @@ def check(config: Config) -> None:
     Raises:
         UsageError: naming the field, its value and what would do.
     """
-    data, model, optim, output = config.data, config.architecture, config.optimization, config.output
-    at_least = {
-        "max_length": 2,
-        "micro_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "global_batch_size": 1,
-        "max_tokens_per_micro_batch": 1,
-        "max_steps": 1,
-        "num_epochs": 1,
-        "warmup_steps": 0,
-        "learning_rate_reference_batch_size": 1,
-        "gradient_checkpointing_every_n_layers": 1,
-        "mlp_tile_tokens": 1,
-        "lora_rank": 1,
-        "max_consecutive_nonfinite_steps": 1,
-        "max_rollbacks": 0,
-        "sequence_length_warmup_steps": 0,
-        "sequence_length_warmup_start": 2,
-        "sliding_window": 1,
-        "seed": 0,
-        "cpu_threads": 1,
-        "distributed_timeout_seconds": 1,
-        "save_every_steps": 1,
-        "save_total_limit": 1,
-        "eval_every_steps": 1,
-        "eval_batch_size": 1,
-        "early_stopping_patience": 1,
-        "log_every_steps": 1,
-        "max_train_samples": 1,
-        "max_eval_samples": 1,
-        "shuffle_buffer_size": 1,
-        "preprocessing_num_workers": 1,
-        "dataloader_num_workers": 0,
-        "weight_decay": 0,
-        "adam_epsilon": 0,
-        "z_loss": 0,
-        "sgd_momentum": 0,
-    }
-    flat = to_values(config)
-    for name, smallest in at_least.items():
-        if flat[name] is not None and flat[name] != "auto" and flat[name] < smallest:
-            raise UsageError(f"{name}: {flat[name]} is too small: at least {smallest}.")
-    for name, value in flat.items():
-        if isinstance(value, int) and value > LARGEST:
-            raise UsageError(f"{name}: {value} is too large: at most {LARGEST}.")
-    for name in ("learning_rate", "max_grad_norm", "max_grad_value", "memory_budget_gib", "lora_alpha"):
-        if flat[name] is not None and not 0 < flat[name] < math.inf:
-            off = "" if name in ("learning_rate", "lora_alpha") else "; null (None on the command line) turns it off"
-            raise UsageError(f"{name}: {flat[name]} must be positive and finite{off}.")
-    for name in ("warmup_ratio", "decay_ratio", "min_learning_rate_ratio"):
-        if not 0 <= flat[name] <= 1:
-            raise UsageError(f"{name}: {flat[name]} is a share: between 0 and 1.")
-    for name in ("adam_beta1", "adam_beta2", "label_smoothing", "lora_dropout"):
-        if not 0 <= flat[name] < 1:
-            raise UsageError(f"{name}: {flat[name]} must be at least 0 and below 1.")
-    for name in ("validation_fraction", "mlm_probability"):
-        if not 0 < flat[name] < 1:
-            raise UsageError(f"{name}: {flat[name]} is a share: above 0 and below 1.")
+    for name, value in to_values(config).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_bounds(name, value, *fields()[name])
+    _check_optimization(config)
+    _check_model(config)
+    _check_output(config.output)
+    extras.check(config)
+
+
+BOUNDS: dict[str, tuple[Any, str]] = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "above"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "below"),
+}
+
+
+def _check_bounds(name: str, value: float, hint: Any, entry: dataclasses.Field[Any]) -> None:
+    if isinstance(value, int) and value > LARGEST:
+        raise UsageError(f"{name}: {value} is too large: at most {LARGEST}.")
+    rules = {rule: entry.metadata[rule] for rule in BOUNDS if rule in entry.metadata}
+    if not math.isfinite(value) or not all(BOUNDS[rule][0](value, bound) for rule, bound in rules.items()):
+        expected = " and ".join(f"{BOUNDS[rule][1]} {bound}" for rule, bound in rules.items()) or "finite"
+        off = "; null (None on the command line) turns it off" if _type_problem(None, hint) is None else ""
+        raise UsageError(f"{name}: {value} is not valid: it must be {expected}{off}.")
+
+
+def _check_optimization(config: Config) -> None:
+    """The part of :func:`check` about batch sizes, steps and the optimizer."""
+    data, optim = config.data, config.optimization
     if optim.max_grad_norm is not None and optim.max_grad_value is not None:
         raise UsageError(
             "max_grad_norm and max_grad_value clip the same gradient: give one and set the other to null "
@@ -585,67 +434,36 @@ def check(config: Config) -> None:
         raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
     if optim.warmup_steps is not None and optim.warmup_ratio > 0:
         raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
-    check_optimizer(config)
     if optim.learning_rate_scaling != "none" and optim.learning_rate_reference_batch_size is None:
         raise UsageError(
             f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
             "the global batch that learning_rate was chosen for."
         )
-    if optim.loss_spike_factor is not None and not 1 < optim.loss_spike_factor < math.inf:
-        raise UsageError(f"loss_spike_factor: {optim.loss_spike_factor} is times the usual loss: more than 1, as 2.")
-    if optim.max_rollbacks and output.save_every_steps is None:
-        raise UsageError(f"max_rollbacks: {optim.max_rollbacks} needs save_every_steps: nothing to go back to.")
-    if optim.loss in ("torch", "cce") and (optim.label_smoothing or optim.z_loss):
+    if (max_tokens := optim.max_tokens_per_micro_batch) is None:
+        return
+    if optim.micro_batch_size != 1:
         raise UsageError(
-            f"loss: {optim.loss} has no label_smoothing ({optim.label_smoothing}) and no z_loss ({optim.z_loss}): give "
-            "--loss auto or chunked, or set both to 0."
+            f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both form "
+            "micro-batches: give one of them."
         )
-    if data.streaming and optim.max_steps is None:
-        raise UsageError("streaming: the length of a stream is not known: give max_steps.")
-    if model.rope_scaling_factor is not None:
-        if model.rope_scaling == "none":
-            raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
-        if model.rope_scaling_factor <= 1:
-            raise UsageError(f"rope_scaling_factor: {model.rope_scaling_factor} must be more than 1.")
-    if model.model is not None and ":" in model.model and (model.rope_scaling != "none" or model.sliding_window):
-        raise UsageError("rope_scaling and sliding_window change a model's configuration; module:function brings none.")
-    if data.packing and data.task == "sequence_classification":
-        raise UsageError("packing: sequence_classification has one label a row: use causal_lm or masked_lm.")
-    if data.packing and model.attn_implementation == "eager":
-        raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
-    if (max_tokens := optim.max_tokens_per_micro_batch) is not None:
-        if optim.micro_batch_size != 1:
-            raise UsageError(
-                f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both make "
-                "micro-batches: give one of them."
-            )
-        if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
-            raise UsageError(
-                f"max_tokens_per_micro_batch: {max_tokens} makes as many micro-batches as it takes: give "
-                "global_batch_size, the examples of a step, and no gradient_accumulation_steps."
-            )
-        if max_tokens < data.max_length:
-            raise UsageError(
-                f"max_tokens_per_micro_batch: {max_tokens} does not hold one example of max_length {data.max_length}: "
-                f"give {data.max_length} or more, or a smaller max_length."
-            )
-    if optim.sequence_length_warmup_steps > 0:
-        if data.task == "sequence_classification":
-            raise UsageError(
-                f"sequence_length_warmup_steps: {optim.sequence_length_warmup_steps} would cut examples apart, and "
-                "sequence_classification has one label for each: set it to 0."
-            )
-        if optim.sequence_length_warmup_start >= data.max_length:
-            raise UsageError(
-                f"sequence_length_warmup_start: {optim.sequence_length_warmup_start} is not below max_length "
-                f"{data.max_length}: give less, or sequence_length_warmup_steps: 0."
-            )
+    if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
+        raise UsageError(
+            f"max_tokens_per_micro_batch: {max_tokens} makes as many micro-batches as it takes: give "
+            "global_batch_size, the examples of a step, and no gradient_accumulation_steps."
+        )
+    if max_tokens < data.max_length:
+        raise UsageError(
+            f"max_tokens_per_micro_batch: {max_tokens} does not hold one example of max_length {data.max_length}: "
+            f"give {data.max_length} or more, or a smaller max_length."
+        )
+
+
+def _check_model(config: Config) -> None:
+    data, model = config.data, config.architecture
     if data.tokenizer is not None and data.tokenizer.startswith("train:"):
         size = data.tokenizer.removeprefix("train:")
         if not size.isdigit() or int(size) < 300:
             raise UsageError(f"tokenizer: {data.tokenizer!r}: write train:N with a vocabulary of at least 300.")
-        if data.streaming:
-            raise UsageError(f"tokenizer: {data.tokenizer} cannot be trained on a stream: give a folder or a Hub name.")
     if model.model is None and model.model_config is None:
         raise UsageError(
             "no model: give --model (Hub name, folder or module:function), a recipe with a model_config, or "
@@ -655,114 +473,29 @@ def check(config: Config) -> None:
         raise UsageError("model and model_config both name a model: give one of them.")
     if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
-    if model.gradient_checkpointing == "none" and model.gradient_checkpointing_every_n_layers > 1:
-        raise UsageError("gradient_checkpointing_every_n_layers needs gradient_checkpointing: full or selective.")
-    if model.gradient_checkpointing == "none" and model.gradient_checkpointing_offload:
-        raise UsageError("gradient_checkpointing_offload needs gradient_checkpointing: full, selective or auto.")
-    if model.gradient_checkpointing == "auto" and model.gradient_checkpointing_every_n_layers > 1:
-        raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers: leave it out.")
-    if model.mlp_tile_tokens is not None and not model.tiled_mlp:
-        raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
-    _check_adapter(model)
     if data.tokenizer is None and (model.model is None or ":" in model.model):
         raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
-    _check_names(output)
-    if output.push_to_hub and output.hub_model_id is None:
-        raise UsageError("push_to_hub needs hub_model_id (user/name).")
+
+
+def _check_output(output: Output) -> None:
+    if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
+        raise UsageError(f"output_dir: {output.output_dir!r} leads outside its folder: write the path without '..'.")
     if output.early_stopping_patience is not None and output.eval_every_steps is None:
         raise UsageError("early_stopping_patience needs eval_every_steps.")
 
 
-def _check_names(output: Output) -> None:
-    """Names that become paths lead nowhere but into the run's folder."""
-    name, hub = output.run_name, output.hub_model_id
-    if name is not None and (name.strip(". ") == "" or any(c in name for c in "/\\\0")):
-        raise UsageError(f"run_name: {name!r} is a name and no path: leave out slashes, and give more than dots.")
-    if hub is not None and not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", hub):
-        raise UsageError(f"hub_model_id: {hub!r}: write user/name.")
-    if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
-        raise UsageError(f"output_dir: {output.output_dir!r} climbs out of where it begins: give it without '..'.")
-
-
-def _check_adapter(model: Architecture) -> None:
-    given = [name for name in LORA_FIELDS if getattr(model, name) != getattr(Architecture(), name)]
-    if model.adapter == "none" and given:
-        raise UsageError(f"{given[0]}: {getattr(model, given[0])} needs adapter: lora or qlora.")
-    if not model.lora_target_modules:
-        raise UsageError("lora_target_modules: names no layer: give all-linear or names such as q_proj v_proj.")
-    if len(model.lora_target_modules) > 1 and "all-linear" in model.lora_target_modules:
-        raise UsageError("lora_target_modules: all-linear already means every layer: give it alone, or leave it out.")
-    missing = [name for name in ADAPTER_PACKAGES.get(model.adapter, ()) if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"adapter: {model.adapter} needs {' and '.join(missing)}, not installed: "
-            f"pip install -e '.[{model.adapter}]' (or pip install {' '.join(missing)})."
-        )
-
-
-def check_optimizer(config: Config) -> None:
-    """Stops where the options of the optimizer do not go with each other or with the batch.
-
-    Raises:
-        UsageError: naming the fields, their values and what would do.
-    """
-    optim, dtype = config.optimization, config.architecture.dtype
-    if optim.optimizer_offload and optim.optimizer != "adamw":
-        raise UsageError(f"optimizer_offload works with optimizer: adamw, not with {optim.optimizer}: leave one out.")
-    if optim.optimizer_offload and dtype == "float16":
-        raise UsageError("optimizer_offload with dtype: float16: use bfloat16, or float32 with mixed_precision: fp16.")
-    if optim.bf16_update != "nearest":
-        asked = f"bf16_update: {optim.bf16_update}"
-        if dtype != "bfloat16":
-            raise UsageError(f"{asked} is for weights of dtype: bfloat16, these are {dtype}: use nearest.")
-        if optim.optimizer != "adamw":
-            raise UsageError(f"{asked} works with optimizer: adamw, not with {optim.optimizer}: leave one out.")
-        if optim.optimizer_offload:
-            raise UsageError(f"{asked} with optimizer_offload: the host updates fp32 originals already: use nearest.")
-    if not optim.optimizer_in_backward:
-        return
-    size, together = optim.micro_batch_size, optim.global_batch_size
-    if (optim.gradient_accumulation_steps or 1) > 1:
-        asked = f"gradient_accumulation_steps: {optim.gradient_accumulation_steps}"
-        raise UsageError(f"optimizer_in_backward with {asked}: there is no gradient to accumulate: give 1.")
-    if optim.max_tokens_per_micro_batch is not None:
-        raise UsageError(
-            "optimizer_in_backward with max_tokens_per_micro_batch: a step may have several micro-batches, and "
-            "there is no gradient to accumulate. Give micro_batch_size and gradient_accumulation_steps: 1 instead."
-        )
-    if together is not None and size != together:
-        raise UsageError(
-            f"optimizer_in_backward with micro_batch_size: {size} and global_batch_size: {together}: there is no "
-            "gradient to accumulate. Give the same size, or gradient_accumulation_steps: 1 instead of the global one."
-        )
-    if optim.max_grad_norm is not None:
-        raise UsageError(
-            f"optimizer_in_backward with max_grad_norm: {optim.max_grad_norm}: the norm of all gradients is known only "
-            "after the updates. Give max_grad_norm: null (None on the command line); max_grad_value may be set."
-        )
-    if optim.mixed_precision == "fp16":
-        raise UsageError("optimizer_in_backward with mixed_precision: fp16: its loss scale needs all gradients: bf16.")
-    if config.memory.on_oom in ("split", "adapt"):
-        raise UsageError(
-            f"optimizer_in_backward with on_oom: {config.memory.on_oom}: a step whose weights are partly updated "
-            "cannot be made again. Give on_oom: stop, or leave it at auto."
-        )
-
-
 def to_values(config: Config) -> dict[str, Any]:
     """All fields as flat ``key: value`` pairs."""
-    return {
-        f.name: getattr(getattr(config, section), f.name)
-        for section, cls in _SECTIONS.items()
-        for f in dataclasses.fields(cls)
-    }
+    found = [getattr(config, name) for name in CORE] + list(config.extras.values())
+    return {f.name: getattr(section, f.name) for section in found for f in dataclasses.fields(section)}
 
 
 def dump(config: Config) -> str:
-    """YAML that :func:`parse` reads back to the same configuration."""
-    blocks = []
-    for section, cls in _SECTIONS.items():
-        own = {f.name: getattr(getattr(config, section), f.name) for f in dataclasses.fields(cls)}
-        own = {k: list(v) if isinstance(v, tuple) else v for k, v in own.items()}
-        blocks.append(f"# {section}\n" + yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
+    """YAML that :func:`parse` reads back to this configuration."""
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in to_values(config).items()}
+    blocks = [
+        f"# {section}\n" + yaml.safe_dump(
+            {f.name: values[f.name] for f in dataclasses.fields(cls)}, sort_keys=False, allow_unicode=True)
+        for section, cls in sections().items()
+    ]  # fmt: skip
     return "\n".join(blocks)

@@ -1,77 +1,86 @@
-"""What the launcher decided, read from its environment before anything is loaded, and whether the recipe agrees.
+"""What the launcher decided, and this process's device, precision, threads and signals.
 
-World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags.
+World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags. Nothing
+here imports torch before it has to.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import ctypes
 import os
+import platform
+import resource
+import signal
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from train.config import Config
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 
-ENGINES = ("ddp", "fsdp2", "deepspeed")
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from train.config import Config
+
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Settings of the CUDA allocator; the second is its older name."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes of a run and how they share its work."""
+    """The processes of a run and how they share its work; sizes are named as in accelerate's ParallelismConfig."""
 
     world_size: int = 1
     rank: int = 0
-    local_world_size: int = 1
     engine: str = "ddp"
     """ddp (also for a process that is alone), fsdp2 or deepspeed."""
     precision: str = "no"
     """The launcher's mixed precision; ``no`` also where nobody chose."""
-    replicate_size: int = 1
-    """Groups of ranks that each hold all weights between them (hybrid sharding)."""
-    tensor_size: int = 1
+    tp_size: int = 1
     """Ranks that share the weights of each layer and see the same examples."""
-    context_size: int = 1
-    """Ranks that share each sequence, keys and values going round (ring attention)."""
-    sequence_size: int = 1
+    cp_size: int = 1
+    """Ranks that share each sequence; keys and values go round (ring attention)."""
+    sp_size: int = 1
     """Ranks that share each sequence outside attention and the heads inside it (Ulysses)."""
 
     @property
     def copies(self) -> int:
         """Ranks that are handed the same examples."""
-        return self.tensor_size * self.context_size * self.sequence_size
+        return self.tp_size * self.cp_size * self.sp_size
 
     @property
-    def weights_are_whole(self) -> bool:
+    def has_whole_weights(self) -> bool:
         """Whether every rank holds all weights, and can use the model by itself."""
-        return self.engine == "ddp" and self.tensor_size == 1
+        return self.engine == "ddp" and self.tp_size == 1
 
     @property
-    def data_size(self) -> int:
+    def dp_size(self) -> int:
         """Ranks, or groups of them, that see different examples."""
         return self.world_size // self.copies
 
     @property
-    def random_rank(self) -> int:
-        """What dropout is drawn by: ranks that compute the same activations have to drop the same of them."""
-        return self.rank // self.tensor_size
+    def dp_rank(self) -> int:
+        """Which of the ``dp_size`` parts of a global batch is this rank's: ranks that share one are neighbours."""
+        return self.rank // self.copies
+
+    @property
+    def seed_rank(self) -> int:
+        """By what dropout is drawn: ranks that compute the same activations have to drop the same of them."""
+        return self.rank // self.tp_size
 
     @property
     def evaluation_copies(self) -> int:
         """Ranks that are handed the same examples to evaluate: with Ulysses each evaluates whole sequences."""
-        return self.tensor_size * self.context_size
-
-    @property
-    def data_rank(self) -> int:
-        """Which of the ``data_size`` parts of a global batch is this rank's: ranks that share one are neighbours."""
-        return self.rank // self.copies
+        return self.tp_size * self.cp_size
 
     def __str__(self) -> str:
         parts = [self.engine] if self.world_size > 1 or self.engine != "ddp" else []
-        sizes = (("tensor", self.tensor_size), ("context", self.context_size), ("sequence", self.sequence_size))
+        sizes = (("tensor", self.tp_size), ("context", self.cp_size), ("sequence", self.sp_size))
         return ", ".join(parts + [f"{name} parallel {size}" for name, size in sizes if size > 1])
 
 
@@ -106,13 +115,9 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     launch = Launch(
         world_size=world_size,
         rank=int(environment.get("RANK", "0")),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
         engine=engine,
         precision=says("ACCELERATE_MIXED_PRECISION", "no"),
-        replicate_size=sizes["dp_replicate"],
-        tensor_size=sizes["tp"],
-        context_size=sizes["cp"],
-        sequence_size=sizes["sp"],
+        **{f"{name}_size": sizes[name] for name in ("tp", "cp", "sp")},
     )
     product = launch.copies * (1 if engine == "deepspeed" else sizes["dp_replicate"] * sizes["dp_shard"])
     if world_size % launch.copies or (max(sizes.values()) > 1 and engine != "deepspeed" and product != world_size):
@@ -130,8 +135,8 @@ def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if missing:
             raise UserError(
-                f"WORLD_SIZE: {world_size} says that this is one of several processes, and {', '.join(missing)} not "
-                "where they meet. Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
+                f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not "
+                "set. Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
             )
         return
     if "RANK" in environment:
@@ -139,30 +144,16 @@ def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     if started > 1:
         raise UserError(
-            f"{started} processes were started that do not know each other: they would train the same thing side by "
-            "side. Start one launcher per host instead (scripts/slurm.sbatch shows how)."
+            f"{started} processes were started that do not know each other: they would all train the same thing. "
+            "Start one launcher per host instead (scripts/slurm.sbatch shows how)."
         )
-    # accelerate launch gives the address to meet at, and no rank, where it has to start several and starts one
+    # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
         raise UserError(
-            "the launcher was asked for several processes and started one. On CPUs take accelerate_configs/ddp.yaml "
-            "(it trains on CPUs where there is no GPU) and leave --cpu out; for one process give --num_processes 1, "
-            "and unset MASTER_PORT if it was set by hand."
+            "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
+            "(it trains on CPUs where there is no GPU) without --cpu; for one process give --num_processes 1, and "
+            "unset MASTER_PORT if you set it."
         )
-
-
-def let_segments_grow(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has PyTorch's CUDA allocator grow its segments, so that gaps between tensors of different steps can join.
-
-    To be called before torch is imported; a setting that is there already stays. Only Linux has such segments.
-    """
-    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
-        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-
-
-def segments_grow(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the CUDA allocator was told so."""
-    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
 
 
 def check_launch(launch: Launch, config: Config) -> None:
@@ -177,161 +168,233 @@ def check_launch(launch: Launch, config: Config) -> None:
             f"mixed_precision: the training configuration says {asked}, the launch configuration {launch.precision}. "
             "Make them agree, or leave mixed_precision out of one."
         )
-    precision = asked or launch.precision
-    if config.optimization.loss == "liger" and precision == "fp16":
-        raise UsageError(
-            "loss: liger is wrong with mixed_precision: fp16: it rounds gradients before loss scaling can save small "
-            "ones. Give --loss auto or chunked, or use bf16."
-        )
-    check_optimizer(launch, config)
-    if config.optimization.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise UsageError(
-            "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
-        )
-    _check_parallelism(launch, config)
-    _check_rows(launch, config)
-    if config.architecture.tiled_mlp and (launch.engine == "deepspeed" or launch.tensor_size > 1):
-        raise UsageError(
-            f"tiled_mlp: true does not go with {launch}: its gradients are made whole in one place, where DeepSpeed "
-            "and tensor parallelism have weights in parts. Use FSDP2 or DDP, or leave tiled_mlp out."
-        )
-    _check_adapter(launch, config.architecture.adapter)
-    if config.architecture.compile and (launch.engine == "deepspeed" or launch.copies > 1):
-        raise UsageError(
-            f"compile: true does not go with {launch} in the launch file: nobody has tried. Use ddp.yaml or fsdp2.yaml "
-            "of accelerate_configs/, or leave compile out."
-        )
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
-            "fsdp_activation_checkpointing: true in the launch file, gradient_checkpointing: "
-            f"{config.architecture.gradient_checkpointing} in the training configuration. Give fsdp_activation_"
-            "checkpointing: false and choose by --gradient_checkpointing: the launcher's own kind does not repeat "
-            "dropout, so its gradients would be wrong."
+            "fsdp_activation_checkpointing: true in the launch file: it does not repeat dropout in the recomputation, "
+            "so gradients would be wrong. Set it to false and use --gradient_checkpointing."
         )
+    if config.optimization.optimizer == "adafactor" and launch.engine == "fsdp2":
+        raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
 
 
-def check_optimizer(launch: Launch, config: Config) -> None:
-    """Stops where the optimizer needs more of the weights or gradients than a process holds.
-
-    Raises:
-        UsageError: with both names and values.
-    """
-    optim = config.optimization
-    options = {
-        "optimizer: adamw_8bit": optim.optimizer == "adamw_8bit",
-        "optimizer: adafactor": optim.optimizer == "adafactor" and launch.engine == "fsdp2",
-        "optimizer_offload: true": optim.optimizer_offload,
-        "optimizer_in_backward: true": optim.optimizer_in_backward,
-        f"bf16_update: {optim.bf16_update}": optim.bf16_update != "nearest",
-    }
-    remedies = {
-        "fsdp2": "fsdp2_offload.yaml keeps the state of sharded weights in host memory",
-        "deepspeed": "deepspeed_zero3_offload.yaml keeps the state of sharded weights in host memory",
-        "ddp": "use ddp.yaml or one process",
-    }
-    for option, is_set in options.items():
-        if is_set and not launch.weights_are_whole:
-            how = f"the engine {launch.engine}" if launch.engine != "ddp" else f"tensor parallel {launch.tensor_size}"
-            raise UsageError(
-                f"{option} needs whole weights on every process, and does not go with {how} in the launch file: "
-                f"{remedies[launch.engine]}; or take optimizer: adamw alone."
-            )
-    if not optim.optimizer_in_backward:
-        return
-    if launch.world_size > 1:
-        raise UsageError(
-            f"optimizer_in_backward: true does not go with {launch.world_size} processes: their gradients are summed "
-            "only after backward. Use one process, or leave it out."
-        )
-    if launch.precision == "fp16" and optim.mixed_precision is None:
-        raise UsageError(
-            "optimizer_in_backward: true does not go with mixed_precision: fp16 in the launch file: its loss scale "
-            "needs all gradients. Use bf16."
-        )
-
-
-def _check_parallelism(launch: Launch, config: Config) -> None:
-    """Stops where tensor or context parallelism cannot do what the training configuration asks for."""
-    optim, attention = config.optimization, config.architecture.attn_implementation
-    precision = optim.mixed_precision or launch.precision
-    alone = launch.engine == "ddp" and launch.world_size == launch.tensor_size
-    auto = ("micro_batch_size: auto", optim.micro_batch_size == "auto", "give a number: a part is not predicted")
-    if launch.tensor_size > 1:
-        _refuse(
-            f"parallelism_config_tp_size: {launch.tensor_size}",
-            (
-                "sharding or data parallelism beside it",
-                not alone,
-                f"set num_processes: {launch.tensor_size} and leave fsdp_config and other sizes out, as "
-                "accelerate_configs/tensor_parallel.yaml does",
-            ),
-            ("mixed_precision: fp16", precision == "fp16", "use bf16: each rank would scale its loss by itself"),
-            ("optimizer: adafactor", optim.optimizer == "adafactor", "use adamw or sgd: it needs whole weights"),
-            ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
-            (f"loss: {optim.loss}", optim.loss in ("torch", "cce", "liger"), "use auto or chunked: it divides classes"),
-            auto,
-        )
-    if launch.context_size > 1:
-        _refuse(
-            f"parallelism_config_cp_size: {launch.context_size}",
-            (
-                f"the engine {launch.engine}",
-                launch.engine != "fsdp2",
-                "use FSDP with fsdp_version: 2, as accelerate_configs/fsdp2_context_parallel.yaml does",
-            ),
-            (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or fsdp2.yaml"),
-            (f"attn_implementation: {attention}", attention not in (None, "sdpa"), "use sdpa, or leave it out"),
-            auto,
-        )
-    if launch.sequence_size > 1:
-        _refuse(
-            f"parallelism_config_sp_size: {launch.sequence_size}",
-            (
-                f"the engine {launch.engine}",
-                launch.engine != "deepspeed",
-                "use DeepSpeed, as accelerate_configs/ulysses_sequence_parallel.yaml does",
-            ),
-            (f"task: {config.data.task}", config.data.task != "causal_lm", "use causal_lm, or deepspeed_zero2.yaml"),
-            (
-                f"max_tokens_per_micro_batch: {optim.max_tokens_per_micro_batch}",
-                optim.max_tokens_per_micro_batch is not None,
-                "give micro_batch_size: what is exchanged has a fixed number of rows",
-            ),
-            auto,
-        )
-
-
-def _check_rows(launch: Launch, config: Config) -> None:
-    """Stops where rows of several documents, or of another length than max_length, would be divided among ranks."""
-    optim = config.optimization
-    divided = (
-        ("cp", launch.context_size, "fsdp2"),
-        ("sp", launch.sequence_size, "deepspeed_zero2"),
-        ("tp", launch.tensor_size, "ddp"),
-    )
-    for name, size, other in divided:
-        warmup = f"sequence_length_warmup_steps: {optim.sequence_length_warmup_steps}"
-        instead = f"or take accelerate_configs/{other}.yaml"
-        cuts = optim.sequence_length_warmup_steps > 0 and name != "tp"
-        _refuse(
-            f"parallelism_config_{name}_size: {size}",
-            ("packing", size > 1 and config.data.packing, f"leave packing out, {instead}"),
-            (warmup, size > 1 and cuts, f"set it to 0, {instead}"),
-        )
-
-
-def _check_adapter(launch: Launch, adapter: str) -> None:
-    """Stops where frozen weights cannot be shared out as launched: it does not work, or nobody has tried."""
-    engines = {"lora": ("ddp", "fsdp2"), "qlora": ("ddp",)}.get(adapter, ENGINES)
-    if launch.engine not in engines or (adapter != "none" and launch.copies > 1):
-        files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
-        raise UsageError(
-            f"adapter: {adapter} does not go with {launch} in the launch file: use {files}, or adapter: none."
-        )
-
-
-def _refuse(size: str, *cases: tuple[str, bool, str]) -> None:
+def refuse(where: str, *cases: tuple[str, bool, str]) -> None:
     """Raises UsageError for the first case (what, whether it is so, remedy) that is so."""
     for what, is_so, remedy in cases:
         if is_so:
-            raise UsageError(f"{what} does not go with {size} in the launch file: {remedy}.")
+            raise UsageError(f"{what} does not work with {where}: {remedy}.")
+
+
+def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has PyTorch's CUDA allocator use expandable segments, so that gaps between tensors of different steps can join.
+
+    To be called before torch is imported; a setting that is there already stays. Only Linux has such segments.
+    """
+    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the CUDA allocator was told to use expandable segments."""
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
+
+
+def target_device() -> torch.device:
+    """The device that accelerate will choose, known before it exists."""
+    import torch
+
+    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:
+    """The mixed precision to use, and a line for a person where it is not the one asked for.
+
+    accelerate itself would run fp32 on a CPU and still call it fp16.
+
+    Raises:
+        UsageError: the device cannot do bf16.
+    """
+    import torch
+
+    if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UsageError(f"mixed_precision: {torch.cuda.get_device_name()} has no bf16. Use fp16.")
+    if asked == "fp16" and device.type in ("cpu", "mps"):
+        if device.type == "cpu" and cpu_has_fast_bf16():
+            return "bf16", "precision: bf16 (this CPU has no fast fp16, but fast bf16)"
+        return "no", f"precision: fp32 (this {device.type.upper()} has no fast fp16 or bf16)"
+    return asked, None
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether the processor multiplies bf16 in hardware; elsewhere autocast to bf16 is slower than fp32."""
+    import torch
+
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def set_fp32_products(tf32: bool, device: torch.device) -> str:
+    """In which type matrices of fp32 are multiplied from now on: ``tf32`` where asked for and there, else ``no``."""
+    import torch
+
+    if device.type != "cuda":
+        return "no"
+    tf32 = tf32 and torch.cuda.get_device_capability() >= (8, 0)
+    # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
+    # when it is read, as torch.compile does.
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    return "tf32" if tf32 else "no"
+
+
+def set_up_cpu(launch: Launch, config: Config) -> str:
+    """Threads, memory and process group of a process without an accelerator; returns a word about the threads."""
+    import torch
+
+    chosen, asked = os.environ.get("OMP_NUM_THREADS", "1"), config.optimization.cpu_threads
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif chosen == "1":  # which accelerate launch sets where nobody chose, and which leaves all cores but one idle
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time
+        libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3  # of malloc.h
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
+    init_gloo(launch, timedelta(seconds=config.optimization.distributed_timeout_seconds))
+    return f", {torch.get_num_threads()} threads each"
+
+
+def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Makes the process group of processes without an accelerator, and has accelerate shard as the launcher says.
+
+    accelerate by itself leaves them strangers, or quietly trains with DDP instead; what runs on a cluster is to run on
+    a laptop too.
+    """
+    if launch.world_size == 1 and launch.engine != "deepspeed":
+        return
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True, timeout=timeout)
+    PartialState._shared_state["device"] = torch.device("cpu")  # not cpu:0, which tensors do not call themselves
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would put its own choice in place of ours
+    if launch.engine == "fsdp2" or launch.tp_size > 1:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def accelerator_options(launch: Launch, precision: str, device: torch.device) -> dict[str, Any]:
+    """Arguments of ``Accelerator`` that follow from the launch and the device."""
+    import torch
+
+    # accelerate would leave DeepSpeed out; init_gloo has chosen the CPU
+    options: dict[str, Any] = {"cpu": device.type == "cpu" and launch.engine != "deepspeed"}
+    if launch.engine == "fsdp2":
+        from accelerate import FullyShardedDataParallelPlugin
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # Gradients are summed in fp32, and the loss keeps its type: accelerate's own choice is the half precision for
+        # both, which loses digits of every gradient. On a CPU there is nowhere to offload to.
+        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            mixed_precision_policy=policy, cpu_offload=False if device.type == "cpu" else None
+        )
+    return options
+
+
+def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
+    """Has FSDP2 gather one layer of ``network`` at a time, where the launch file names no classes of its own.
+
+    Gradients of each micro-batch are summed at once: kept whole on every rank they would undo what sharding saved.
+    """
+    if not accelerator.is_fsdp2:
+        return
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    plugin = accelerator.state.fsdp_plugin
+    if not plugin.transformer_cls_names_to_wrap:
+        found = {type(module).__name__ for module in network.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
+
+
+def describe_device(accelerator: Any, launch: Launch, threads: str, arithmetic: str) -> str:
+    """The first line of a run.
+
+    Args:
+        arithmetic: no, fp16, bf16, or tf32 for fp32 multiplied in TF32.
+    """
+    where = f"{accelerator.num_processes} × {device_name(accelerator.device)}{threads}"
+    where += f", {launch}" if str(launch) else ""
+    where += ", expandable segments" if accelerator.device.type == "cuda" and uses_expandable_segments() else ""
+    shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
+    return f"device: {where}, precision {shown}"
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or CPU."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The highest use so far: by CUDA's own counter, or the largest resident set of the process."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class StopAtOnce(BaseException):  # not an Exception: libraries that it passes through must not handle it
+    """Someone asked this process to stop where there is nothing to save."""
+
+
+class StopRequest:
+    """Whether someone asked this process to stop: SIGTERM, SIGINT or SIGUSR1. A second SIGINT ends it at once."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._at_once = False
+        self._process = os.getpid()
+
+    def __bool__(self) -> bool:
+        return self.received is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker: the run tells it what to do
+            if self._at_once and number == signal.SIGTERM:
+                os._exit(0)
+            return
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+        if self._at_once:
+            raise StopAtOnce
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A request raises :class:`StopAtOnce` while the context is open: for long work that leaves nothing behind."""
+        self._at_once = True
+        try:
+            if self.received is not None:
+                raise StopAtOnce
+            yield
+        except Exception:
+            if self.received is None:
+                raise
+            raise StopAtOnce from None  # a library that was cut short may put an error of its own in its place
+        finally:
+            self._at_once = False
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Listens while the context is open."""
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

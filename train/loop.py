@@ -4,55 +4,40 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from train.config import Config
-from train.errors import StepError, UserError
-from train.extras.endurance.rollback import DivergenceError, go_back, is_spike, usual_loss
-from train.extras.long_sequences.length_warmup import cut, sequence_length_at
-from train.launch import Launch
+from train.data import PreparedData
+from train.evaluation import Evaluator
+from train.launch import peak_bytes
 from train.optim import learning_rate_at, set_learning_rate
-from train.records import Batches, Evaluation, IntervalSums, Meter, MicroBatch, Progress, StepOutcome
-from train.step import seed_step
+from train.records import (
+    BatchArithmetic,
+    Batches,
+    DivergenceError,
+    IntervalSums,
+    MicroBatch,
+    Progress,
+    Run,
+    StepError,
+    StepOutcome,
+    UserError,
+    exchange,
+)
+from train.state import RunState
+from train.step import Engine, seed_step
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-
-    from train.runtime import StopRequest
 
 MIN_LOSS_SCALE = 2.0**-10
 """Gradients that overflow at this scale would overflow at any."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What ``fit`` is handed; each does one thing and knows nothing of the others."""
-
-    accelerator: Accelerator
-    launch: Launch
-    model: nn.Module
-    optimizer: AcceleratedOptimizer
-    batches: Batches
-    meter: Meter
-    stop: StopRequest
-    step: Callable[..., StepOutcome]
-    """:func:`train.step.optimizer_step`, or a function that guards it."""
-    evaluate: Callable[[int], Evaluation]
-    """Evaluates after the given step, and records it."""
-    save: Callable[[Progress, bool], None]
-    """Writes a checkpoint, and waits until it is on the disk if the second argument says so."""
-    restore: Callable[[int], Progress | None]
-    """Takes back the newest good checkpoint not after a step and forgets later ones; None where there is none."""
-    report: Callable[[str, int, dict[str, Any]], None]
-    """(kind, step, values) of a line of ``metrics.jsonl``."""
-    tick: Callable[[int], None]
-    """Called after every step with its number."""
+SHARE_OF_THE_NEWEST = 0.1
+"""Of the newest loss in the usual one, a mean whose weights fall off exponentially."""
 
 
 @dataclass(frozen=True)
@@ -64,67 +49,90 @@ class Goal:
     metric: str
     greater_is_better: bool
     best_of: str = ""
-    """The metric and a digest of the validation data: a best of another kind is none."""
-    flops_per_token: float | None = None
-    peak_flops_per_second: float | None = None
-    """Of all devices together."""
+    """The metric and a digest of the validation data: a best by anything else does not count."""
 
 
-def fit(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progress:
+@dataclass(frozen=True)
+class Parts:
+    """What the stages before have built for the loop."""
+
+    data: PreparedData
+    batches: Batches
+    arithmetic: BatchArithmetic
+    model: nn.Module
+    """Prepared :class:`train.loss.ModelWithLoss`."""
+    optimizer: AcceleratedOptimizer
+    engine: Engine
+    state: RunState
+    """What checkpoints hold."""
+    evaluator: Evaluator
+    goal: Goal
+
+
+def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
     Raises:
-        StepError: a step cannot be made; where that left the weights alone, the steps before it are saved.
-        DivergenceError: too many steps in a row without a finite gradient or a loss far above the usual, too often.
+        StepError: a step failed; if that left the weights intact, the steps before it are saved.
+        DivergenceError: too many steps in a row without a finite gradient, or a loss far above the usual.
         UserError: no target in a whole global batch.
     """
     while True:
         try:
-            return go_on(parts, config, goal, progress)
+            return train(run, parts, progress)
         except DivergenceError as error:
-            progress = go_back(error, config.optimization.max_rollbacks, parts.restore, parts.report)
+            # An extra may go back to a checkpoint from before, and past the data that led here.
+            restored = run.extras.first("diverged", run, parts.state, error)
+            if restored is None:
+                raise
+            progress = restored
 
 
-def go_on(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progress:
-    """The same, up to where training leaves the rails."""
-    optim, interval, saved = config.optimization, Interval(parts, goal, progress.interval), progress.step
-    progress = evaluate_if_due(parts, config, goal, progress)
-    while not is_done(config, goal, progress):
+def train(run: Run, parts: Parts, progress: Progress) -> Progress:
+    """Trains until it finishes, is stopped, or diverges."""
+    optim, output, goal = run.config.optimization, run.config.output, parts.goal
+    interval, saved = Interval(run, progress.interval), progress.step
+    # What was due when the run was stopped comes first.
+    progress = evaluate_if_due(run, parts, progress)
+    while not is_done(run, goal, progress):
         epoch = progress.epoch
-        for window in parts.batches.windows(epoch, progress.step_in_epoch):
-            length = sequence_length_at(progress.step, config)
-            window = [cut(batch, length, config.data.task == "causal_lm") for batch in window]
-            seed_step(optim.seed, progress.step, parts.launch.random_rank)
+        for micro_batches in parts.batches.steps(epoch, progress.step_in_epoch):
+            for change in run.extras.overriding("change_micro_batches"):
+                micro_batches = change(run, micro_batches, progress.step)
+            # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
+            seed_step(optim.seed, progress.step, run.launch.seed_rank)
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
             set_learning_rate(parts.optimizer, learning_rate)
-            stop, mark = bool(parts.stop), parts.meter.mark
             try:
-                with parts.meter.step(window):
-                    outcome = parts.step(parts.accelerator, parts.model, parts.optimizer, window, optim, stop, mark)
+                with run.extras.stepping(micro_batches):
+                    outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
+                # Nothing of the steps before is lost.
                 if error.weights_intact and progress.step > saved:
-                    parts.save(replace(progress, interval=interval.sums()), True)
+                    run.outputs.save(run, parts.state, replace(progress, interval=interval.sums()), True)
                 raise
             progress = advance(progress, outcome)
             interval.add(outcome)
-            parts.tick(progress.step)
+            run.outputs.tick(progress.step)
             if outcome.skipped:
-                report_skipped(parts, config, progress, outcome, window)
+                report_skipped(run, progress, outcome, micro_batches)
 
+            # Log, then evaluate, then save: a checkpoint has what was logged and found best.
             is_last = progress.step >= goal.total_steps
-            if is_last or is_due(config.output.log_every_steps, progress):
-                progress = interval.close(progress, learning_rate, length, optim.loss_spike_factor)
-            if is_last or not outcome.stop_requested:  # who is asked to stop evaluates when the run goes on
-                progress = evaluate_if_due(parts, config, goal, progress)
-            done = is_done(config, goal, progress)
+            if is_last or is_due(output.log_every_steps, progress):
+                progress = interval.close(progress, learning_rate, micro_batches)
+            if is_last or not outcome.stop_requested:  # a run that is asked to stop evaluates when it resumes
+                progress = evaluate_if_due(run, parts, progress)
+            done = is_done(run, goal, progress)
             if done and interval.is_open:
-                progress = interval.close(progress, learning_rate, length, optim.loss_spike_factor)
+                progress = interval.close(progress, learning_rate, micro_batches)
             ends = done or outcome.stop_requested
-            if ends or is_due(config.output.save_every_steps, progress) or progress.best_step == progress.step:
+            if ends or is_due(output.save_every_steps, progress) or progress.best_step == progress.step:
                 progress = replace(progress, interval=interval.sums())
-                parts.save(progress, ends)
+                run.outputs.save(run, parts.state, progress, ends)
                 saved = progress.step
-            interval.restart()
+            # Evaluating and saving are not training: their time does not count.
+            interval.restart_clock()
             if ends:
                 return progress
         progress = next_epoch(progress, epoch)
@@ -136,11 +144,11 @@ def is_due(every: int | None, progress: Progress) -> bool:
     return every is not None and progress.step > 0 and progress.step % every == 0
 
 
-def is_done(config: Config, goal: Goal, progress: Progress) -> bool:
-    """Whether the last step is made, or patience is out."""
-    patience = config.output.early_stopping_patience
-    tired = patience is not None and progress.evaluations_without_improvement >= patience
-    return tired or progress.step >= goal.total_steps
+def is_done(run: Run, goal: Goal, progress: Progress) -> bool:
+    """Whether the last step is made, or patience is used up."""
+    patience = run.config.output.early_stopping_patience
+    out_of_patience = patience is not None and progress.evaluations_without_improvement >= patience
+    return out_of_patience or progress.step >= goal.total_steps
 
 
 def advance(progress: Progress, outcome: StepOutcome) -> Progress:
@@ -163,16 +171,17 @@ def next_epoch(progress: Progress, epoch: int) -> Progress:
     return replace(progress, epoch=epoch + 1, step_in_epoch=0)
 
 
-def evaluate_if_due(parts: Parts, config: Config, goal: Goal, progress: Progress) -> Progress:
+def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Evaluates at the end and every ``eval_every_steps``, once a step, and remembers the best."""
-    due = is_due(config.output.eval_every_steps, progress) or progress.step >= goal.total_steps
+    goal, best = parts.goal, progress.best_metric
+    due = is_due(run.config.output.eval_every_steps, progress) or progress.step >= goal.total_steps
     if not due or progress.evaluated_step == progress.step:
         return progress
-    evaluation = parts.evaluate(progress.step)
+    evaluation = run.outputs.record_evaluation(run, parts.evaluator.validation(progress.step))
     if goal.metric not in evaluation.metrics:
         known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
         raise UserError(f"metric_for_best: {goal.metric!r} is not among this task's metrics: {known}.")
-    value, best = float(evaluation.metrics[goal.metric]), progress.best_metric
+    value = float(evaluation.metrics[goal.metric])
     better = best is None or (value > best if goal.greater_is_better else value < best)
     return replace(
         progress,
@@ -184,60 +193,51 @@ def evaluate_if_due(parts: Parts, config: Config, goal: Goal, progress: Progress
     )
 
 
-def report_skipped(
-    parts: Parts, config: Config, progress: Progress, outcome: StepOutcome, window: Sequence[MicroBatch]
-) -> None:
+def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
     """Logs a step without a finite gradient and its examples, and ends the run when there are too many in a row."""
-    examples = [i for batch in window for i in batch.example_ids]
-    if parts.accelerator.num_processes > 1:
-        from accelerate.utils import gather_object
-
-        examples = gather_object(examples)
-    scaler = parts.accelerator.scaler
+    own = [i for batch in micro_batches for i in batch.example_ids]
+    examples = {i for ids in exchange(own, run.accelerator.num_processes) for i in ids}
+    scaler = run.accelerator.scaler
     scale = scaler.get_scale() if scaler is not None else None
-    parts.report(
-        "skipped",
-        progress.step,
-        {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(set(examples))},
-    )
-    last_finite = progress.step - progress.consecutive_nonfinite_steps
+    values = {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
+    run.outputs.record(run, "skipped", progress.step, values)
+    reason = None
     if scale is not None and scale <= MIN_LOSS_SCALE:
-        raise DivergenceError(
-            f"step {progress.step}: the gradients overflow fp16 even at a loss scale of {scale}. Try "
-            "--mixed_precision bf16 or no, a lower learning rate or a longer warm-up.",
-            progress,
-            last_finite,
+        reason = (
+            f"the gradients overflow fp16 even at a loss scale of {scale}. Try --mixed_precision bf16 or no, a lower "
+            "learning rate or a longer warm-up."
         )
-    if progress.consecutive_nonfinite_steps >= config.optimization.max_consecutive_nonfinite_steps:
-        raise DivergenceError(
-            f"step {progress.step}: no finite gradient in {progress.consecutive_nonfinite_steps} steps in a row; the "
-            "weights were left alone. Look at the examples named in metrics.jsonl, lower the learning rate, or raise "
-            "--max_consecutive_nonfinite_steps.",
-            progress,
-            last_finite,
+    elif progress.consecutive_nonfinite_steps >= run.config.optimization.max_consecutive_nonfinite_steps:
+        reason = (
+            f"no finite gradient in {progress.consecutive_nonfinite_steps} steps in a row; the weights were left alone. "
+            "Look at the examples named in metrics.jsonl, lower the learning rate, or raise "
+            "--max_consecutive_nonfinite_steps."
         )
+    if reason is not None:
+        sound_step = progress.step - progress.consecutive_nonfinite_steps
+        raise DivergenceError(f"step {progress.step}: {reason}", progress, sound_step)
 
 
 class Interval:
     """Sums over the steps between two log lines; the loss stays on the device until it is asked for."""
 
-    def __init__(self, parts: Parts, goal: Goal, sums: IntervalSums) -> None:
-        self._parts, self._goal, self._sums = parts, goal, sums
-        self._loss_sum = torch.zeros((), device=parts.accelerator.device)
+    def __init__(self, run: Run, sums: IntervalSums) -> None:
+        self._run, self._sums = run, sums
+        self._loss_sum = torch.zeros((), device=run.accelerator.device)
         self._grad_norm = 0.0
-        self.restart()
+        self.restart_clock()
 
     @property
     def is_open(self) -> bool:
-        """Whether there are steps that no line of the log has told of."""
+        """Whether there are steps that are not in the log yet."""
         return self._sums.steps > 0
 
-    def restart(self) -> None:
-        """The clock goes on from here: evaluating and saving are not training."""
+    def restart_clock(self) -> None:
+        """Time counts from here."""
         self._started = time.perf_counter()
 
     def add(self, outcome: StepOutcome) -> None:
-        """One more step; its clock stops here, where the step has just waited for the device."""
+        """One more step; the clock stops here, where the step has just waited for the device."""
         sums, counts = self._sums, not outcome.skipped  # a loss that is not finite would hide the others
         self._sums = replace(
             sums,
@@ -253,53 +253,43 @@ class Interval:
         self._grad_norm = outcome.grad_norm
 
     def sums(self) -> IntervalSums:
-        """So far, for a checkpoint: who resumes goes on with them. Called by all ranks together."""
-        loss_sum = cast("torch.Tensor", self._parts.accelerator.reduce(self._loss_sum, reduction="sum")).item()
+        """So far, for a checkpoint: a run that resumes continues them. Called by all ranks together."""
+        loss_sum = cast("torch.Tensor", self._run.accelerator.reduce(self._loss_sum, reduction="sum")).item()
         self._loss_sum = torch.zeros_like(self._loss_sum)
         self._sums = replace(self._sums, loss_sum=self._sums.loss_sum + loss_sum)
         return self._sums
 
-    def close(
-        self, progress: Progress, learning_rate: float, sequence_length: int, spike_factor: float | None
-    ) -> Progress:
+    def close(self, progress: Progress, learning_rate: float, micro_batches: Sequence[MicroBatch]) -> Progress:
         """Reports the interval and begins the next.
 
         Raises:
-            DivergenceError: its loss is above ``spike_factor`` times the usual.
+            DivergenceError: an extra finds its loss too far above the usual.
         """
-        accelerator, goal, sums = self._parts.accelerator, self._goal, self.sums()
-        tokens_per_second = sums.tokens / sums.seconds
-        mfu = None
-        if goal.flops_per_token and goal.peak_flops_per_second:
-            mfu = tokens_per_second * goal.flops_per_token / goal.peak_flops_per_second
-        values = {
+        run, sums, scaler = self._run, self.sums(), self._run.accelerator.scaler
+        loss = sums.loss_sum / sums.targets if sums.targets else None
+        values: dict[str, Any] = {
             "epoch": progress.epoch,
-            "loss": (loss := sums.loss_sum / sums.targets if sums.targets else None),
+            "loss": loss,
             "learning_rate": learning_rate,
-            "sequence_length": sequence_length,
+            "sequence_length": max(batch.shape[1] for batch in micro_batches),
             "grad_norm": self._grad_norm,
             "clipped_share": sums.clipped / sums.steps,
             "nonfinite_steps": progress.nonfinite_steps,
-            "tokens_per_second": tokens_per_second,
+            "tokens_per_second": sums.tokens / sums.seconds,
             "seconds_per_step": sums.seconds / sums.steps,
-            "mfu": mfu,
-            **self._parts.meter.interval(),
+            "peak_allocated_bytes": peak_bytes(run.accelerator.device),
             "padding_share": 1 - sums.tokens / sums.positions,
-            "loss_scale": accelerator.scaler.get_scale() if accelerator.scaler is not None else None,
+            "loss_scale": scaler.get_scale() if scaler is not None else None,
             "tokens_seen": progress.tokens_seen,
         }
-        self._parts.report("train", progress.step, values)
+        run.extras.each("measured", run, values)
+        run.outputs.record(run, "train", progress.step, values)
         self._sums = IntervalSums(since_step=progress.step)
         seconds = progress.training_seconds + sums.seconds
         progress = replace(progress, training_seconds=seconds, interval=self._sums)
         if loss is None:
             return progress
-        if is_spike(progress.usual_loss, loss, spike_factor):
-            raise DivergenceError(
-                f"step {progress.step}: the loss since step {sums.since_step} is {loss:.4g}, usual is "
-                f"{progress.usual_loss or math.nan:.4g}. Lower the learning rate, warm up longer, look at the data, or "
-                "raise --loss_spike_factor.",
-                progress,
-                sums.since_step,
-            )
-        return replace(progress, usual_loss=usual_loss(progress.usual_loss, loss))
+        run.extras.each("logged", run, progress, loss, sums.since_step)
+        usual = loss if progress.usual_loss is None else progress.usual_loss
+        usual = (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
+        return replace(progress, usual_loss=usual if math.isfinite(usual) else progress.usual_loss)

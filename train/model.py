@@ -1,9 +1,7 @@
-"""One builder for the model: from a folder, the Hub, an architecture in the recipe, or a function of one's own."""
+"""From the configuration to a model with its loss: from a folder, the Hub, an architecture, or a function of yours."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -13,114 +11,73 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from train.causality import check_causal
 from train.config import Architecture
-from train.errors import UserError
-from train.extras.activations.recompute import enable_checkpointing
-from train.extras.activations.tiling import tile_mlps
-from train.extras.adapters import lora as adapters
-from train.extras.long_sequences import attention
-from train.extras.long_sequences.rope import extend
+from train.data import load_function, pad_token_id
+from train.loss import ModelWithLoss, Objective
+from train.records import Run, UserError
+from train.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-
-CAUSAL_LM = "AutoModelForCausalLM"
-UNREADABLE = (
-    OSError,
-    ValueError,
-    ImportError,
-    RuntimeError,
-    AttributeError,
-    TypeError,
-    KeyError,
-    SafetensorError,
-    UnpicklingError,
-)
-"""What transformers raises at a model that it cannot make; the last: weights that would run code."""
+# What transformers raises when it cannot make a model; the last one: weights that would run code.
+UNREADABLE = (OSError, ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError)
+UNREADABLE += (SafetensorError, UnpicklingError)
 
 
 def build_model(
-    config: Architecture,
-    auto_class: str,
+    run: Run,
+    task: type[Task],
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
     label_names: Sequence[str] = (),
-    weights: bool = True,
-    packing: bool = False,
-    precision: str = "no",
-) -> nn.Module:
-    """The model to train, with adapters and activation checkpointing set up, on the default device.
+    has_weights: bool = True,
+) -> ModelWithLoss:
+    """The model to train with its loss, changed by the extras, on the default device.
 
     Args:
-        auto_class: class of transformers for the task, by name.
-        max_length: positions that the data will use.
         label_names: classes of a classifier; empty where the vocabulary is the classes.
-        weights: load a pretrained model's weights; without them its configuration is enough.
-        packing: rows hold several documents, and the model is told where each begins
-            (:mod:`train.extras.long_sequences.attention`).
-        precision: of autocast, in which layers kept in 4 bits multiply; ``no``: in the type of the weights.
+        has_weights: load a pretrained model's weights; without them its configuration is enough.
 
     Raises:
-        UserError: the model cannot be found or built, or does not fit tokenizer or length.
+        UserError: the model cannot be found or built, or does not fit tokenizer, length or task.
     """
-    compute_dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(precision, config.dtype))
+    config, max_length = run.config.architecture, run.config.data.max_length
+    # The network: a function's, or one of transformers from a configuration that extras may change.
     if config.model is not None and ":" in config.model and not Path(config.model).exists():
-        model = _from_function(config.model)
+        run.extras.each("change_model_config", run, None, max_length)
+        network = _from_function(config.model)
     else:
-        model = _from_transformers(config, auto_class, tokenizer, max_length, label_names, weights, compute_dtype)
-    if auto_class == CAUSAL_LM:
-        name = config.model or str((config.model_config or {}).get("model_type"))
-        check_causal(model, name, len(tokenizer), max_length, weights)
-    if packing:
-        attention.check_documents(model)
-    if packing or attention.can_slide_without_mask(model, max_length):
-        attention.tell_documents(model)
-    if config.adapter != "none":
-        adapters.add_adapter(model, config, auto_class, compute_dtype)
-    if config.tiled_mlp:
-        tile_mlps(model, config.mlp_tile_tokens)
-    enable_checkpointing(
-        model,
-        config.gradient_checkpointing,
-        config.gradient_checkpointing_every_n_layers,
-        config.gradient_checkpointing_offload,
-    )
+        network = _from_transformers(run, task, tokenizer, label_names, has_weights)
+    name = config.model or str((config.model_config or {}).get("model_type"))
+    task.check_model(network, name, len(tokenizer), max_length, has_weights)
+    # In evaluation mode as from_pretrained returns it, a network would train without dropout.
+    network.train()
+    # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
+    run.outputs.note(*run.extras.lines("change_model", run, network, task, max_length))
+    # Around it: the loss, so that logits never leave the forward.
+    optim = run.config.optimization
+    model = ModelWithLoss(network, Objective(optim.label_smoothing, optim.z_loss), task)
+    run.outputs.note(*run.extras.lines("change_loss", run, model))
     return model
 
 
 def _from_function(spec: str) -> nn.Module:
-    module_name, _, function_name = spec.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        model = getattr(importlib.import_module(module_name), function_name)()
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"model {spec!r}: {error}. Give module:function, importable from the current folder, without arguments."
-        ) from None
-    finally:
-        sys.path.pop(0)
+    model = load_function(spec, "model")()
     if not isinstance(model, nn.Module):
         raise UserError(f"model {spec!r} returned a {type(model).__name__}; it must return an nn.Module.")
     return model
 
 
 def _from_transformers(
-    config: Architecture,
-    auto_class: str,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    label_names: Sequence[str],
-    weights: bool,
-    compute_dtype: torch.dtype,
+    run: Run, task: type[Task], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str], has_weights: bool
 ) -> nn.Module:
     import transformers
 
-    factory = getattr(transformers, auto_class)
-    from_scratch = config.model is None
-    model_config = _new_config(config, auto_class, tokenizer, max_length) if from_scratch else _stored_config(config)
-    extend(model_config, config, max_length)
+    config, max_length = run.config.architecture, run.config.data.max_length
+    factory = getattr(transformers, task.auto_class)
+    stored = config.model is not None
+    model_config = _stored_config(config) if stored else _new_config(config, task, tokenizer, max_length)
+    changes = run.extras.merged("change_model_config", run, model_config, max_length)
     if label_names:
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
@@ -129,19 +86,13 @@ def _from_transformers(
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
+    if stored:
+        options["trust_remote_code"] = config.trust_remote_code
     try:
-        if config.model is None:
-            model = factory.from_config(model_config, **options)
-        elif not weights:
-            model = factory.from_config(model_config, trust_remote_code=config.trust_remote_code, **options)
+        if stored and has_weights:
+            model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
         else:
-            if config.adapter == "qlora" and not hasattr(model_config, "quantization_config"):
-                with torch.device("meta"):
-                    shape = factory.from_config(model_config, trust_remote_code=config.trust_remote_code)
-                options["quantization_config"] = adapters.quantization(shape, auto_class, compute_dtype)
-            model = factory.from_pretrained(
-                config.model, config=model_config, trust_remote_code=config.trust_remote_code, **options
-            )
+            model = factory.from_config(model_config, **options)
     except UNREADABLE as error:
         raise UserError(
             f"model {config.model or model_config.model_type!r} cannot be built: {' '.join(str(error).split())[:500]}"
@@ -150,8 +101,20 @@ def _from_transformers(
     return model
 
 
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """(trained, all) parameters."""
+    sizes = [(num_weights(p), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+
+def num_weights(parameter: torch.Tensor) -> int:
+    """Weights in ``parameter``: more than its elements where two share a byte (bitsandbytes' 4 bits)."""
+    quantized = getattr(parameter, "quant_state", None)
+    return parameter.numel() if quantized is None else quantized.shape.numel()
+
+
 def _new_config(
-    config: Architecture, auto_class: str, tokenizer: PreTrainedTokenizerBase, max_length: int
+    config: Architecture, task: type[Task], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> PretrainedConfig:
     from transformers import AutoConfig
 
@@ -161,7 +124,7 @@ def _new_config(
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,  # not the end token for want of one: its embedding would stay zero
+        "pad_token_id": tokenizer.pad_token_id,  # not the end token instead: its embedding would stay zero
     }
     try:
         known = AutoConfig.for_model(model_type)
@@ -173,8 +136,8 @@ def _new_config(
             fields[limit] = max_length
         if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
             fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
-        if auto_class == CAUSAL_LM and getattr(known, "is_decoder", None) is False:
-            fields.setdefault("is_decoder", True)  # else bert and its like attend to both sides
+        if task.is_causal and getattr(known, "is_decoder", None) is False:
+            fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
         return AutoConfig.for_model(model_type, **{**special, **vocabulary, **fields})
     except UserError:
         raise
@@ -193,12 +156,6 @@ def _stored_config(config: Architecture) -> PretrainedConfig:
             f"model {config.model!r} cannot be loaded: {' '.join(str(error).split())[:300]} Give a folder with a "
             "model, a Hub name (and a connection), module:function, or a model_config to train from scratch."
         ) from None
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or the end token where there is none."""
-    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return found if isinstance(found, int) else 0
 
 
 def _check_fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:

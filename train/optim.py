@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,42 +10,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from train.config import Optimization
-from train.extras.optimizers import in_backward
-from train.extras.optimizers.bf16 import Bf16AdamW
-from train.extras.optimizers.eight_bit import eight_bit_adamw
-from train.extras.optimizers.offload import OffloadedAdamW
-from train.records import StepOutcome
-from train.step import optimizer_step
+from train.records import Run, UserError
 
 
-def build_optimizer(
-    model: nn.Module, config: Optimization, device: torch.device | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer, weight decay on matrices only: not on biases, norms and other vectors.
-
-    Args:
-        device: where the steps will be made; None: on a CPU, where there is nothing to offload from.
-    """
-    groups = parameter_groups(model, config)
-    settings: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-    }
-    if config.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=config.learning_rate)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.sgd_momentum)
-    if config.optimizer == "adamw_8bit":
-        return eight_bit_adamw(groups, **settings)
-    if config.bf16_update != "nearest":
-        return Bf16AdamW(groups, config.bf16_update, config.seed, **settings)
-    if config.optimizer_offload and device is not None and device.type != "cpu":
-        return OffloadedAdamW(groups, **settings)
+def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, with weight decay on matrices only: not on biases, norms and other vectors."""
+    optim, groups = run.config.optimization, parameter_groups(model, run.config.optimization)
+    if (other := run.extras.first("build_optimizer", run.config, groups, run.accelerator.device)) is not None:
+        return other
+    if optim.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=optim.learning_rate)
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
+    if optim.optimizer != "adamw":
+        raise UserError(f"optimizer: {optim.optimizer} is part of train/extras/optimizers/, which is not here.")
     # One fused kernel: fewer launches, and none of foreach's temporaries, which are as large as the parameters.
     trained = [p for group in groups for p in group["params"]]
     fused = all(p.device.type in ("cuda", "cpu", "mps", "xpu") and p.is_floating_point() for p in trained)
-    return torch.optim.AdamW(groups, **settings, fused=fused)
+    return torch.optim.AdamW(groups, **adam_settings(optim), fused=fused)
+
+
+def adam_settings(optim: Optimization) -> dict[str, Any]:
+    """Arguments of every kind of Adam."""
+    return {"lr": optim.learning_rate, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
 
 
 def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, Any]]:
@@ -58,11 +44,6 @@ def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, A
         groups.append({"params": [p for p in alike if p.ndim >= 2], "weight_decay": config.weight_decay})
         groups.append({"params": [p for p in alike if p.ndim < 2], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
-
-
-def step_function(config: Optimization) -> Callable[..., StepOutcome]:
-    """What makes a step of a run without DeepSpeed: :func:`train.step.optimizer_step`, or its form in backward."""
-    return in_backward.optimizer_step if config.optimizer_in_backward else optimizer_step
 
 
 def peak_learning_rate(config: Optimization, global_batch_size: int) -> float:

@@ -1,9 +1,8 @@
-"""What the parts hand to each other: small frozen records, no behaviour beyond moving to a device."""
+"""What the stages hand to each other: small frozen records, and the errors a person can cause."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -12,17 +11,73 @@ import numpy as np
 if TYPE_CHECKING:
     import datasets
     import torch
+    from accelerate import Accelerator
+
+    from train import extras
+    from train.config import Config
+    from train.launch import Launch, StopRequest
+    from train.outputs import Outputs
 
 IGNORE = -100
-"""A label that is no target: padding, or a position that is only context."""
+"""A label that is not a target: padding, or a position that is only context."""
+
+EXIT_DONE, EXIT_ERROR, EXIT_USAGE = 0, 1, 2
+EXIT_STOPPED = 85
+"""Stopped by a signal; a checkpoint is written; the same command resumes from it."""
+EXIT_INTERRUPTED = 130
+"""Ended at once by a second interrupt, as shells report it."""
+
+
+class UserError(Exception):
+    """Something the person who started the run can fix: shown as one message, without a traceback."""
+
+    exit_status = EXIT_ERROR
+
+
+class UsageError(UserError):
+    """A wrong flag, key, value or combination, found before anything is loaded."""
+
+    exit_status = EXIT_USAGE
+
+
+class StepError(UserError):
+    """An optimizer step that failed.
+
+    Attributes:
+        weights_intact: whether weights and optimizer are, on every rank, as they were before the step.
+    """
+
+    weights_intact = False
+
+
+class DivergenceError(UserError):
+    """Training has diverged: the loss is far above the usual one, or too many steps had no finite gradient.
+
+    Attributes:
+        progress: where the run stands.
+        sound_step: the last step at which everything was in order.
+    """
+
+    def __init__(self, message: str, progress: Progress, sound_step: int) -> None:
+        super().__init__(message)
+        self.progress, self.sound_step = progress, sound_step
+
+
+@dataclass
+class Run:
+    """What nearly every stage needs; built once and handed on."""
+
+    config: Config
+    launch: Launch
+    accelerator: Accelerator
+    extras: extras.Extras
+    outputs: Outputs
+    stop: StopRequest
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by split, before any tokeniser has seen them.
-
-    Each split has the columns ``text`` and, for classification, ``label`` (text, or the number of a class).
-    """
+    """Documents by split, before tokenisation: columns ``text``, ``source`` and, for classification, ``label``."""
 
     name: str
     train: datasets.Dataset | datasets.IterableDataset
@@ -47,56 +102,16 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Where the documents in the rows of a packed batch (B, S) begin and end; padding at a row's end counts as one.
-
-    The lengths are numbers, so that nobody has to wait for the device to know them.
-    """
-
-    lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document, row by row; a row's add up to S."""
-    boundaries: torch.Tensor
-    """(documents + 1,) int32: where each begins in all rows laid end to end, and B · S."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[Sequence[int]]) -> Documents:
-        """Documents of these lengths, row by row."""
-        import torch  # here: what only needs the other records need not wait for it
-
-        flat = [0, *(length for row in lengths for length in row)]
-        return cls(tuple(map(tuple, lengths)), torch.tensor(flat).cumsum(0).to(torch.int32))
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(max(row) for row in self.lengths)
-
-    def position_ids(self) -> torch.Tensor:
-        """(B, S) each token's place in its document, from 0."""
-        import torch
-
-        return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in self.lengths])
-
-    def to(self, device: torch.device) -> Documents:
-        """The same, with the boundaries on ``device``."""
-        return replace(self, boundaries=self.boundaries.to(device, non_blocking=True))
-
-    def pin_memory(self) -> Documents:
-        """The same, with the boundaries in page-locked memory."""
-        return replace(self, boundaries=self.boundaries.pin_memory())
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """The examples of one forward/backward on one device.
 
     Attributes:
-        inputs: keyword arguments of the model's forward, ``input_ids: (B, S)`` among them.
-        labels: targets aligned with the logits, ``(B, S)`` or ``(B,)``; :data:`IGNORE` is no target.
+        inputs: keyword arguments of the model's forward, ``input_ids: (B, S)`` among them; each is a tensor or
+            something with ``to(device, non_blocking=…)`` and ``pin_memory()``.
+        labels: targets aligned with the logits, ``(B, S)`` or ``(B,)``; :data:`IGNORE` is not a target.
         num_targets: how many labels are targets.
-        example_ids: position of each example in its split, ``()`` for a batch that only keeps ranks in step.
+        example_ids: position of each example in its split; ``()`` for a batch that only keeps ranks in step.
         num_tokens: input positions that hold a token of an example; the others are padding.
-        documents: of a packed batch, where each row's documents are; None: a row is one example.
     """
 
     inputs: dict[str, Any]
@@ -104,31 +119,34 @@ class MicroBatch:
     num_targets: int
     example_ids: tuple[int, ...]
     num_tokens: int
-    documents: Documents | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, S)."""
+        batch_size, length = self.inputs["input_ids"].shape
+        return batch_size, length
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on ``device``, ready for the model; asynchronous from pinned memory."""
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        if self.documents is not None:  # one more argument of the model, see train.extras.long_sequences.attention
-            inputs["documents"] = self.documents.to(device)
+        """This batch on ``device``; asynchronous from pinned memory."""
+        inputs = {name: value.to(device, non_blocking=True) for name, value in self.inputs.items()}
         return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
-        """The same batch in page-locked memory; called by torch's DataLoader."""
-        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        documents = None if self.documents is None else self.documents.pin_memory()
-        return replace(self, inputs=inputs, labels=self.labels.pin_memory(), documents=documents)
+        """This batch in page-locked memory; called by torch's DataLoader."""
+        inputs = {name: value.pin_memory() for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=self.labels.pin_memory())
 
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """micro-batch × accumulation × world size = global batch."""
+    """micro-batch × accumulation × data-parallel ranks = global batch."""
 
     micro_batch_size: int
     accumulation_steps: int
     world_size: int
+    """Ranks, or groups of them, that see different examples."""
     max_tokens: int | None = None
-    """Micro-batches are formed by padded tokens instead, at most so many each: then the numbers above only say how
+    """Micro-batches are formed by padded tokens instead, at most this many each; the numbers above then only say how
     many examples a step has."""
 
     @property
@@ -136,22 +154,17 @@ class BatchArithmetic:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def __str__(self) -> str:
-        examples = f"{self.micro_batch_size} example{'s' if self.micro_batch_size > 1 else ''}"
         processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         if self.max_tokens is not None:
-            return (
-                f"micro-batches of up to {self.max_tokens:,} tokens, padding included, on {processes}; "
-                f"{self.global_batch_size} examples per step"
-            )
-        return (
-            f"{examples} per micro-batch × {self.accumulation_steps} accumulated × {processes} = "
-            f"{self.global_batch_size} per step"
-        )
+            sizes = f"micro-batches of up to {self.max_tokens:,} tokens, padding included, on {processes}"
+            return f"{sizes}; {self.global_batch_size} examples per step"
+        examples = f"{self.micro_batch_size} example{'s' if self.micro_batch_size > 1 else ''} per micro-batch"
+        return f"{examples} × {self.accumulation_steps} accumulated × {processes} = {self.global_batch_size} per step"
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did, equal on all ranks but for ``loss_sum``.
+    """What one optimizer step did, equal on all ranks except for ``loss_sum``.
 
     ``loss_sum`` stays on the device: reading it would wait for the device.
     """
@@ -172,7 +185,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class IntervalSums:
-    """What was summed up since the last line of the log, over all ranks."""
+    """Sums since the last line of the log, over all ranks."""
 
     since_step: int = 0
     steps: int = 0
@@ -205,7 +218,7 @@ class Progress:
     evaluations_without_improvement: int = 0
     training_seconds: float = 0.0
     usual_loss: float | None = None
-    """A moving mean over the intervals of logging."""
+    """A moving mean over the logging intervals."""
     rollbacks: int = 0
     interval: IntervalSums = IntervalSums()
 
@@ -230,36 +243,21 @@ def column(examples: datasets.Dataset, name: str) -> np.ndarray:
     return np.asarray(examples.with_format("numpy")[name][:])
 
 
+def exchange(value: Any, num_processes: int) -> list[Any]:
+    """``value`` of every rank in the order of ranks; called by all ranks together."""
+    if num_processes == 1:
+        return [value]
+    from accelerate.utils import gather_object
+
+    return gather_object([value])
+
+
 Mark: TypeAlias = Callable[[str], None]
 """Told the name of a phase of a step as it begins: forward, backward, clip, optimizer."""
 
 
 def unmarked(phase: str) -> None:
-    """Nobody asked for the phases."""
-
-
-class Meter(Protocol):
-    """Memory of a device; ``main`` injects one."""
-
-    def step(self, window: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Surrounds an optimizer step."""
-        ...
-
-    def evaluation(self, batch: MicroBatch) -> AbstractContextManager[None]:
-        """Surrounds the forward of a batch that is evaluated."""
-        ...
-
-    def mark(self, phase: str) -> None:
-        """A phase of the step begins."""
-        ...
-
-    def interval(self) -> dict[str, Any]:
-        """Figures since the last call, for a line of the log; ``peak_allocated_bytes`` is among them."""
-        ...
-
-    def summary(self) -> dict[str, Any]:
-        """Figures of the whole run, for its summary; ``peak_allocated_bytes`` is among them."""
-        ...
+    """Ignores the phases."""
 
 
 class Batches(Protocol):
@@ -269,9 +267,9 @@ class Batches(Protocol):
     """None: known only when the stream ends."""
 
     def longest(self) -> MicroBatch:
-        """A micro-batch of the longest examples, with padding where examples differ in length: what takes most."""
+        """A micro-batch of the longest examples, with padding where examples differ in length: the most expensive."""
         ...
 
-    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step of ``epoch`` from ``first_step`` on."""
+    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step of ``epoch`` from ``first_step``."""
         ...

@@ -1,20 +1,35 @@
-"""What a run is made of between two steps: weights, optimizer, loss scaler; in parts, as the ranks hold them.
+"""What a checkpoint holds: weights, optimizer and loss scaler, in the blocks that each rank has; and what it is of.
 
-A rank hands out blocks of tensors and takes them back. How the tensors were cut does not matter to who takes them: a
-run may go on with another number of ranks, sharded or not.
+A rank hands out blocks of tensors and takes them back. However they were cut, a run may resume with another number of
+ranks, sharded or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import datasets
+import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.errors import UserError
+from train.config import to_values
+from train.outputs_log import write_whole
+from train.records import Run, UserError
+
+ROWS_AT_ONCE = 64
+"""Rows of long sequences are large."""
+STREAMED = 64
+"""Examples of a stream that are compared: the rest of it is not known before it is trained on."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +63,11 @@ class RunState(Protocol):
     """What a checkpoint saves and restores, and ``final/`` is written from, however the ranks hold it."""
 
     @property
-    def model(self) -> nn.Module:
-        """The network."""
-        ...
+    def model(self) -> nn.Module: ...
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What must be equal for a run to go on: data, model, batch, seed."""
+        """What must be equal for a run to resume: data, model, batch, seed."""
         ...
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
@@ -62,7 +75,7 @@ class RunState(Protocol):
         ...
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor, as JSON knows it; the same on every rank."""
+        """Everything except tensors, as JSON; the same on every rank."""
         ...
 
     def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
@@ -77,6 +90,10 @@ class RunState(Protocol):
         """The model's tensors, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part."""
         ...
 
+    def write_final(self, folder: Path, keep: bool) -> nn.Module:
+        """Writes what ``final/`` has in addition to the weights; returns the model that they belong to."""
+        ...
+
 
 @dataclass(frozen=True)
 class TrainingState:
@@ -86,10 +103,9 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     identity: Mapping[str, Any]
-    """What must be equal for a run to go on: data, model, batch, seed."""
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
-        """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
+        """By section and name, what ``rank`` has to write."""
         optimizer = {
             f"{name}.{key}": value
             for name, parameter in self._parameters().items()
@@ -99,7 +115,7 @@ class TrainingState:
         return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor, as JSON knows it; the same on every rank."""
+        """Parameter groups, numbers of the optimizer's state, and the loss scaler."""
         parameters = self._parameters()
         names = {id(p): name for name, p in parameters.items()}
         groups = [
@@ -155,6 +171,10 @@ class TrainingState:
         """The model's tensors, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part."""
         return whole_tensors(self.model, keep)
 
+    def write_final(self, folder: Path, keep: bool) -> nn.Module:
+        """Nothing more than the weights."""
+        return self.model
+
     def _parameters(self) -> dict[str, nn.Parameter]:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self.model.named_parameters() if id(p) in trained}
@@ -172,7 +192,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """The same on the CPU, each put together from all ranks, for ranks that ``keep`` them; all ranks take part.
+    """Weights and persistent buffers on the CPU, each whole, for ranks that ``keep`` them; all ranks take part.
 
     One tensor at a time is whole on every rank: no more memory is needed than for the largest.
     """
@@ -209,7 +229,7 @@ def _filled(tensor: Tensor, blocks: Blocks, section: str, name: str) -> Tensor:
     if whole != tuple(tensor.shape):
         raise UserError(
             f"{name} has the shape {whole} in the checkpoint and {tuple(tensor.shape)} in this model: give the old "
-            "settings, or start afresh with --resume never."
+            "settings, or start from scratch with --resume never."
         )
     local = _local(tensor)
     offsets = _offsets(tensor) if isinstance(tensor, DTensor) else (0,) * local.ndim
@@ -224,7 +244,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _offsets(tensor: DTensor) -> tuple[int, ...] | None:
-    """Where this rank's block begins; None where it holds none, for there are more ranks than rows."""
+    """Where this rank's block begins; None where it holds none, because there are more ranks than rows."""
     if not tensor.to_local().numel() and tensor.numel():
         return None
     (chunk,) = tensor.__create_chunk_list__()  # what torch's own distributed checkpoints go by
@@ -236,3 +256,59 @@ def _is_first_copy(tensor: DTensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
+
+
+def run_identity(run: Run, tokenizer_digest: str, training_digest: str, global_batch_size: int) -> dict[str, Any]:
+    """The settings that a run may not change on the way, by the names that a person knows them by.
+
+    Args:
+        training_digest: see :func:`examples_digest`.
+    """
+    values = to_values(run.config)
+    same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
+    return {
+        **{name: values[name] for name in same},
+        **run.extras.merged("identity", run.config),
+        "tokenizer": tokenizer_digest,
+        "training data": training_digest,
+        "global_batch_size": global_batch_size,
+        "mixed_precision": run.accelerator.mixed_precision,
+    }
+
+
+def examples_digest(examples: datasets.Dataset | datasets.IterableDataset) -> str:
+    """Equal for equal examples in equal order, wherever the files lie that they were made from.
+
+    Of a stream it is the digest of the first ``STREAMED`` examples. Of a dataset on disk it is kept next to its cache,
+    whose fingerprint it shares, so that further ranks and runs need not read all examples.
+    """
+    if isinstance(examples, datasets.IterableDataset):
+        return "stream " + _digest(pa.Table.from_pylist([row]) for row in itertools.islice(examples, STREAMED))
+    files = examples.cache_files
+    kept = Path(files[0]["filename"]).parent / f"examples-{examples._fingerprint}.sha256" if files else None
+    if kept is not None and kept.is_file() and re.fullmatch("[0-9a-f]{16}", found := kept.read_text(encoding="utf-8")):
+        return found
+    tables: Any = examples.with_format("arrow").iter(ROWS_AT_ONCE)
+    digest = _digest(tables)
+    if kept is not None:
+        with contextlib.suppress(UserError):  # a cache that cannot be written must not prevent training
+            write_whole(kept, digest)
+    return digest
+
+
+def _digest(tables: Iterable[pa.Table]) -> str:
+    digest = hashlib.sha256()
+    for table in tables:
+        for name in table.column_names:
+            digest.update(name.encode())
+            _add(digest, pa.concat_arrays(table.column(name).chunks))
+    return digest.hexdigest()[:16]
+
+
+def _add(digest: hashlib._Hash, array: pa.Array) -> None:
+    """The values of ``array``, and of lists where each ends: [[1], [2, 3]] is not [[1, 2], [3]]."""
+    while isinstance(array, pa.ListArray):
+        digest.update(array.value_lengths().to_numpy().tobytes())
+        array = array.flatten()
+    values = array.to_numpy(zero_copy_only=False)
+    digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())

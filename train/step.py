@@ -1,33 +1,176 @@
-"""One optimizer step over a window of micro-batches."""
+"""The optimizer step, the only one there is. README says what changing it changes.
+
+Everything else calls it: recovery from out-of-memory errors on smaller micro-batches, DeepSpeed and updates in backward
+through their own :class:`Engine`, the rehearsal before a run and the planner without a run.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.config import Optimization
-from train.errors import UserError
-from train.extras.parallelism.context import shared_sequences
-from train.records import Mark, MicroBatch, StepOutcome, unmarked
+from train.records import Mark, MicroBatch, StepOutcome, UserError, unmarked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
+    from train.config import Config
 
-_NO_TARGETS = (
-    "a whole global batch has no target: every label is masked, so there is nothing to learn from it. Look at the "
-    "labels and at max_length."
-)
+Counts: TypeAlias = Sequence[float] | Tensor
+"""Targets, tokens, positions and stop requests of a global batch."""
 
 
-Counts: TypeAlias = Sequence[int] | Tensor
+class Engine:
+    """How a step computes gradients and uses them: here, as in accelerate's guide. Extras subclass it."""
+
+    copies = 1
+    """Ranks that are handed the same examples."""
+    loss_share = 1.0
+    """Of a rank's summed loss, what is its own: ranks that share tensors compute the same."""
+
+    def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = unmarked) -> None:
+        self.accelerator, self.config, self.mark = accelerator, config, mark
+
+    @property
+    def loss_scale(self) -> float:
+        """Undoes what averages gradients: accelerate over micro-batches, data parallelism over ranks."""
+        return self.accelerator.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def total(self, counts: Sequence[float]) -> Counts:
+        """(4,) ``counts`` of all ranks; stays on the device, because reading it would wait for the device."""
+        if self.accelerator.num_processes == 1:
+            return counts
+        # fp64 is exact for counts and keeps the precision of an fp64 model.
+        here = torch.tensor(counts, dtype=torch.float64, device=self.accelerator.device)
+        return cast("Tensor", self.accelerator.reduce(here, reduction="sum")) / self.copies
+
+    def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
+        """This rank's part of a micro-batch whose sequences are divided among ranks; surrounds forward and backward."""
+        return nullcontext(micro_batch)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        """Adds the gradient of ``loss`` × ``scale``; the last one of a step also averages over ranks."""
+        self.accelerator.backward(loss * scale)
+
+    def clip(self, model: nn.Module) -> float:
+        """The norm of the whole gradient before it is clipped: the one moment at which a step waits for the device."""
+        optim = self.config.optimization
+        bound = math.inf if optim.max_grad_norm is None else optim.max_grad_norm
+        order: Any = float(optim.grad_norm_type)
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=order)
+        if optim.max_grad_value is not None:
+            self.accelerator.clip_grad_value_(model.parameters(), optim.max_grad_value)
+        return cast("Tensor", norm).item()
+
+    def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
+        """Steps unless the norm is not finite; returns the norm, and whether the step was skipped."""
+        # A loss scaler needs the call either way: it leaves the weights alone and lowers the scale.
+        if math.isfinite(norm) or self.accelerator.scaler is not None:
+            optimizer.step()
+        return norm, not math.isfinite(norm) or optimizer.step_was_skipped
+
+    def step(
+        self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
+    ) -> StepOutcome:
+        """One step, as the loop makes it: :func:`optimizer_step`, or what guards it."""
+        return optimizer_step(self, model, optimizer, micro_batches, stop)
+
+
+def optimizer_step(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    micro_batches: Sequence[MicroBatch],
+    stop_requested: bool = False,
+) -> StepOutcome:
+    """Updates ``model`` by the gradient of the global batch: Σ token losses ÷ the number of its targets.
+
+    That holds for every micro-batch size, accumulation, padding and number of ranks, and for a short last step. A
+    gradient that is not finite never reaches the weights, on any rank.
+
+    Args:
+        model: prepared :class:`train.loss.ModelWithLoss`.
+        micro_batches: this rank's part of the global batch, as many as on every other rank.
+        stop_requested: whether this rank was asked to stop; the outcome says whether any was.
+
+    Raises:
+        UserError: the global batch has no target at all.
+    """
+    accelerator, mark = engine.accelerator, engine.mark
+    # How many targets the gradient is divided by is known before the first forward, on every rank.
+    totals = engine.total(count(micro_batches, stop_requested))
+    if accelerator.num_processes == 1:
+        read_counts(totals)
+    # A step accumulates over the micro-batches that it has: the last one of an epoch may have fewer.
+    accelerator.gradient_accumulation_steps, accelerator.step = len(micro_batches), 0
+    scale = engine.loss_scale / totals[0]
+    loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
+    norm, skipped, counts = math.nan, True, [0, 0, 0, 0]
+    for micro_batch in micro_batches:
+        # Gradients of all but the last micro-batch stay on this rank: accumulate() leaves them unsynchronised.
+        with accelerator.accumulate(model):
+            with engine.share(micro_batch) as part:
+                mark("forward")
+                part = part.to(accelerator.device)
+                loss = model(part.inputs, part.labels, num_targets=part.num_targets)
+                mark("backward")
+                engine.backward(loss, scale)
+            # Nothing of the graph is held while the gradient is clipped and used.
+            loss_sum += loss.detach()
+            del loss, part
+            if accelerator.sync_gradients:
+                mark("clip")
+                norm = engine.clip(model)
+                counts = read_counts(totals)  # an empty global batch ends here, before any weight changes
+                mark("optimizer")
+                norm, skipped = engine.update(optimizer, norm)
+            # accelerate: does nothing before the last micro-batch.
+            optimizer.zero_grad()
+    max_norm = engine.config.optimization.max_grad_norm
+    return StepOutcome(
+        loss_sum=loss_sum * engine.loss_share,
+        num_targets=counts[0],
+        num_tokens=counts[1],
+        num_positions=counts[2],
+        grad_norm=norm,
+        clipped=not skipped and max_norm is not None and norm > max_norm,
+        skipped=skipped,
+        stop_requested=counts[3] > 0,
+    )
+
+
+def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int]:
+    """(targets, tokens, positions, stop requests) of this rank."""
+    return [
+        sum(b.num_targets for b in micro_batches),
+        sum(b.num_tokens for b in micro_batches),
+        sum(b.inputs["input_ids"].numel() for b in micro_batches),
+        int(stop_requested),
+    ]
+
+
+def read_counts(totals: Counts) -> list[int]:
+    """What :meth:`Engine.total` gave, as numbers.
+
+    Raises:
+        UserError: the global batch has no target at all.
+    """
+    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
+    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
+    if not counts[0]:
+        raise UserError(
+            "a whole global batch has no target: every label is masked, so there is nothing to learn from it. Look at "
+            "the labels and at max_length."
+        )
+    return counts
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -39,161 +182,3 @@ def seed_step(seed: int, step: int, rank: int) -> None:
         torch.manual_seed(value)
     else:
         torch.default_generator.manual_seed(value)  # a hundred times faster than asking every absent kind of device
-
-
-def optimizer_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    window: Sequence[MicroBatch],
-    config: Optimization,
-    stop_requested: bool = False,
-    mark: Mark = unmarked,
-) -> StepOutcome:
-    """Updates ``model`` by the gradient of Σ token losses ÷ N, N being the targets of the whole global batch.
-
-    That holds for every micro-batch size, accumulation, padding and number of processes, and for a last window that
-    is short. A gradient that is not finite never reaches the weights, on no rank.
-
-    Args:
-        model: prepared :class:`train.loss.ModelWithLoss`.
-        window: this rank's micro-batches, as many as on every other rank.
-        stop_requested: whether this rank was asked to stop; the outcome says whether any was.
-        mark: told which phase of the step begins: forward, backward, clip, optimizer.
-
-    Raises:
-        UserError: the global batch has no target at all.
-    """
-    totals = count_targets(accelerator, window, stop_requested)
-    loss_sum = accumulate_gradients(accelerator, model, window, totals[0], mark)
-    return update(accelerator, model, optimizer, config, loss_sum, totals, mark)
-
-
-def count_targets(accelerator: Accelerator, window: Sequence[MicroBatch], stop_requested: bool) -> Counts:
-    """(targets, tokens, positions, stop requests) of the whole global batch.
-
-    With several processes it is still on the device: reading it would wait for the device.
-    """
-    counts = [
-        sum(b.num_targets for b in window),
-        sum(b.num_tokens for b in window),
-        sum(b.inputs["input_ids"].numel() for b in window),
-        int(stop_requested),
-    ]
-    if accelerator.num_processes > 1:  # fp64 is exact for counts and keeps the precision of an fp64 model
-        here = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
-        return cast("Tensor", accelerator.reduce(here, reduction="sum")) / copies(accelerator)
-    if not counts[0]:
-        raise UserError(_NO_TARGETS)
-    return counts
-
-
-def parallel_sizes(accelerator: Accelerator) -> tuple[int, int, int]:
-    """Ranks that share (tensors, contexts, sequences), see :class:`train.launch.Launch`."""
-    sizes = accelerator.parallelism_config
-    if sizes is None:
-        return 1, 1, 1
-    return sizes.tp_size or 1, sizes.cp_size or 1, sizes.sp_size or 1
-
-
-def copies(accelerator: Accelerator) -> int:
-    """Ranks that were handed the same examples."""
-    return math.prod(parallel_sizes(accelerator))
-
-
-def accumulate_gradients(
-    accelerator: Accelerator, model: nn.Module, window: Sequence[MicroBatch], num_targets: float | Tensor, mark: Mark
-) -> Tensor:
-    """Forward and backward of each micro-batch; returns this rank's summed loss ()."""
-    # accelerator.backward divides by the accumulation, and data parallelism by the processes: both are undone here.
-    accelerator.gradient_accumulation_steps = len(window)
-    accelerator.step = 0
-    tensor_size = parallel_sizes(accelerator)[0]
-    scale = len(window) * accelerator.num_processes / tensor_size / num_targets
-    if not model.training:
-        model.train()
-    loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
-    for micro_batch in window:
-        with accelerator.accumulate(model), shared_sequences(accelerator, micro_batch) as part:
-            mark("forward")
-            part = part.to(accelerator.device)
-            loss = model(part.inputs, part.labels, num_targets=part.num_targets)
-            mark("backward")
-            accelerator.backward(loss * scale)
-            loss_sum += loss.detach()
-            del loss
-    return loss_sum / tensor_size
-
-
-def update(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    config: Optimization,
-    loss_sum: Tensor,
-    totals: Counts,
-    mark: Mark,
-) -> StepOutcome:
-    """Clips the accumulated gradients, steps the optimizer if they are finite, and frees them."""
-    assert accelerator.sync_gradients  # true since the window's last micro-batch
-    mark("clip")
-    # The step's one wait for the device: whether to update has to be known here.
-    norm = clip_gradients(accelerator, model, config).item()
-    return apply_gradients(accelerator, optimizer, config, loss_sum, totals, norm, mark)
-
-
-def apply_gradients(
-    accelerator: Accelerator,
-    optimizer: AcceleratedOptimizer,
-    config: Optimization,
-    loss_sum: Tensor,
-    totals: Counts,
-    norm: float,
-    mark: Mark,
-) -> StepOutcome:
-    """Steps the optimizer by clipped gradients if their ``norm`` from before is finite, and frees them."""
-    counts = read_counts(totals)
-    mark("optimizer")
-    # With a scaler the call is due either way: it leaves the weights alone and lowers the scale.
-    if math.isfinite(norm) or accelerator.scaler is not None:
-        optimizer.step()
-    optimizer.zero_grad()
-    return outcome_of(config, loss_sum, counts, norm, skipped=not math.isfinite(norm) or optimizer.step_was_skipped)
-
-
-def read_counts(totals: Counts) -> list[int]:
-    """What :func:`count_targets` gave, as numbers.
-
-    Raises:
-        UserError: the global batch has no target at all.
-    """
-    # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
-    counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
-    if not counts[0]:
-        raise UserError(_NO_TARGETS)
-    return counts
-
-
-def outcome_of(config: Optimization, loss_sum: Tensor, counts: list[int], norm: float, skipped: bool) -> StepOutcome:
-    """The outcome of a step with these :func:`read_counts` and the gradient's ``norm`` from before clipping."""
-    return StepOutcome(
-        loss_sum=loss_sum,
-        num_targets=counts[0],
-        num_tokens=counts[1],
-        num_positions=counts[2],
-        grad_norm=norm,
-        clipped=not skipped and config.max_grad_norm is not None and norm > config.max_grad_norm,
-        skipped=skipped,
-        stop_requested=counts[3] > 0,
-    )
-
-
-def clip_gradients(accelerator: Accelerator, model: nn.Module, config: Optimization) -> Tensor:
-    """Clips by norm or by value, as configured, and returns the norm () from before."""
-    bound = math.inf if config.max_grad_norm is None else config.max_grad_norm
-    order = float(config.grad_norm_type)
-    norm = accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=order)  # pyright: ignore[reportArgumentType]
-    if config.max_grad_value is not None:
-        accelerator.clip_grad_value_(model.parameters(), config.max_grad_value)
-    assert isinstance(norm, Tensor)
-    return norm

@@ -1,0 +1,280 @@
+"""The optional parts of the template, and the four seams by which they reach a run.
+
+An extra is a folder here with a class ``Room(Extra)`` in its ``__init__.py``; deleting the folder deletes the extra,
+its flags and its checks. An extra may change the batches, change the model, wrap the step, and hear of events; the
+core calls the methods below, each in the order of :data:`ORDER`. This is the one file that knows all extras.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from train.config import Config
+    from train.data import PreparedData
+    from train.launch import Launch
+    from train.loop import Parts
+    from train.loss import ModelWithLoss
+    from train.records import Corpus, DivergenceError, MicroBatch, Progress, Run
+    from train.state import RunState
+    from train.step import Engine
+    from train.tasks import Task
+
+ORDER = {
+    "readers": "train.extras.readers",
+    "long_sequences": "train.extras.long_sequences",
+    "adapters": "train.extras.adapters",
+    "activations": "train.extras.activations",
+    "losses": "train.extras.losses",
+    "parallelism": "train.extras.parallelism",
+    "optimizers": "train.extras.optimizers",
+    "meter": "train.extras.meter",
+    "memory": "train.memory",
+    "endurance": "train.extras.endurance",
+    "report": "train.extras.report",
+}
+"""By name; the order in which they change a run."""
+
+
+class Extra:
+    """What an extra may do. Every method does nothing until a subclass overrides it."""
+
+    Options: ClassVar[type | None] = None
+    """A frozen dataclass made of :func:`train.config.option`; its fields become flags and recipe keys."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Extras without which this one counts as missing."""
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        """Raises UsageError where its options do not go with each other, the core's, or the launch."""
+
+    def identity(self, config: Config) -> dict[str, Any]:
+        """What a checkpoint and a run that resumes from it must have in common."""
+        return {}
+
+    def open(self, config: Config, launch: Launch) -> AbstractContextManager[None]:
+        """Surrounds the whole run, from before the processes meet."""
+        return nullcontext()
+
+    def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
+        """Further arguments of ``Accelerator``."""
+        return {}
+
+    # Seam 1: the batches
+
+    def documents(self, config: Config, labelled: bool) -> Corpus | None:
+        """The documents that ``--dataset`` names, or None if this extra does not know it."""
+        return None
+
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+        """Other examples, or another ``collate``."""
+        return data
+
+    def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
+        """The micro-batches of one step, as this rank will see them."""
+        return micro_batches
+
+    # Seam 2: the model
+
+    def change_config(self, run: Run, data: PreparedData) -> Config:
+        """The configuration with what was left to ``auto`` chosen."""
+        return run.config
+
+    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+        """Changes transformers' configuration in place; returns further arguments of ``from_pretrained``."""
+        return {}
+
+    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+        """Changes the new network in place; returns lines about it for a person."""
+        return []
+
+    def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
+        """Changes how the loss is computed, or how weights are split, in place; returns lines for a person."""
+        return []
+
+    def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+        """What can be switched on in the middle of a run to save memory: a description, and what does it."""
+        return []
+
+    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any]) -> RunState | None:
+        """What checkpoints hold, where it is not the plain :class:`train.state.TrainingState`."""
+        return None
+
+    # Seam 3: the step
+
+    def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
+        """Another optimizer for these parameter groups, or None."""
+        return None
+
+    def wrap_step(self, run: Run, engine: Engine) -> Engine:
+        """Another engine in place of, or around, ``engine``."""
+        return engine
+
+    # Seam 4: events
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Surrounds the preparation of the data."""
+        return nullcontext()
+
+    def prepared(self, run: Run, data: PreparedData) -> None:
+        """The data is there; the model is about to be built."""
+
+    def ready(self, run: Run, parts: Parts) -> None:
+        """Model, optimizer and batches are there; no step was made, no checkpoint restored."""
+
+    def starting(self, run: Run, parts: Parts) -> None:
+        """The first step of this process comes next."""
+
+    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Surrounds an optimizer step."""
+        return nullcontext()
+
+    def mark(self, phase: str) -> None:
+        """A phase of the step begins: forward, backward, clip or optimizer."""
+
+    def evaluating(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Surrounds the forward of a micro-batch that is evaluated."""
+        return nullcontext()
+
+    def sampling(self, network: nn.Module) -> AbstractContextManager[None]:
+        """Surrounds whatever the trained model generates."""
+        return nullcontext()
+
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
+        """A line of training figures is about to be written; may add some."""
+
+    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> None:
+        """The mean loss since the step of the last line is known; may raise DivergenceError."""
+
+    def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """A line of the log was written."""
+
+    def save(self, run: Run, state: RunState, progress: Progress, wait: bool) -> bool:
+        """Takes over writing a checkpoint; False leaves it to the core."""
+        return False
+
+    def steps_to_keep(self, run: Run, progress: Progress) -> list[int]:
+        """Checkpoints that must stay: for each number the newest one at or before that step."""
+        return []
+
+    def diverged(self, run: Run, state: RunState, error: DivergenceError) -> Progress | None:
+        """Where to continue after training has diverged; None: the run ends."""
+        return None
+
+    def confirms_stop(self) -> bool:
+        """Whether a request to stop was meant for the run, not the sign of a rank that failed."""
+        return True
+
+    def failed(self, run: Run | None, error: Exception) -> str | None:
+        """What to tell a person about ``error``; empty if that was done; None if this extra does not know."""
+        return None
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """Figures for ``summary.json``."""
+        return {}
+
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        """``final/`` and the summary are written."""
+
+
+class Extras:
+    """The extras of one run, in order; a method of :class:`Extra` called here is called on each."""
+
+    def __init__(self, extras: Mapping[str, Extra]) -> None:
+        self.by_name = dict(extras)
+        self._marks = self.overriding("mark")
+        self._stepping = self.overriding("stepping")
+
+    def overriding(self, method: str) -> list[Callable[..., Any]]:
+        """``method`` of those extras that do something in it."""
+        own = [e for e in self.by_name.values() if getattr(type(e), method) is not getattr(Extra, method)]
+        return [getattr(extra, method) for extra in own]
+
+    def each(self, method: str, *args: Any) -> list[Any]:
+        """What ``method`` of each extra returns."""
+        return [call(*args) for call in self.overriding(method)]
+
+    def lines(self, method: str, *args: Any) -> list[str]:
+        """All lines of the methods that return lists, joined."""
+        return [line for lines in self.each(method, *args) for line in lines]
+
+    def merged(self, method: str, *args: Any) -> dict[str, Any]:
+        """All entries of the methods that return dicts."""
+        return {key: value for found in self.each(method, *args) for key, value in found.items()}
+
+    def first(self, method: str, *args: Any) -> Any:
+        """The first result that is not None, and with it the end of asking."""
+        found = (call(*args) for call in self.overriding(method))
+        return next((value for value in found if value is not None), None)
+
+    def pipe(self, method: str, run: Run, value: Any, *args: Any) -> Any:
+        """``value`` after each extra has changed it."""
+        for call in self.overriding(method):
+            value = call(run, value, *args)
+        return value
+
+    @contextmanager
+    def inside(self, method: str, *args: Any) -> Iterator[None]:
+        """Inside the context of each extra."""
+        with ExitStack() as stack:
+            for call in self.overriding(method):
+                stack.enter_context(call(*args))
+            yield
+
+    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Surrounds an optimizer step; on the hot path, so without a stack where one extra listens."""
+        if len(self._stepping) == 1:
+            return self._stepping[0](micro_batches)
+        return self.inside("stepping", micro_batches) if self._stepping else nullcontext()
+
+    def mark(self, phase: str) -> None:
+        """Tells each extra that a phase of the step begins."""
+        for call in self._marks:
+            call(phase)
+
+
+@functools.cache
+def classes() -> dict[str, type[Extra]]:
+    """The class of each extra whose folder is there, and those that it needs, by name."""
+    found: dict[str, type[Extra]] = {}
+    for name, module in ORDER.items():
+        if find_spec(module) is not None:
+            room = import_module(module).Room
+            if all(needed in found for needed in room.needs):
+                found[name] = room
+    return found
+
+
+def missing() -> list[str]:
+    """Extras that were deleted from this copy of the template, or need one that was."""
+    return [name for name in ORDER if name not in classes()]
+
+
+def options() -> dict[str, type]:
+    """The options of each extra that has some, by the extra's name."""
+    return {name: cls.Options for name, cls in classes().items() if cls.Options is not None}
+
+
+def check(config: Config, launch: Launch | None = None) -> None:
+    """Has each extra check the configuration; without ``launch`` for a process that is alone.
+
+    Raises:
+        UsageError: with names and values.
+    """
+    from train.launch import Launch
+
+    for cls in classes().values():
+        cls.check(config, launch or Launch())
+
+
+def join() -> Extras:
+    """The extras that are there, for one run."""
+    return Extras({name: cls() for name, cls in classes().items()})

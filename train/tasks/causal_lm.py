@@ -5,24 +5,30 @@ from __future__ import annotations
 import lzma
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from train.records import IGNORE, MicroBatch
-from train.tasks.base import Task, pad
+from train import tasks
+from train.loss import logits_of
+from train.records import IGNORE, MicroBatch, UserError
+from train.tasks import pad
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class CausalLM(Task):
+class Task(tasks.Task):
     """Each document is cut into windows; every token but the document's first mark is predicted exactly once."""
 
     name: ClassVar[str] = "causal_lm"
+    title: ClassVar[str] = "causal language"
+    pipeline_tag: ClassVar[str | None] = "text-generation"
+    is_causal: ClassVar[bool] = True
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     default_metric: ClassVar[str] = "loss"
     headline_metric: ClassVar[str] = "bits_per_byte"
@@ -66,6 +72,25 @@ class CausalLM(Task):
             num_tokens=sum(lengths),
         )
 
+    @classmethod
+    def check_model(cls, model: nn.Module, name: str, vocabulary: int, max_length: int, has_weights: bool) -> None:
+        """Raises UserError when some token of ``model`` depends on later ones, as far as that can be found out."""
+        said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+        no_decoder = getattr(getattr(model, "config", None), "is_decoder", None) is False and True not in said
+        sees = no_decoder and bool(said)
+        # Some decoders leave is_decoder false, so where layers do not say anything either only a trial tells.
+        is_small = sum(p.numel() for p in model.parameters()) <= TRIED_PARAMETERS
+        if not sees and has_weights and (no_decoder or is_small):
+            tokens = vocabulary - 1 - torch.arange(min(TRIED_TOKENS, max_length))
+            sees = _sees_later_tokens(model, tokens.clamp(min=0))
+        if sees:
+            flag = " (is_decoder: false in its configuration)" if no_decoder else ""
+            raise UserError(
+                f"model {name!r}: its tokens see those that follow{flag}, so {cls.name} would learn to copy what it is "
+                "to predict: use --task masked_lm, or a model that is a decoder, such as llama or gpt2"
+                f"{', or set is_decoder: true' if no_decoder else ''}."
+            )
+
     def references(self, texts: Sequence[str]) -> dict[str, float]:
         """Bits per byte that no model is needed for: the entropy of single bytes, and xz at its best preset."""
         data = "".join(texts).encode()
@@ -98,3 +123,54 @@ class CausalLM(Task):
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
         return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)}⟫"
+
+
+TRIED_TOKENS = 8
+TRIED_PARAMETERS = 200_000_000
+"""Larger models are tried only if they say that they are not decoders: it would take seconds."""
+
+
+def _sees_later_tokens(model: nn.Module, tokens: Tensor) -> bool:
+    """Whether outputs at earlier tokens have a gradient with regard to the embedding of the last one.
+
+    In a causal model it is exactly zero, whatever the type of the weights, where comparing outputs would have to know
+    how they are rounded. False too where it cannot be tried: what the model cannot do a run finds out by itself.
+    Leaves model and generators as they are.
+    """
+    parameter = next(model.parameters(), None)
+    if len(tokens) < 2 or parameter is None or any(p.is_meta for p in model.parameters()):
+        return False
+    ids, embedded = tokens.unsqueeze(0).to(parameter.device), []
+
+    def embed(module: nn.Module, args: Any, output: Any) -> Any:
+        if not (args and isinstance(args[0], Tensor) and torch.equal(args[0], ids)):
+            return None  # of positions or types
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # which may be changed in place
+
+    hooks = [module.register_forward_hook(embed) for module in model.modules() if isinstance(module, nn.Embedding)]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with _evaluating(model), torch.random.fork_rng([parameter.device] if parameter.is_cuda else []):
+            with torch.enable_grad():
+                logits = logits_of(torch.func.functional_call(model, buffers, (), {"input_ids": ids}))
+                earlier = logits[:, :-1].float().sum()
+            gradients = torch.autograd.grad(earlier, embedded, allow_unused=True)
+    except Exception:  # models fail in their own ways
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    last = [gradient[:, -1] for gradient in gradients if gradient is not None]
+    return any(bool((gradient.isfinite() & (gradient != 0)).any()) for gradient in last)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

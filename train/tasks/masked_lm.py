@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from train.errors import UserError
-from train.records import IGNORE, MicroBatch
-from train.tasks.base import Task, attention_inputs, pad
+from train import tasks
+from train.records import IGNORE, MicroBatch, UserError
+from train.tasks import attention_inputs, pad
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class MaskedLM(Task):
+class Task(tasks.Task):
     """BERT's objective (arXiv 1810.04805): of the chosen tokens 80 % are hidden, 10 % replaced, 10 % left alone."""
 
     name: ClassVar[str] = "masked_lm"
+    title: ClassVar[str] = "masked language"
+    pipeline_tag: ClassVar[str | None] = "fill-mask"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     default_metric: ClassVar[str] = "loss"
     headline_metric: ClassVar[str] = "loss"
