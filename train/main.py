@@ -89,8 +89,8 @@ def train(run: Run) -> int:
     optimizer: Any = build_optimizer(run, with_loss.model)
     model, optimizer = accelerator.prepare(with_loss, optimizer)
     network, identity = accelerator.unwrap_model(model).model, identity_of(run, data, arithmetic.global_batch_size)
-    state = joined.first("state", network, optimizer.optimizer, identity)
-    state = state or TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
+    held = network, optimizer.optimizer, identity, accelerator.scaler
+    state = joined.first("state", *held) or TrainingState(*held)
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, joined.mark))
     goal = goal_of(run, data, batches.steps_per_epoch, arithmetic.global_batch_size)
     describe_training(run, goal, batches.steps_per_epoch, str(arithmetic))

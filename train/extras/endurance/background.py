@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from train.checkpoint import INDEX, MANIFEST, PARTIAL, digest, remove
-from train.errors import UserError
 from train.extras.endurance.host_memory import free_host_bytes
-from train.records import Progress
+from train.records import Progress, UserError
 from train.state import Part, RunState
 
 WORD = "rank-"

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Optimization
-from train.errors import StepError
 from train.memory.explain import is_out_of_memory
-from train.records import IGNORE, Documents, Mark, MicroBatch, StepOutcome, unmarked
+from train.records import IGNORE, Documents, Mark, MicroBatch, StepError, StepOutcome, unmarked
 from train.step import Counts, accumulate_gradients, apply_gradients, clip_gradients, count_targets
 
 if TYPE_CHECKING:

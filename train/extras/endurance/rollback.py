@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from train.errors import UserError
-from train.records import Progress
+from train.records import Progress, UserError
 
 SHARE_OF_THE_NEWEST = 0.1
 """Of the newest loss in the usual one, a mean whose weights fall off exponentially."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from train.errors import UsageError, UserError
 from train.extras.readers import files, hub, listops, stdlib
 from train.extras.readers.splits import HELD_OUT_OF_STREAM, Splits, hold_out, hold_out_head, limit
-from train.records import Corpus
+from train.records import Corpus, UsageError, UserError
 
 if TYPE_CHECKING:
     from train.config import Data

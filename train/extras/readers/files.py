@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UserError
 from train.extras.readers import readers, rows
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
 from train.extras.readers.splits import Splits, choose, gather
+from train.records import UserError
 
 if TYPE_CHECKING:
     import datasets

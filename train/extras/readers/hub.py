@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from train.errors import UserError
 from train.extras.readers import rows
 from train.extras.readers.splits import HELD_OUT_OF_STREAM, Splits, choose, gather, in_memory
+from train.records import UserError
 
 if TYPE_CHECKING:
     import datasets

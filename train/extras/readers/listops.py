@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UsageError, UserError
 from train.extras.readers.rows import cached
 from train.extras.readers.splits import Splits
+from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
     from train.config import Data

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from train.errors import UserError
 from train.extras.readers.rows import Problem, row
+from train.records import UserError
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MARKUP = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".log", ".html", ".htm", ".xml")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UserError
+from train.records import UserError
 
 if TYPE_CHECKING:
     import datasets

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.errors import UserError
 from train.extras.readers.rows import some
+from train.records import UserError
 
 if TYPE_CHECKING:
     import datasets

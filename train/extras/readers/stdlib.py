@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.errors import UserError
 from train.extras.readers.readers import FileKey, file_key
 from train.extras.readers.rows import cached
 from train.extras.readers.splits import Splits, held_out
+from train.records import UserError
 
 if TYPE_CHECKING:
     from train.config import Data

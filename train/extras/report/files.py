@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from train import __version__
 from train.config import Config, to_values
-from train.errors import UserError
 from train.extras.report.page import page
+from train.records import UserError
 from train.wording import count, gib, percent, shown
 
 if TYPE_CHECKING:
