@@ -30,6 +30,10 @@ class Task:
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+    """What kind of model it trains, for "a … model"; the name if empty."""
+    pipeline_tag: ClassVar[str] = ""
+    """The Hub's name for what such a model does, if there is one."""
     auto_class: ClassVar[str]
     """Class of transformers that builds the model for this task, by name."""
     default_metric: ClassVar[str]

@@ -23,6 +23,8 @@ class CausalLM(Task):
     """Each document is cut into windows; every token but the document's first mark is predicted exactly once."""
 
     name: ClassVar[str] = "causal_lm"
+    title: ClassVar[str] = "causal language"
+    pipeline_tag: ClassVar[str] = "text-generation"
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     default_metric: ClassVar[str] = "loss"
     headline_metric: ClassVar[str] = "bits_per_byte"

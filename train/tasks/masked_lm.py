@@ -20,6 +20,8 @@ class MaskedLM(Task):
     """BERT's objective (arXiv 1810.04805): of the chosen tokens 80 % are hidden, 10 % replaced, 10 % left alone."""
 
     name: ClassVar[str] = "masked_lm"
+    title: ClassVar[str] = "masked language"
+    pipeline_tag: ClassVar[str] = "fill-mask"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     default_metric: ClassVar[str] = "loss"
     headline_metric: ClassVar[str] = "loss"

@@ -25,6 +25,8 @@ class SequenceClassification(Task):
     """Each document is one example; what does not fit ``max_length`` is cut as ``truncation`` says."""
 
     name: ClassVar[str] = "sequence_classification"
+    title: ClassVar[str] = "sequence classification"
+    pipeline_tag: ClassVar[str] = "text-classification"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     default_metric: ClassVar[str] = "accuracy"
     headline_metric: ClassVar[str] = "accuracy"
