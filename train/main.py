@@ -17,8 +17,8 @@ from train.config import Config, Optimization, parse
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, UserError
 from train.extras.endurance.parent import follow_launcher
 from train.launch import Launch, check_launch, let_segments_grow, read_launch
+from train.outputs_log import without_secrets
 from train.tasks import check_task
-from train.wording import without_secrets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -325,8 +325,8 @@ def finish(
 ) -> None:
     """Evaluates what is left to evaluate, and writes ``final/``, the summary and the report."""
     from train.extras.activations.compilation import uncompiled
-    from train.extras.report import files as report
     from train.extras.report.model_card import model_card
+    from train.outputs_log import hardware, versions
 
     step = progress.step
     if config.output.load_best_model_at_end and progress.best_step and outputs.load_best(state, progress.best_step):
@@ -385,11 +385,11 @@ def finish(
         "rollbacks": progress.rollbacks,
         "label_names": list(examples.label_names),
         "notes": outputs.notes,
-        "hardware": report.hardware(),
-        "versions": report.versions(),
+        "hardware": hardware(),
+        "versions": versions(),
     }
-    outputs.write_final(state, prepared.tokenizer, model_card(config, summary, evaluations))
-    outputs.write_report(summary, sample)
+    outputs.write_final(state, prepared.tokenizer, model_card(config, type(task), summary, evaluations))
+    outputs.write_report(type(task), summary, sample)
     if line := compilation.line():
         outputs.say(line)
     outputs.say_result(summary, sample)

@@ -18,15 +18,28 @@ from train.config import Config, dump
 from train.errors import UserError
 from train.extras.adapters.lora import AdapterState
 from train.extras.endurance.rollback import sound_step
-from train.extras.report import files as report
+from train.extras.report.page import write_report
+from train.extras.report.trackers import log_to_trackers, start_trackers
+from train.extras.report.words import scalars
+from train.outputs_log import (
+    MetricsLog,
+    count,
+    duration,
+    gib,
+    number,
+    progress_text,
+    without_secrets,
+    write_summary,
+)
 from train.records import Evaluation, Progress
 from train.saving import Writing
 from train.state import RunState
-from train.wording import count, duration, gib, number, scalars, without_secrets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
+
+    from train.tasks.base import Task
 
 
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
@@ -64,7 +77,7 @@ class Outputs:
         self.notes: list[str] = []
         self._is_main = accelerator.is_main_process
         self._bar: tqdm[Any] | None = None
-        self._log = report.MetricsLog(self.folder / "metrics.jsonl", enabled=self._is_main)
+        self._log = MetricsLog(self.folder / "metrics.jsonl", enabled=self._is_main)
         self._first_step: float | None = None
         self._evaluations: dict[int, Evaluation] = {}
         self._writing: Writing | None = None
@@ -307,7 +320,7 @@ class Outputs:
                 and row.get("split") != "test"  # it is evaluated at the end, perhaps once more
             )
         )
-        report.start_trackers(self._accelerator, self._config)
+        start_trackers(self._accelerator, self._config)
         self._bar = tqdm(
             total=total_steps,
             initial=progress.step,
@@ -333,11 +346,11 @@ class Outputs:
         self._log.write(kind, step, values)
         prefix = values.get("split", kind)
         scalars = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
-        report.log_to_trackers(self._accelerator, scalars, step)
+        log_to_trackers(self._accelerator, scalars, step)
         if kind == "rollback":
             self.note(f"{values['reason']} Went back to the checkpoint of step {step}, and past the data since.")
         if kind == "train" and self._bar is not None:
-            self._bar.set_postfix_str(report.progress_text(values))
+            self._bar.set_postfix_str(progress_text(values))
 
     def record_evaluation(self, evaluation: Evaluation) -> Evaluation:
         """The same for an evaluation, which is also said aloud."""
@@ -432,14 +445,12 @@ class Outputs:
                 "login' and upload that folder."
             ) from None
 
-    def write_report(self, summary: dict[str, Any], sample: str | None) -> None:
+    def write_report(self, task: type[Task], summary: dict[str, Any], sample: str | None) -> None:
         """``summary.json`` and ``report.html``."""
         if not self._is_main:
             return
-        report.write_summary(self.folder, summary)
-        metrics = report.read_metrics(self.folder / "metrics.jsonl")
-        title = self._config.output.run_name or self.folder.name
-        report.write_report(self.folder, title, dump(self._config), summary, metrics, sample)
+        write_summary(self.folder, summary)
+        write_report(self._config, task, summary, sample)
 
     def load_best(self, state: RunState, step: int) -> bool:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
