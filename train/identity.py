@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from train.config import LORA_FIELDS, Config, to_values
+from train.errors import UserError
+from train.outputs_log import write_whole
 
 ROWS_AT_ONCE = 64
 """Rows of long sequences are large."""
@@ -65,7 +67,8 @@ def examples_digest(examples: datasets.Dataset | datasets.IterableDataset) -> st
     tables: Any = examples.with_format("arrow").iter(ROWS_AT_ONCE)
     digest = _digest(tables)
     if kept is not None:
-        _keep(kept, digest)
+        with suppress(UserError):  # training does not need this cache
+            write_whole(kept, digest)
     return digest
 
 
@@ -73,15 +76,6 @@ def _kept(examples: datasets.Dataset) -> Path | None:
     """Where the digest is kept; None for a data set in memory."""
     files = examples.cache_files
     return Path(files[0]["filename"]).parent / f"examples-{examples._fingerprint}.sha256" if files else None
-
-
-def _keep(path: Path, digest: str) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(digest, encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)  # a cache that cannot be written is no reason not to train
 
 
 def _digest(tables: Iterable[pa.Table]) -> str:
