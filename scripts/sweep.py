@@ -47,7 +47,7 @@ from train.memory.sweep_page import (  # noqa: E402
     markdown,
     page,
 )
-from train.wording import count, gib  # noqa: E402
+from train.outputs_log import count, gib  # noqa: E402
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -381,7 +381,7 @@ def run(request: Request) -> Sweep:
     Raises:
         UserError: no cell at all could be measured or predicted.
     """
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     machine = {"hardware": hardware(), "versions": versions()}
     deadline = time.perf_counter() + request.stop_after_seconds

@@ -16,7 +16,7 @@ from test_distributed import FSDP2, killed_at_step_4
 from test_main import STEPS, trained_losses
 
 from train.errors import EXIT_DONE, EXIT_USAGE
-from train.extras.report.files import read_metrics
+from train.outputs_log import read_metrics
 
 pytestmark = pytest.mark.distributed
 MAIN = ROOT / "train" / "main.py"

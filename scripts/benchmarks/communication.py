@@ -419,7 +419,7 @@ def machine_of(found: dict[str, Any]) -> str:
 
 def write(path: Path, shape: Shape, rows: list[dict[str, Any]]) -> None:
     """JSON and a table."""
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     found = {"hardware": hardware(), "versions": versions(), "model": MODEL, "shape": asdict(shape), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)

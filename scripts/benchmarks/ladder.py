@@ -509,7 +509,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     about = {"date": datetime.now(timezone.utc).date().isoformat(), "hardware": hardware(), "versions": versions()}
     on_card = options.device is None and torch.cuda.is_available()

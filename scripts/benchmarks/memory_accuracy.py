@@ -297,7 +297,7 @@ def line(row: dict[str, Any]) -> str:
 
 def write(path: Path, rows: list[dict[str, Any]], device: str) -> None:
     """JSON and a table."""
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     errors = [abs(row["error_percent"]) for row in rows if "error_percent" in row]
     reserved = [abs(row["reserved_error_percent"]) for row in rows if "reserved_error_percent" in row]

@@ -78,7 +78,7 @@ def line(row: dict[str, Any]) -> str:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """JSON and a table."""
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     machine = {"hardware": hardware(), "versions": versions()}
     path.parent.mkdir(parents=True, exist_ok=True)

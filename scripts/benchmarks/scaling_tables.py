@@ -99,7 +99,7 @@ def predict_memory(only: str) -> None:
 
 
 def write_memory(known: dict[str, int]) -> None:
-    from train.extras.report.files import versions
+    from train.outputs_log import versions
 
     text = json.dumps({"device": DEVICE, "versions": versions(), "peak_reserved_bytes": known}, indent=1)
     MEMORY.write_text(text + "\n", encoding="utf-8")

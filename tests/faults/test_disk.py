@@ -213,7 +213,7 @@ def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
         subprocess.run(["rm", "-r", output], check=True)
 
 
-@pytest.mark.parametrize("what", ["train.extras.report.files:MetricsLog.write", "train.outputs:Outputs.write_final"])
+@pytest.mark.parametrize("what", ["train.outputs_log:MetricsLog.write", "train.outputs:Outputs.write_final"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int, what: str) -> None:
     output = tmp_path / "run"

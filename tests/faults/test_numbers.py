@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support import checkpoint_digests, write_recipe
 
 from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
-from train.extras.report.files import read_metrics
+from train.outputs_log import read_metrics
 
 
 def arguments(folder: Path, output: Path, *more: Any) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import pytest
 from train.config import from_values
 from train.errors import UserError
 from train.memory.choice import SMALLEST_FIRST, choose
-from train.wording import gib
+from train.outputs_log import gib
 
 MIB = 2**20
 SAVED_MIB = {"none": 0, "selective": 8, "full": 9}

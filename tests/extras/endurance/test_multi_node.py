@@ -21,7 +21,7 @@ from support import ROOT, checkpoint_digests
 
 from train.checkpoint import verify
 from train.errors import EXIT_DONE, EXIT_ERROR
-from train.extras.report.files import read_metrics
+from train.outputs_log import read_metrics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 CABLE = "cable"

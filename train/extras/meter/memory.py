@@ -35,9 +35,9 @@ from train.extras.meter.tracker import (
     tag_gradients,
 )
 from train.memory.predict import CUDA_GRANULE_BYTES
+from train.outputs_log import gib
 from train.records import MicroBatch
 from train.runtime import DeviceMeter
-from train.wording import gib
 
 TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
 """On a CPU one of so many steps is followed, to see leaks, or fewer where that would cost a larger share of the time;

@@ -1,0 +1,190 @@
+"""The files of figures that a run writes, and how figures read: bytes and seconds inside, GiB and minutes shown."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from train import __version__
+from train.records import UserError
+
+_SECRETS = (  # user and password of a URL, its secret parameters, tokens of the Hub
+    (re.compile(r"(?<=:/)(/?)[^/\s@'\"]+@"), r"\1…@"),
+    (re.compile(r"(?i)([?&;](?:[\w-]*(?:token|key|secret|password|signature)|sig)=)[^&\s'\"]+"), r"\1…"),
+    (re.compile(r"\bhf_\w{20,}"), "hf_…"),
+)
+
+
+@dataclass(frozen=True)
+class MetricsLog:
+    """The rows of ``metrics.jsonl``; ``enabled`` is False on every process but the main one, which alone writes."""
+
+    path: Path
+    enabled: bool = True
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Appends ``{"kind", "step", "time", **values}``; raises UserError if the file cannot be written."""
+        if self.enabled:
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            with _writable(self.path), self.path.open("a", encoding="utf-8") as file:
+                file.write(_json({"kind": kind, "step": step, "time": now, **values}) + "\n")
+
+    def keep(self, belongs: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drops the rows that do not belong, which a resumed run writes again, and a last line cut short."""
+        if self.enabled and self.path.exists():
+            rows = filter(belongs, read_metrics(self.path))
+            write_whole(self.path, "".join(_json(row) + "\n" for row in rows))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``, oldest first, without a last line cut short by a kill; none without a file.
+
+    Raises:
+        UserError: another line is not a row.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows: list[dict[str, Any]] = []
+    for place, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            rows.append({**row, "kind": row["kind"], "step": int(row["step"])})
+        except (ValueError, LookupError, TypeError):
+            if place < len(lines):
+                raise UserError(f"{path}, line {place} is not a row of metrics. Repair or delete that line.") from None
+    return rows
+
+
+def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Writes ``summary.json``, whole or not at all, and returns its path; raises UserError if that fails."""
+    write_whole(output_dir / "summary.json", _json(summary, indent=2) + "\n")
+    return output_dir / "summary.json"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces ``path`` in one move: readers see the old text or the new, never half; raises UserError on failure."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with _writable(path):
+        try:
+            with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Makes the folder of ``path``, and a clear message of what goes wrong."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{path}: cannot be written: {reason}. Free space or choose another output_dir.") from None
+
+
+def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON of numbers, texts, tensors and arrays; numbers that are not finite become null."""
+    text = json.dumps(value, default=lambda tensor: tensor.tolist())
+    return json.dumps(json.loads(text, parse_constant=lambda name: None), indent=indent)
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, without its name or its users; memory in bytes."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    cpus, sizes = Path("/proc/cpuinfo"), ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
+    model = re.search(r"model name\s*: (.+)", cpus.read_text(encoding="utf-8")) if cpus.exists() else None
+    return {
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cpu_cores": os.cpu_count(),
+        "memory_bytes": math.prod(map(os.sysconf, sizes)) if hasattr(os, "sysconf") else None,
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "gpu_count": len(gpus),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this template and of the libraries that decide what a run does."""
+    names = ("torch", "transformers", "accelerate", "datasets", "evaluate")
+    found = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    return {"python": platform.python_version(), "template": __version__, **found}
+
+
+def progress_text(values: Mapping[str, Any]) -> str:
+    """A row of training metrics in a few words, for the progress bar."""
+    texts: dict[str, Callable[[Any], str]] = {
+        "loss": "loss {:.4g}".format,
+        "learning_rate": "lr {:.2e}".format,
+        "grad_norm": "grad {:.3g}".format,
+        "tokens_per_second": lambda value: f"{count(value)} tok/s",
+        "mfu": "MFU {:.1%}".format,
+        "peak_allocated_bytes": gib,
+        "peak_reserved_bytes": lambda value: f"{gib(value)} reserved",
+    }
+    if (values.get("peak_reserved_bytes") or 0) <= 1.2 * (values.get("peak_allocated_bytes") or math.inf):
+        del texts["peak_reserved_bytes"]  # a person needs it only where memory is fragmented
+    return ", ".join(text(values[name]) for name, text in texts.items() if values.get(name) is not None)
+
+
+def without_secrets(text: str) -> str:
+    """``text`` that may be shown and kept: no passwords in URLs, no tokens."""
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def gib(size_bytes: float) -> str:
+    """A size in GiB (2^30 bytes), in MiB below a tenth of one."""
+    if size_bytes < 0.1 * 2**30:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    return f"{size_bytes / 2**30:.{1 if size_bytes >= 100 * 2**30 else 2}f} GiB"
+
+
+def count(value: float) -> str:
+    """A count in three digits: 874, 2.35k, 24.1k, 1.84M, 7.62B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{letter}"
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share between 0 and 1 in percent."""
+    return f"{share:.1%}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as the two largest of days, hours, minutes and seconds."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
+    first = next(index for index, (amount, _) in enumerate(parts) if amount)
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
+
+
+def number(value: Any) -> str:
+    """A measured number in four digits, a whole one with thousands separators; texts as they are, None as a dash."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:#.4g}".rstrip(".")
+    if value is None:
+        return "–"
+    return f"{value:,}" if type(value) is int else str(value)
