@@ -161,7 +161,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
 
     device = target_device()
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
-    arithmetic = set_fp32_products(config.optimization.tf32, device) if precision == "no" else precision
+    set_fp32_products(config.optimization.tf32, device)
     threads = set_up_cpu(launch, config) if device.type == "cpu" else ""
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
@@ -176,7 +176,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
         )
     run = Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.prepare()
-    run.outputs.note(describe_device(accelerator, launch, threads, arithmetic), *filter(None, [substitution]))
+    run.outputs.note(describe_device(accelerator, launch, threads), *filter(None, [substitution]))
     run.outputs.note(f"extras: {', '.join(joined.by_name) or 'none'}")
     return run
 

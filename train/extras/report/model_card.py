@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from train.config import Config, to_values
+from train.extras.report import Options
 from train.extras.report.words import machine_facts, scalars, shown, words
 from train.outputs_log import count, duration, gib, number
 from train.records import Evaluation
 
 if TYPE_CHECKING:
-    from train.tasks.base import Task
+    from train.tasks import Task
 
 _SETTINGS = ("optimizer", "learning_rate", "lr_scheduler", "weight_decay", "max_grad_norm", "global_batch_size")
 _SETTINGS += ("max_length", "mixed_precision", "gradient_checkpointing", "seed")
@@ -42,7 +43,7 @@ def model_card(
     settings = {**to_values(config), **summary}
     sections = [
         _front_matter(config, task),
-        f"# {config.output.run_name or task.name}",
+        f"# {config.of(Options).run_name or task.name}",
         _what_it_is(config, task, summary),
         "## Results",
         _results(evaluations),

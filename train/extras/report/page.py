@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import Config, dump
+from train.extras.report import Options
 from train.extras.report.charts import Chart, Row, charts
 from train.extras.report.words import machine_facts, scalars, shown, words
 from train.outputs_log import count, duration, gib, number, percent, read_metrics, write_whole
 
 if TYPE_CHECKING:
-    from train.tasks.base import Task
+    from train.tasks import Task
 
 CSS = """
 :root { color-scheme: light dark; --page: #f6f8fa; --card: #ffffff; --ink: #1b1f24; --muted: #656d76; --line: #d8dee4;
@@ -79,7 +80,7 @@ def write_report(config: Config, task: type[Task], summary: Mapping[str, Any], s
         UserError: the disk is full or the folder cannot be written, or ``metrics.jsonl`` is damaged.
     """
     folder = Path(config.output.output_dir)
-    title = config.output.run_name or folder.name
+    title = config.of(Options).run_name or folder.name
     metrics = read_metrics(folder / "metrics.jsonl")
     html = page(title, dump(config), summary, metrics, sample, task.title or words(task.name))
     write_whole(folder / "report.html", html)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import Config, to_values
+from train.extras.report import Options
 from train.records import UserError
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ def start_trackers(accelerator: Accelerator, config: Config) -> None:
     Raises:
         UserError: a tool is not installed, or cannot start (wandb without a login, for example).
     """
-    wanted = config.output.report_to
+    wanted = config.of(Options).report_to
     if not wanted:
         return
     missing = [name for name in wanted if name not in {str(found) for found in accelerator.log_with}]
     if missing:
         raise UserError(f"report_to: {missing[0]} is not installed. pip install '.[{missing[0]}]' adds it.")
-    run_name = config.output.run_name or Path(config.output.output_dir).resolve().name
+    run_name = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
     try:
         accelerator.init_trackers(PROJECT, config=tracked_config(config), init_kwargs=options)
