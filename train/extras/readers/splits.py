@@ -1,18 +1,21 @@
-"""Training and validation documents from one pile: which are held out never depends on the run or the machine."""
+"""Splits: choosing among those a dataset has, and holding out documents where it has none to validate on.
+
+Which documents are held out never depends on the run or the machine.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from train.errors import UserError
-from train.extras.readers.rows import some
+from train.extras.readers.rows import Documents, some
 
 if TYPE_CHECKING:
     import datasets
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from train.config import Data
 
 HELD_OUT_OF_STREAM = 100
-"""Documents at the head of a stream that become the validation split, where max_eval_samples says nothing else."""
+"""Documents at the head of a stream that become the validation split, unless max_eval_samples says otherwise."""
 
 NEARBY = 2000
 """A text is cut at the end of a line if there is one within so many characters."""
@@ -28,7 +31,7 @@ NEARBY = 2000
 
 @dataclass(frozen=True)
 class Splits:
-    """What a source found; a split that it does not have is None."""
+    """The splits of a source; one that it does not have is None."""
 
     train: datasets.Dataset | datasets.IterableDataset
     validation: datasets.Dataset | None = None
@@ -61,11 +64,11 @@ def _names_in(split: str) -> list[str]:
     return re.sub(r"\[.*?\]", "", split).split("+")
 
 
-def gather(chosen: Mapping[str, str], load_split: Callable[[str, str], tuple[Any, tuple[str, ...]]]) -> Splits:
+def gather(chosen: Mapping[str, str], load_split: Callable[[str, str], Documents]) -> Splits:
     """The splits that ``load_split(role, split)`` gives, and all notes.
 
     Raises:
-        UserError: what ``load_split`` raises for training and validation.
+        UserError: ``load_split`` failed for training or validation.
     """
     loaded: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
@@ -81,45 +84,35 @@ def gather(chosen: Mapping[str, str], load_split: Callable[[str, str], tuple[Any
     return Splits(**loaded, notes=notes)
 
 
-def held_out(count: int, fraction: float, labels: Sequence[Any] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Positions to train on and to validate on, each in ascending order and neither empty; ``count`` is at least 2.
+def with_validation(splits: Splits, data: Data, labelled: bool) -> Splits:
+    """The splits with some training documents held out for validation, and a note on how.
 
-    With ``labels``, each keeps a position to train on; where every one stands once, none is left to validate on.
-    """
-    validation_count = min(max(round(count * fraction), 1), count - 1)
-    order = np.random.default_rng(0).permutation(count)
-    if labels is None:
-        validation = order[:validation_count]
-    else:
-        validation = np.fromiter(islice(_spared(order, labels), validation_count), dtype=int)
-    return np.delete(np.arange(count), validation), np.sort(validation)
-
-
-def _spared(order: np.ndarray, labels: Sequence[Any]) -> Iterator[int]:
-    """Positions in this order, but for the last of each label."""
-    left = Counter(labels)
-    for position in order:
-        left[labels[position]] -= 1
-        if left[labels[position]]:
-            yield position
-
-
-def hold_out(
-    documents: datasets.Dataset, fraction: float, labelled: bool, name: str
-) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    """Training documents, validation documents, and a note on how they were parted.
-
-    A single document without a label is cut in two near its end; every label keeps a document to train on.
+    Of a stream these are the first ones. A single document without a label is cut in two near its end; every label
+    keeps a document to train on.
 
     Raises:
         UserError: there is too little for two splits.
     """
-    if len(documents) == 1 and not labelled:
-        return _divide(documents, fraction, name)
-    if len(documents) < 2:
-        raise UserError(f"{name}: one labelled record cannot be split in two. Add records, or --validation_dataset.")
+    documents: Any = splits.train
+    if data.streaming:
+        train, validation, note = _hold_out_head(documents, data.max_eval_samples or HELD_OUT_OF_STREAM, data.dataset)
+    elif len(documents) == 1 and not labelled:
+        train, validation, note = _divide(documents, data.validation_fraction, data.dataset)
+    elif len(documents) == 1:
+        raise UserError(
+            f"{data.dataset}: one labelled record cannot be split in two. Add records, or --validation_dataset."
+        )
+    else:
+        train, validation, note = _hold_out(documents, data.validation_fraction, labelled, data.dataset)
+    return replace(splits, train=train, validation=validation, notes=(*splits.notes, note))
+
+
+def _hold_out(documents: datasets.Dataset, fraction: float, labelled: bool, name: str) -> tuple[Any, Any, str]:
     labels = list(documents["label"]) if labelled else None
-    train, validation = held_out(len(documents), fraction, labels)
+    order = np.random.default_rng(0).permutation(len(documents))
+    count = min(max(round(len(documents) * fraction), 1), len(documents) - 1)
+    spared = order if labels is None else _spared(order, labels)
+    validation = np.sort(np.fromiter(islice(spared, count), dtype=int))
     if not len(validation):
         raise UserError(
             f"{name}: every label is that of a single record, and training needs that one. Add records, or "
@@ -128,16 +121,28 @@ def hold_out(
     note = f"held out {len(validation):,} of {len(documents):,} documents for validation"
     if labels is not None and (unseen := set(labels) - {labels[i] for i in validation}):
         note += f", none of them with the label {some([repr(label) for label in sorted(unseen)])}"
-    return documents.select(train), documents.select(validation), note
+    return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation), note
 
 
-def _divide(document: datasets.Dataset, fraction: float, name: str) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    # Through map, the parts land in the cache beside the document instead of in memory.
+def _spared(order: np.ndarray, labels: Sequence[Any]) -> Iterator[int]:
+    """Positions in this order, without the last of each label."""
+    left = Counter(labels)
+    for position in order:
+        left[labels[position]] -= 1
+        if left[labels[position]]:
+            yield position
+
+
+def _divide(document: datasets.Dataset, fraction: float, name: str) -> tuple[Any, Any, str]:
+    # Through map, the parts land in the cache next to the document instead of in memory.
     parts = document.map(_halves, batched=True, fn_kwargs={"fraction": fraction}, desc="Splitting one document")
     if len(parts) < 2:
         raise UserError(f"{name}: one document, too short to be split in two. Add text, or --validation_dataset.")
-    note = f"{name} is one document: its last {fraction:.0%} is the validation split"
-    return parts.select([0]), parts.select([1]), note
+    return (
+        parts.select([0]),
+        parts.select([1]),
+        f"{name} is one document: its last {fraction:.0%} is the validation split",
+    )
 
 
 def _halves(batch: Mapping[str, Sequence[Any]], fraction: float) -> dict[str, list[Any]]:
@@ -155,21 +160,18 @@ def _line_boundary(text: str, position: int) -> int:
     return min(good, key=lambda at: abs(at - position), default=position)
 
 
-def hold_out_head(
-    stream: datasets.IterableDataset, count: int, name: str
-) -> tuple[datasets.IterableDataset, datasets.Dataset]:
-    """The stream after its first ``count`` documents, and those documents.
-
-    Raises:
-        UserError: the stream ends before anything is left to train on.
-    """
+def _hold_out_head(stream: datasets.IterableDataset, count: int, name: str) -> tuple[Any, Any, str]:
     head = list(islice(stream, count + 1))
     if len(head) <= count:
         raise UserError(
             f"{name}: the first {count} documents of a stream are held out for validation, and it has {len(head)}. "
             "Lower --max_eval_samples, give --validation_dataset, or do without --streaming."
         )
-    return stream.skip(count), in_memory(head[:count])
+    return (
+        stream.skip(count),
+        in_memory(head[:count]),
+        f"streaming: the first {count} documents are held out for validation",
+    )
 
 
 def in_memory(documents: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
@@ -181,7 +183,7 @@ def in_memory(documents: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
 
 def limit(documents: Any, count: int | None) -> Any:
     """``count`` documents: of a stream the first, of a Dataset, which may be sorted, evenly spaced ones; None: all."""
-    if documents is None or count is None:
+    if count is None:
         return documents
     if hasattr(documents, "select"):
         count = min(count, len(documents))
