@@ -6,14 +6,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import datasets
 import pytest
 
 from train.config import Config, Data
 from train.errors import UsageError, UserError
 
 SMALL = {"train": 60, "validation": 10, "test": 10, "min_length": 20, "max_length": 100}
-Load = Callable[..., dict[str, datasets.Dataset]]
+Load = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture

@@ -524,7 +524,7 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     "name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "x.csv.gz", "~no.such.user/x"]
 )
 def test_a_path_that_is_not_there_is_not_asked_from_the_hub(name: str) -> None:
-    assert message(name) == f"--dataset {name}: no such file or folder."
+    assert message(name) == f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name)."
 
 
 def test_unreadable_file_keeps_its_own_error(jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from train.config import Data
 from train.errors import UserError
-from train.extras.readers import stdlib
+from train.extras.readers import files
 from train.extras.readers.corpus import load_corpus
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
@@ -19,7 +19,7 @@ LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small library instead of this Python's."""
-    monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     return tmp_path
 
 

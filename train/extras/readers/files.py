@@ -1,49 +1,45 @@
-"""Local data: a file, or a folder of files whose names may say which split they are."""
+"""Local data: a file, a folder of files whose names may say which split they are, or the standard library."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import re
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
 from train.extras.readers import readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
-from train.extras.readers.splits import Splits
+from train.extras.readers.rows import Splits
 
 if TYPE_CHECKING:
     from train.config import Data
 
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
-_WORDS_FOR = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing"),
-}
-_SPLIT_NAMES = {word: split for split, words in _WORDS_FOR.items() for word in words}
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SPLIT_NAMES: dict[str, str] = dict.fromkeys(("train", "training"), "train")
+_SPLIT_NAMES |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_SPLIT_NAMES |= dict.fromkeys(("test", "testing"), "test")
 _UNNAMED = ""
 """Stands for the split of files that do not name one."""
 _SHARD = re.compile(r"[-_.]\d.*$")
 _WORD = re.compile(r"[^\W\d_]+")
 
-_Found = tuple[dict[str, tuple[FileKey, ...]], tuple[str, ...]]
-"""The files of each split, and notes about files that are not read."""
+STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".html")
+STDLIB_VERSION = 1
+"""Part of the cache key: raise it when other text is made of a file of the standard library."""
 
 
-def looks_like_path(name: str) -> bool:
-    """Whether ``name`` was meant as a file or folder rather than as a dataset on the Hub."""
+def may_be_on_hub(name: str) -> bool:
+    """Whether ``name`` can be a dataset on the Hub rather than a file or folder that is missing."""
     path = Path(name)
-    return (
-        name.startswith((".", "~"))
-        or path.is_absolute()
-        or "\\" in name
-        or len(path.parts) > 2
-        or path.suffix.lower() in (*SUFFIXES, *_PACKED)
-        or (len(path.parts) == 2 and path.parent.is_dir())
-    )
+    is_path = path.suffix.lower() in (*SUFFIXES, *_PACKED) or (len(path.parts) == 2 and path.parent.is_dir())
+    return _NAME.fullmatch(name) is not None and not is_path
 
 
 def local_path(name: str) -> Path:
@@ -120,8 +116,8 @@ def _documents(files: tuple[FileKey, ...], data: Data, labelled: bool, what: str
     return rows.settle(found, data, labelled, what)
 
 
-def _find(path: Path) -> _Found:
-    """A single file, or the files of each split that a folder's names tell."""
+def _find(path: Path) -> tuple[dict[str, tuple[FileKey, ...]], tuple[str, ...]]:
+    """A single file, or the files of each split that a folder's names tell; and notes about files that are not read."""
     if not path.is_dir():
         suffix = path.suffix.lower()
         if suffix in _PACKED:
@@ -143,11 +139,11 @@ def _find(path: Path) -> _Found:
     return {name: tuple(map(readers.file_key, members)) for name, members in splits.items()}, tuple(notes)
 
 
-def _walk(folder: Path) -> tuple[list[Path], int]:
+def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> tuple[list[Path], int]:
     """Visible regular files below ``folder`` in sorted order, and how many links lead out of it."""
     root, found, outside = folder.resolve(), [], 0
     for parent, names, files in os.walk(folder):
-        names[:] = [name for name in names if not name.startswith(".") and name != "__pycache__"]
+        names[:] = [name for name in names if not name.startswith(".") and name not in left_out]
         for file in (Path(parent, name) for name in files if not name.startswith(".")):
             if file.is_symlink() and root not in file.resolve().parents:
                 outside += 1
@@ -181,3 +177,39 @@ def _split_in_words(file: Path) -> str | None:
 def _split_at_top(file: Path) -> str | None:
     """The split that is the whole name at the top, except for the number of a shard."""
     return _SPLIT_NAMES.get(_SHARD.sub("", file.with_suffix("").parts[0]).lower())
+
+
+def load_stdlib() -> Splits:
+    """The source and texts of this Python's standard library, all for training.
+
+    Raises:
+        UserError: this Python comes without its library as files.
+    """
+    from datasets import Features, Value
+
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found, _ = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
+    keys = tuple(
+        readers.file_key(file, file.relative_to(folder).as_posix()) for file in found if file.suffix in STDLIB_SUFFIXES
+    )
+    columns = Features({name: Value("string") for name in ("text", "source")})
+    documents = rows.cached(stdlib_rows, columns, files=keys, version=STDLIB_VERSION)
+    if len(documents) < 2:
+        raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
+    size, python = sum(key[2] for key in keys) / 1e6, platform.python_version()
+    note = f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {python}"
+    return Splits(documents, notes=(note,))
+
+
+def stdlib_rows(files: Sequence[FileKey], version: int) -> Iterator[dict[str, str]]:
+    """Each file's text once, with its path; ``version`` only tells cache entries apart.
+
+    Files that are not UTF-8 are left out: some tests of Python's own are made to be unreadable.
+    """
+    seen: set[str] = set()
+    for shown, path, *_ in files:
+        with contextlib.suppress(UnicodeDecodeError, OSError):
+            text = Path(path).read_text(encoding="utf-8")
+            if text.strip() and "\0" not in text and text not in seen:
+                seen.add(text)
+                yield {"text": text, "source": shown}

@@ -1,8 +1,8 @@
 """Readers of single files. Each knows the line it is at, so that a message can name it.
 
-A reader yields ``(position, record)`` in the order of the file: the position is a line (a row in Parquet), the record
-a mapping of columns or a :class:`Problem`. Files are read piece by piece, except ``.json`` and text files that are one
-document.
+A reader yields ``(position, record)`` in the order of the file: the position is a line (a row in Parquet, an index in a
+JSON array), the record a mapping of columns, another JSON value or a :class:`Problem`. Files are read piece by piece,
+except ``.json`` and text files that are one document.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARQUET_ROWS_AT_ONCE = 64
 FileKey = tuple[str, str, int, int]
 """Name to show, absolute path, bytes and time of the last change (ns): changes whenever the file does."""
 
-Found = Iterator[tuple[int | str | None, Mapping[str, Any] | Problem]]
+Found = Iterator[tuple[int | str | None, Any]]
 
 
 def file_key(path: Path, shown: str | None = None) -> FileKey:
@@ -58,11 +58,10 @@ def file_rows(
     columns = [column for column in (text_column, label_column) if column is not None]
     for shown, path, *_ in files:
         if has_records(path):
-            for position, record in read_records(Path(path), columns):
-                yield row(record, shown, position, text_column, label_column)
+            found, names = read_records(Path(path), columns), (text_column, label_column)
         else:
-            for position, record in read_documents(Path(path), sample_by):
-                yield row(record, shown, position, "text", None)
+            found, names = read_documents(Path(path), sample_by), ("text", None)
+        yield from (row(record, shown, position, *names) for position, record in found)
 
 
 def read_records(path: Path, columns: Sequence[str]) -> Found:
@@ -124,20 +123,11 @@ def _read_jsonl(path: Path) -> Found:
             if isinstance(text, Problem):
                 yield number, text
             elif text.strip():
-                yield number, _object(text)
-
-
-def _object(text: str) -> Mapping[str, Any] | Problem:
-    try:
-        return _as_record(json.loads(text))
-    except json.JSONDecodeError as error:
-        return Problem("not JSON", f"{error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:
-        return Problem("not JSON", str(error))
-
-
-def _as_record(value: Any) -> Mapping[str, Any] | Problem:
-    return value if isinstance(value, dict) else Problem("not a JSON object", f"but {type(value).__name__}")
+                try:
+                    yield number, json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+                    yield number, Problem("not JSON", f"{getattr(error, 'msg', error)}{where}")
 
 
 def _read_json(path: Path) -> Found:
@@ -166,9 +156,9 @@ def _read_json(path: Path) -> Found:
         yield None, Problem("an object with several lists of records", ", ".join(lists))
     elif lists:
         ((name, items),) = lists.items()
-        yield from ((f"{name}[{number}]", _as_record(item)) for number, item in enumerate(items))
+        yield from ((f"{name}[{number}]", item) for number, item in enumerate(items))
     else:
-        yield 1, _as_record(value)
+        yield 1, value
 
 
 def _read_csv(path: Path, delimiter: str) -> Found:
@@ -249,22 +239,13 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
     try:
         with pq.ParquetFile(path) as file:
             names = _check_names(path, file.schema_arrow.names)
-            if not set(columns) <= set(names):  # reading nothing, so that the message can tell the names
-                yield from ((number, dict.fromkeys(names)) for number in range(1, file.metadata.num_rows + 1))
-                return
-            for batch in file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=list(columns)):
-                for index in range(batch.num_rows):
+            wanted = list(columns) if set(columns) <= set(names) else None  # all: the message tells their names
+            for batch in file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=wanted):
+                for record in batch.to_pylist():
                     number += 1
-                    yield number, _parquet_record(batch, index, columns)
+                    yield number, record
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files raise them
         if isinstance(error, OSError) and error.errno:
             raise
         reason = "unreadable from here on; the rest of the file is lost" if number else "not a readable Parquet file"
         yield (number + 1 if number else None), Problem(reason, " ".join(str(error).split())[:200])
-
-
-def _parquet_record(batch: Any, index: int, columns: Sequence[str]) -> Mapping[str, Any] | Problem:
-    try:
-        return {column: batch.column(column)[index].as_py() for column in columns}
-    except UnicodeDecodeError as error:
-        return Problem("not UTF-8", f"byte 0x{error.object[error.start]:02x}")

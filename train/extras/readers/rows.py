@@ -27,6 +27,9 @@ EMPTY = "empty document"
 EXAMPLES_SHOWN = 3
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column."
 
+HELD_OUT_OF_STREAM = 100
+"""Documents at the head of a stream that become the validation split, unless max_eval_samples says otherwise."""
+
 FORMAT = 3
 """Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
 
@@ -34,6 +37,16 @@ ROWS_IN_MEMORY = 64
 """Documents can be megabytes each: the library's default of 1,000 at a time would need gigabytes."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The splits of a source; one that it does not have is None."""
+
+    train: datasets.Dataset | datasets.IterableDataset
+    validation: datasets.Dataset | None = None
+    test: datasets.Dataset | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,13 +66,9 @@ def features() -> datasets.Features:
 
 
 def row(
-    record: Mapping[str, Any] | Problem,
-    file: str,
-    position: int | str | None,
-    text_column: str,
-    label_column: str | None,
+    record: Any, file: str, position: int | str | None, text_column: str, label_column: str | None
 ) -> dict[str, Any]:
-    """One row from a record that a reader found at ``position`` (a line) of ``file``."""
+    """One row from a record, or a :class:`Problem`, that a reader found at ``position`` (a line) of ``file``."""
     source = file if position is None else f"{file}:{position}"
     found = record if isinstance(record, Problem) else _check(record, text_column, label_column)
     if isinstance(found, Problem):
@@ -68,7 +77,9 @@ def row(
     return found | {"source": source, "file": None, "problem": None, "detail": None}
 
 
-def _check(record: Mapping[str, Any], text_column: str, label_column: str | None) -> dict[str, Any] | Problem:
+def _check(record: Any, text_column: str, label_column: str | None) -> dict[str, Any] | Problem:
+    if not isinstance(record, Mapping):
+        return Problem("not a JSON object", f"but {type(record).__name__}")
     for column in (text_column, label_column):
         if column is not None and column not in record:
             # Names may hold half characters, which could neither be stored nor printed.
@@ -145,14 +156,12 @@ def errors_of_people() -> Iterator[None]:
     try:
         yield
     except (DatasetGenerationError, OSError) as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, UserError):
-                raise cause from None
-            if isinstance(cause, OSError):
-                where = cause.filename or "reading the data"
-                raise UserError(f"{where}: {cause.strerror or cause}.") from None
-            cause = cause.__cause__ or cause.__context__
+        cause = error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, OSError):
+            where = cause.filename or "reading the data"
+            raise UserError(f"{where}: {cause.strerror or cause}.") from None
         raise
 
 
@@ -179,8 +188,7 @@ def settle(rows: Any, data: Data, labelled: bool, what: str) -> Documents:
         column = missing["problem"].removeprefix("without ")
         raise UserError(f"{what}: no record has {column}: {missing['detail']} ({missing['source']}). {NAME_COLUMNS}")
     for problem in problems:
-        if _is_refused(problem, data):
-            raise _refusal(problem)
+        _refuse(problem, data)
     notes = _notes(problems)
     if bad.all():
         raise UserError(f"{what}: no document to learn from. {' '.join(f'{note}.' for note in notes)}".rstrip())
@@ -190,19 +198,17 @@ def settle(rows: Any, data: Data, labelled: bool, what: str) -> Documents:
     return (documents.select(np.flatnonzero(~bad)) if bad.any() else documents), notes
 
 
-def _is_refused(problem: Mapping[str, Any], data: Data) -> bool:
-    return (data.on_empty_document if problem["problem"] == EMPTY else data.on_bad_record) == "error"
-
-
-def _refusal(problem: Mapping[str, Any]) -> UserError:
+def _refuse(problem: Mapping[str, Any], data: Data) -> None:
+    """Raises UserError for a bad record, unless the flag for its kind allows leaving it out."""
+    flag, advice = "on_bad_record", "Correct the record, or leave such records out"
     if problem["problem"] == EMPTY:
-        return UserError(f"{problem['source']}: {EMPTY}. Leave such documents out with --on_empty_document skip.")
-    detail = f" ({problem['detail']})" if problem["detail"] else ""
-    name_columns = f" {NAME_COLUMNS}" if problem["problem"].startswith("without ") else ""
-    return UserError(
-        f"{problem['source']}: {problem['problem']}{detail}.{name_columns} "
-        "Correct the record, or leave such records out with --on_bad_record skip."
-    )
+        flag, advice = "on_empty_document", "Leave such documents out"
+    if getattr(data, flag) == "error":
+        detail = f" ({problem['detail']})" if problem["detail"] else ""
+        name_columns = f" {NAME_COLUMNS}" if problem["problem"].startswith("without ") else ""
+        raise UserError(
+            f"{problem['source']}: {problem['problem']}{detail}.{name_columns} {advice} with --{flag} skip."
+        )
 
 
 def _notes(problems: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -230,8 +236,6 @@ def _with_one_label(rows: datasets.Dataset) -> datasets.Dataset:
     numbers, texts = rows.data.column("label_number"), rows.data.column("label_text")
     if texts.null_count == len(texts):
         return rows.rename_column("label_number", "label")
-    if numbers.null_count == len(numbers):
-        return rows.rename_column("label_text", "label")
     both = pc.coalesce(texts, numbers.cast(pa.string()))  # pyright: ignore[reportAttributeAccessIssue]
     return rows.add_column("label", both.combine_chunks())  # pyright: ignore[reportCallIssue]
 
@@ -254,8 +258,14 @@ def _is_usable(found: Mapping[str, Any], data: Data, label: str | None) -> bool:
         if label is None or problem[label] is not None:
             return True
         problem |= {"problem": "labels are text in some records and numbers in others", "detail": None}
-    if _is_refused(problem, data):
-        raise _refusal(problem)
+    _refuse(problem, data)
     if problem["problem"] != EMPTY:
         logger.warning("skipped %s: %s", problem["source"], problem["problem"])
     return False
+
+
+def in_memory(documents: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
+    """A few documents as a Dataset."""
+    from datasets import Dataset
+
+    return Dataset.from_list([dict(document) for document in documents])

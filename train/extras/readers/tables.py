@@ -9,29 +9,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
 from train.extras.readers import rows
 from train.extras.readers.readers import file_key
-from train.extras.readers.splits import HELD_OUT_OF_STREAM, Splits, choose, gather, in_memory
 
 if TYPE_CHECKING:
     from train.config import Data
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SECRET = re.compile(r"hf_\w+|(?<=\?)\S+|(?i:(?<=bearer )\S+)")
 _LONGEST_REASON = 400
 
-Result = TypeVar("Result")
 
-
-def is_name(name: str) -> bool:
-    """Whether ``name`` can be that of a dataset on the Hub."""
-    return _NAME.fullmatch(name) is not None
-
-
-def load_named(data: Data, labelled: bool) -> Splits:
+def load_named(data: Data, labelled: bool) -> rows.Splits:
     """The splits of the dataset ``data.dataset`` on the Hub; under ``data.streaming`` nothing is downloaded ahead.
 
     Raises:
@@ -40,7 +32,7 @@ def load_named(data: Data, labelled: bool) -> Splits:
     from datasets import get_dataset_split_names, load_dataset
 
     name, configuration = data.dataset, data.dataset_config
-    chosen = choose(_ask(data, lambda: get_dataset_split_names(name, configuration)), data, name)
+    chosen = _choose(_ask(data, lambda: get_dataset_split_names(name, configuration)), data, name)
     if data.streaming:
         # Its validation split comes over the network too, so it is cut short; a test split is not worth the wait.
         chosen.pop("test", None)
@@ -53,13 +45,13 @@ def load_named(data: Data, labelled: bool) -> Splits:
         documents, _ = _ask(data, lambda: _documents(loaded, data, labelled, what))
         if role == "train":
             return documents, ()
-        head = _ask(data, lambda: list(islice(documents, data.max_eval_samples or HELD_OUT_OF_STREAM)))
-        return in_memory(head), (f"streaming: validating on the first {len(head)} documents of {what}",)
+        head = _ask(data, lambda: list(islice(documents, data.max_eval_samples or rows.HELD_OUT_OF_STREAM)))
+        return rows.in_memory(head), (f"streaming: validating on the first {len(head)} documents of {what}",)
 
-    return gather(chosen, load_split)
+    return _gather(chosen, load_split)
 
 
-def _ask(data: Data, question: Callable[[], Result]) -> Result:
+def _ask(data: Data, question: Callable[[], Any]) -> Any:
     """The answer to ``question``.
 
     Raises:
@@ -73,7 +65,7 @@ def _ask(data: Data, question: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
-        reason = _SECRET.sub("***", " ".join(f"{error}".split())) or type(error).__name__
+        reason = shorten(_SECRET.sub("***", str(error)), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
         advice = "A local file or folder is given by its path; a configuration by --dataset_config."
         if config.HF_HUB_OFFLINE:
             advice = "HF_HUB_OFFLINE is set: unset it to download, or give a local file or folder."
@@ -81,8 +73,6 @@ def _ask(data: Data, question: Callable[[], Result]) -> Result:
             advice = "Without a network, set HF_HUB_OFFLINE=1 for what is cached, or give a local file or folder."
         elif "gated" in reason.lower() or "authent" in reason.lower():
             advice = "A private or gated dataset needs `hf auth login` by someone who was granted access."
-    if len(reason) > _LONGEST_REASON:
-        reason = reason[:_LONGEST_REASON] + " ..."
     raise UserError(f"the dataset {data.dataset!r} on the Hub: {reason.rstrip('.')}. {advice}")
 
 
@@ -92,7 +82,7 @@ def is_saved(path: Path) -> bool:
     return has_info or (path / "dataset_dict.json").is_file()
 
 
-def load_saved(path: Path, data: Data, labelled: bool) -> Splits:
+def load_saved(path: Path, data: Data, labelled: bool) -> rows.Splits:
     """The splits of a folder written by ``save_to_disk``; only the training split of it is a stream.
 
     Raises:
@@ -105,7 +95,7 @@ def load_saved(path: Path, data: Data, labelled: bool) -> Splits:
         streams = role == "train" and data.streaming
         return _documents(loaded.to_iterable_dataset() if streams else loaded, data, labelled, _shown(path, split))
 
-    return gather({"train": ""} if "" in saved else choose(list(saved), data, str(path)), load_split)
+    return _gather({"train": ""} if "" in saved else _choose(list(saved), data, str(path)), load_split)
 
 
 def load_saved_validation(path: Path, data: Data, labelled: bool) -> rows.Documents:
@@ -186,3 +176,48 @@ def judge(
         known = isinstance(number, int) and 0 <= number < len(names)
         record = {**record, label_column: names[number] if known else None}
     return rows.row(record, what, index, text_column, label_column)
+
+
+def _choose(names: Sequence[str], data: Data, name: str) -> dict[str, str]:
+    """Which of a dataset's splits (``names``) to train on, validate on and test on, as far as it has them.
+
+    Raises:
+        UserError: a split that is not there, or one that would be trained and validated on.
+    """
+    train = data.dataset_split
+    validation = data.validation_split
+    if validation is None and "validation" in names and "validation" not in _names_in(train):
+        validation = "validation"
+    for flag, split in (("--dataset_split", train), ("--validation_split", validation)):
+        if split is not None and not set(_names_in(split)) <= set(names):
+            raise UserError(f"{name}: no split {split!r}; it has {', '.join(names)}. Name one with {flag}.")
+    if train == validation:
+        raise UserError(f"{name}: --dataset_split and --validation_split both name {train!r}.")
+    used = {*_names_in(train), *_names_in(validation or "")}
+    test = "test" if "test" in names and "test" not in used else None
+    return {role: split for role, split in (("train", train), ("validation", validation), ("test", test)) if split}
+
+
+def _names_in(split: str) -> list[str]:
+    """The names in an expression such as ``train[:10%]+unsupervised``."""
+    return re.sub(r"\[.*?\]", "", split).split("+")
+
+
+def _gather(chosen: Mapping[str, str], load_split: Callable[[str, str], rows.Documents]) -> rows.Splits:
+    """The splits that ``load_split(role, split)`` gives, and all notes.
+
+    Raises:
+        UserError: ``load_split`` failed for training or validation.
+    """
+    loaded: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
+    for role, split in chosen.items():
+        try:
+            loaded[role], more = load_split(role, split)
+        except UserError as error:
+            # The test split of many public datasets has no labels; that must not stop a training.
+            if role != "test":
+                raise
+            more = (f"left out the test split: {error}",)
+        notes += more
+    return rows.Splits(**loaded, notes=notes)
