@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:  # run as a script: the template is the package be
     sys.path.insert(0, str(ROOT))
 
 from train.config import Config, Output, check, from_values, parse, to_values  # noqa: E402
-from train.errors import EXIT_DONE, UsageError, UserError  # noqa: E402
+from train.records import EXIT_DONE, UsageError, UserError  # noqa: E402
 from train.memory.flags import numbers, positive, with_underscores  # noqa: E402
 from train.memory.predict import Job, Prediction, Predictor, Target  # noqa: E402
 from train.memory.sweep_page import (  # noqa: E402

@@ -18,7 +18,7 @@ from support import ROOT, checkpoint_digests
 from test_main import STEPS
 from torch import Tensor
 
-from train.errors import EXIT_DONE
+from train.records import EXIT_DONE
 from train.outputs_log import read_metrics
 
 pytestmark = pytest.mark.distributed

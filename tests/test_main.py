@@ -17,7 +17,7 @@ from support import ROOT, Run, checkpoint_digests
 
 from train.checkpoint import verify
 from train.config import parse
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE
 from train.main import main
 from train.outputs_log import read_metrics
 

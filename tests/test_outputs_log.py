@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from train.errors import UserError
+from train.records import UserError
 from train.outputs_log import (
     MetricsLog,
     count,

@@ -31,7 +31,7 @@ if sys.path[0] != str(ROOT):  # run as a script: the template is the package bes
     sys.path.insert(0, str(ROOT))
 
 from train.config import Config, from_values, to_values  # noqa: E402
-from train.errors import UserError  # noqa: E402
+from train.records import UserError  # noqa: E402
 from train.extras.meter.throughput import mfu, model_flops_per_token, peak_flops_per_second  # noqa: E402
 from train.launch import let_segments_grow  # noqa: E402
 from train.memory.devices import Device, find_device, this_device  # noqa: E402

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from train.config import Config, from_values, to_values  # noqa: E402
-from train.errors import UserError  # noqa: E402
+from train.records import UserError  # noqa: E402
 from train.launch import let_segments_grow  # noqa: E402
 from train.memory.predict import Job, Prediction, Predictor, Target  # noqa: E402
 

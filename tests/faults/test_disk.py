@@ -26,7 +26,7 @@ from faults.processes import Ended, run
 from support import checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
-from train.errors import EXIT_DONE, EXIT_ERROR
+from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 FOREVER = 10**6

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from train.config import from_values
-from train.errors import UserError
+from train.records import UserError
 from train.memory.choice import SMALLEST_FIRST, choose
 from train.outputs_log import gib
 

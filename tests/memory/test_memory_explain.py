@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from train.config import parse
-from train.errors import UsageError
+from train.records import UsageError
 from train.memory.explain import Change, OutOfMemory, Situation, explain, is_out_of_memory, parse_oom, post_mortem
 
 MIB, GIB = 2**20, 2**30

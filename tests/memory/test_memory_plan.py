@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from train.config import parse
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 from train.memory.devices import Device
 from train.memory.grid import draw, grid_text, grid_values, make_grid
 from train.memory.plan import (

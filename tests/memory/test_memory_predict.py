@@ -16,7 +16,7 @@ from support import ROOT
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
-from train.errors import UserError
+from train.records import UserError
 from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
 from train.extras.meter.tracker import (
     ACTIVATIONS,

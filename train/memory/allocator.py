@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from train.wording import gib
+from train.outputs_log import gib
 
 _MIB = 2**20
 ROUNDING_BYTES = 512

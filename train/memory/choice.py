@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from train.errors import UserError
+from train.records import UserError
 from train.memory.plan import Recompute, largest_fitting
-from train.wording import gib
+from train.outputs_log import gib
 
 SMALLEST_FIRST = (
     Recompute("full", offload=True),

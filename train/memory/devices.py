@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 from train.extras.meter.throughput import peak_flops_per_second
 
 _GIB = 2**30

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import yaml
 
 from train.config import Config, check_optimizer, from_values, to_values
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 from train.launch import Launch
 from train.launch import check_optimizer as check_optimizer_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes

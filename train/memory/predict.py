@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import Architecture, Config, from_values
-from train.errors import UserError
+from train.records import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

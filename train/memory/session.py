@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from train.config import Config, Optimization, to_values
-from train.errors import UserError
+from train.records import UserError
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.endurance.host_memory import free_host_bytes
 from train.extras.endurance.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
@@ -27,7 +27,7 @@ from train.memory.rehearsal import rehearse
 from train.optim import step_function
 from train.records import Meter, MicroBatch, StepOutcome
 from train.runtime import DeviceMeter
-from train.wording import gib
+from train.outputs_log import gib
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -14,7 +14,7 @@ from test_main import _own_signals as _own_signals
 from test_main import checkpoint_digests, stopping_after, train
 
 from train.config import Config, from_values
-from train.errors import EXIT_DONE, EXIT_STOPPED, UsageError
+from train.records import EXIT_DONE, EXIT_STOPPED, UsageError
 from train.extras.long_sequences import attention
 from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.extras.meter.tracker import StorageTracker

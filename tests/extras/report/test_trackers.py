@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from train.config import Config, from_values
-from train.errors import UserError
+from train.records import UserError
 from train.extras.report.trackers import PROJECT, log_to_trackers, start_trackers, tracked_config
 
 
