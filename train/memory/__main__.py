@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from train.config import Config, parse
-from train.records import EXIT_DONE, UsageError, UserError
 from train.launch import let_segments_grow
 from train.memory import plan as planning
 from train.memory.devices import Device, find_device, this_device
@@ -21,6 +20,7 @@ from train.memory.flags import numbers, positive, with_underscores
 from train.memory.plan import Outcome, Plan, Predictions, Question
 from train.memory.predict import Job, Predictor
 from train.outputs_log import count, duration, gib
+from train.records import EXIT_DONE, UsageError, UserError
 
 PROGRAM = "python -m train.memory"
 ABOUT = """\

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from train.records import UserError
 from train.memory.plan import Recompute, largest_fitting
 from train.outputs_log import gib
+from train.records import UserError
 
 SMALLEST_FIRST = (
     Recompute("full", offload=True),

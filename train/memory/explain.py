@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from train.records import UsageError
 from train.outputs_log import gib, percent
+from train.records import UsageError
 
 _WIDTH = 100
 

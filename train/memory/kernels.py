@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.extras.long_sequences import attention
-from train.runtime import cpu_is_fast_at_bf16
+from train.launch import cpu_has_fast_bf16
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -134,7 +134,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         return [query.numel() * query.element_size(), rows * columns * (4 + 2 * (query.dtype in HALF))]
     if name in ("aten::mm", "aten::addmm") and result.device.type == "cpu":
         # a processor without bf16 arithmetic sums in fp32 first
-        sums_apart = result.dtype == torch.bfloat16 and not cpu_is_fast_at_bf16()
+        sums_apart = result.dtype == torch.bfloat16 and not cpu_has_fast_bf16()
         return [result.numel() * 4 + 128] if sums_apart else []
     if name == "aten::_scaled_dot_product_flash_attention_backward":
         return _flash_backward(args[1], args[2])

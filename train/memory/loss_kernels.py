@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.cross_entropy import Objective
 from train.extras.losses import fused
+from train.loss import Objective
 from train.memory.costs import Costs
 
 LIGER_FUSED_SUM_CAPABILITY = (8, 0)

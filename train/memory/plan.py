@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import yaml
 
 from train.config import Config, check_optimizer, from_values, to_values
-from train.records import UsageError, UserError
 from train.launch import Launch
 from train.launch import check_optimizer as check_optimizer_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.predict import ROOT, Job, Prediction, Target
 from train.memory.zero import MOMENTS, STAGE
+from train.records import UsageError, UserError
 
 MARGIN = 0.02
 """Share of the device left free: the display, other processes, what kernels load on the way."""
@@ -374,8 +374,8 @@ class Question:
         """The loss without all logits that a run would choose, with the packages that are installed here."""
         import torch
 
-        from train.cross_entropy import Objective
         from train.extras.losses.fused import Place, best_kernel
+        from train.loss import Objective
 
         target, optim = target_of(self.device), self.config.optimization
         names = {"fp16": "float16", "bf16": "bfloat16"}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from train.config import Config, Optimization, to_values
-from train.records import UserError
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.endurance.host_memory import free_host_bytes
 from train.extras.endurance.recovery import Measure, OutOfMemoryError, RecoveringStep, can_recover, shape_of
@@ -25,9 +24,9 @@ from train.memory.plan import largest_fitting, target_of
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.rehearsal import rehearse
 from train.optim import step_function
-from train.records import Meter, MicroBatch, StepOutcome
-from train.runtime import DeviceMeter
 from train.outputs_log import gib
+from train.records import Meter, MicroBatch, StepOutcome, UserError
+from train.runtime import DeviceMeter
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

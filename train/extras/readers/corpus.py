@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from train.records import UsageError, UserError
 from train.extras.readers import files, rows, tables
-from train.records import Corpus
+from train.records import Corpus, UsageError, UserError
 
 if TYPE_CHECKING:
     import datasets

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.records import UserError
 from train.extras.readers import readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
 from train.extras.readers.rows import Splits
+from train.records import UserError
 
 if TYPE_CHECKING:
     from train.extras.readers import Source

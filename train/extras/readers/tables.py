@@ -12,9 +12,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from train.records import UserError
 from train.extras.readers import rows
 from train.extras.readers.readers import file_key
+from train.records import UserError
 
 if TYPE_CHECKING:
     from train.extras.readers import Source
