@@ -318,7 +318,7 @@ def predict(job: Job) -> Prediction:
         peak = tracker.peak
         reserved = peak.num_bytes
         if tracker.trace is not None:
-            reserved = replay(tracker.trace, expandable_segments=segments_grow()).peak_reserved_bytes
+            reserved = replay(tracker.trace, expandable_segments=segments_grow()).reserved_bytes
     return Prediction(
         peak_bytes=peak.num_bytes,
         phase=peak.phase,
