@@ -18,11 +18,12 @@ from train.extras.endurance.recovery import Measure, OutOfMemoryError, Recoverin
 from train.extras.losses.answering_head import obstacle_to_chunks
 from train.extras.meter.memory import MemoryMeter
 from train.loss import ModelWithLoss
-from train.memory.choice import choose
 from train.memory.devices import this_device
-from train.memory.explain import Change, Situation, is_out_of_memory, post_mortem
-from train.memory.plan import largest_fitting, target_of
+from train.memory.explain import Change, Situation, post_mortem
+from train.memory.ladder import cheaper, choose, largest_fitting
+from train.memory.oom import is_out_of_memory
 from train.memory.predict import Job, Prediction, Predictor
+from train.memory.question import target_of
 from train.memory.rehearsal import rehearse
 from train.optim import step_function
 from train.records import Meter, MicroBatch, StepOutcome
@@ -310,7 +311,6 @@ class MemorySession:
         situation = Situation(
             phase=fault.phase if fault else getattr(self.meter, "phase", "") or "outside a step",
             micro_batch_shape=shape,
-            step=None,
             bytes_by_kind=kinds,
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
             vocab_size=self._base.vocab_size if self._base else None,
@@ -339,44 +339,6 @@ class MemorySession:
         except UserError:
             pass
         return now, changes
-
-
-def cheaper(job: Job) -> list[tuple[str, str, Job]]:
-    """Settings that take less memory, those that cost least first: flags, what they cost, and the job with them."""
-
-    def changed(size: int | None = None, length: int | None = None, **values: Any) -> Job:
-        size, length = size or job.micro_batch_size, length or job.length
-        accumulates = job.accumulates or size < job.micro_batch_size
-        values = {**job.values, **values, "micro_batch_size": size, "max_length": length}
-        evaluated = job.eval_batch_size and min(job.eval_batch_size, size)
-        return replace(
-            job, values=values, micro_batch_size=size, length=length, accumulates=accumulates, eval_batch_size=evaluated
-        )
-
-    found = []
-    if job.micro_batch_size > 1 and not job.values["optimizer_in_backward"]:
-        half = job.micro_batch_size // 2
-        found.append((f"--micro_batch_size {half}", "same update, more micro-batches", changed(size=half)))
-    if not job.num_labels and job.values["loss"] == "full":
-        found.append(("--loss chunked", "same update, some logits at a time", changed(loss="chunked")))
-    if job.values["gradient_checkpointing"] != "full":
-        flags = "--gradient_checkpointing full"
-        found.append((flags, "same update, about a third more time", changed(gradient_checkpointing="full")))
-    optimizer, shared = job.values["optimizer"], job.sharding not in ("none", "ddp")
-    plain = optimizer == "adamw" and not shared and job.values["bf16_update"] == "nearest"
-    if plain and not job.values["optimizer_offload"]:
-        if job.target.device_type != "cpu":
-            note = "same update, made by the host; its state in host memory"
-            found.append(("--optimizer_offload True", note, changed(optimizer_offload=True)))
-        found.append(
-            ("--optimizer adamw_8bit", "moments of a byte: differs by rounding", changed(optimizer="adamw_8bit"))
-        )
-    if optimizer == "adamw" and not shared:
-        settings = {"optimizer": "adafactor", "optimizer_offload": False, "bf16_update": "nearest"}
-        found.append(("--optimizer adafactor", "another optimizer: tune it anew", changed(**settings)))
-    half = job.length // 2
-    found.append((f"--max_length {half}", "shorter examples: another task", changed(length=half)))
-    return found
 
 
 def further_measures(model: ModelWithLoss, config: Config) -> Sequence[Measure]:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Optimization
 from train.errors import StepError
-from train.memory.explain import is_out_of_memory
+from train.memory.oom import is_out_of_memory
 from train.records import IGNORE, Documents, Mark, MicroBatch, StepOutcome, unmarked
 from train.step import Counts, accumulate_gradients, apply_gradients, clip_gradients, count_targets
 
