@@ -611,7 +611,8 @@ def measure(task: Task) -> dict[str, Any]:
 
     from train.extras.meter.throughput import mfu, model_flops_per_token
     from train.launch import Launch
-    from train.memory.predict import build, random_batch
+    from train.memory.building import build
+    from train.memory.predict import random_batch
     from train.runtime import DeviceMeter, start_runtime
     from train.step import optimizer_step
 

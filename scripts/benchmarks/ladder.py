@@ -243,7 +243,8 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
     from accelerate import Accelerator
 
     from train.extras.activations.compilation import compile_layers
-    from train.memory.predict import build, random_batch
+    from train.memory.building import build
+    from train.memory.predict import random_batch
     from train.optim import step_function
     from train.runtime import resolve_precision
 
