@@ -155,7 +155,7 @@ def read_request(arguments: Sequence[str]) -> Request:
             f"--tokens_per_update {tokens}: the smallest micro-batch has {min(lengths) * min(sizes):,} tokens already."
         )
 
-    from train.memory.plan import position_limit, vocabulary_size
+    from train.memory.question import position_limit, vocabulary_size
     from train.tasks import TASKS, check_task
 
     check_task(config.data.task)
@@ -320,7 +320,7 @@ def job_for(request: Request, technique: str, length: int, size: int, accumulati
     Raises:
         UsageError: the technique does not go with the recipe.
     """
-    from train.memory.plan import job_of
+    from train.memory.question import job_of
 
     changes = {
         "max_length": length,
@@ -496,7 +496,7 @@ def _beyond(
     deadline: float,
 ) -> list[Cell]:
     """Predictions for the largest micro-batch within the budget, of each technique and length, where accumulated."""
-    from train.memory.plan import largest_fitting
+    from train.memory.ladder import largest_fitting
 
     found: list[Cell] = []
 
@@ -590,7 +590,7 @@ class Processes:
 
 
 def _answer(connection: Connection, task: Task) -> None:
-    from train.memory.explain import is_out_of_memory, parse_oom
+    from train.memory.oom import is_out_of_memory, parse_oom
 
     try:
         values = measure(task)
@@ -611,7 +611,8 @@ def measure(task: Task) -> dict[str, Any]:
 
     from train.extras.meter.throughput import mfu, model_flops_per_token
     from train.launch import Launch
-    from train.memory.predict import build, random_batch
+    from train.memory.building import build
+    from train.memory.predict import random_batch
     from train.runtime import DeviceMeter, start_runtime
     from train.step import optimizer_step
 

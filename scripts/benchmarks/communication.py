@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from train.config import Config, to_values  # noqa: E402
-from train.memory.predict import Job, Target, build, random_batch  # noqa: E402
+from train.memory.building import build  # noqa: E402
+from train.memory.predict import Job, Target, random_batch  # noqa: E402
 from train.memory.scaling import Division, Shape, Work, collectives, shape_of, state_of  # noqa: E402
 
 MODEL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,

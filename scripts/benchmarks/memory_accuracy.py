@@ -196,7 +196,8 @@ def measure(job: Job) -> dict[str, Any]:
     import torch
     from accelerate import Accelerator
 
-    from train.memory.predict import build, random_batch
+    from train.memory.building import build
+    from train.memory.predict import random_batch
     from train.runtime import resolve_precision
     from train.step import optimizer_step
 

@@ -29,7 +29,8 @@ from train.extras.meter.tracker import (
     held_by,
     tag_gradients,
 )
-from train.memory.predict import Job, Prediction, Predictor, Target, build, random_batch
+from train.memory.building import build
+from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
 from train.optim import step_function
 from train.runtime import resolve_precision
 
