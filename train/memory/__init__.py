@@ -51,14 +51,16 @@ class Room(Extra):
         return run.config
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        self._session.ask(batches)
+        from train.data import arithmetic_of
+
+        self._session.ask(batches, arithmetic_of(run.config, run.launch.dp_size).accumulation_steps > 1)
 
     def ready(self, run: Run, parts: Parts) -> None:
         if not run.outputs.is_complete(parts.goal.total_steps):
             self._session.rehearse(parts)
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        from train.memory.explain import is_out_of_memory
+        from train.memory.oom import is_out_of_memory
 
         if self._session is None or not (hasattr(error, "fault") or is_out_of_memory(error)):
             return None

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from train.config import Config, parse
-from train.records import EXIT_DONE, UsageError, UserError
-from train.launch import let_segments_grow
+from train.launch import use_expandable_segments
 from train.memory import advice
 from train.memory.devices import Device, find_device, this_device
 from train.memory.explain import explain
@@ -21,6 +20,7 @@ from train.memory.flags import numbers, positive, with_underscores
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import Job, Predictor
 from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
+from train.records import EXIT_DONE, UsageError, UserError
 
 PROGRAM = "python -m train.memory"
 ABOUT = """\
@@ -74,7 +74,7 @@ class Request:
 
 def main(arguments: list[str] | None = None) -> int:
     """Answers the command line and returns the exit status (see ``train.errors``)."""
-    let_segments_grow()  # as a run does
+    use_expandable_segments()  # as a run does
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}
     try:
@@ -190,7 +190,7 @@ def read_request(command: str, arguments: list[str]) -> Request:
         raise UsageError(f"--picture {own.picture}: give a name that ends in .png, .pdf or .svg.")
     config = parse(words)
     open_micro_batch = config.optimization.micro_batch_size == "auto"
-    open_checkpointing = config.architecture.gradient_checkpointing == "auto"
+    open_checkpointing = config.get("gradient_checkpointing") == "auto"
     if command == "predict" and (open_length or open_micro_batch or open_checkpointing):
         raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
     if open_micro_batch and config.optimization.global_batch_size is None and not own.grid:
@@ -198,8 +198,7 @@ def read_request(command: str, arguments: list[str]) -> Request:
     if open_micro_batch:  # the search begins with the smallest
         config = replace(config, optimization=replace(config.optimization, micro_batch_size=1))
     if open_checkpointing:  # likewise: all of it is tried
-        plain = replace(config.architecture, gradient_checkpointing="none", gradient_checkpointing_offload=False)
-        config = replace(config, architecture=plain)
+        config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)
     device = find_device(own.device) if own.device else this_device()
     question = _question(config, device, own)
     return Request(
@@ -244,8 +243,8 @@ def _own_flags(command: str) -> _Parser:
     add(
         "padded",
         choices=("yes", "no"),
-        help="whether examples of one micro-batch differ in length; default: yes for masked_lm and "
-        "sequence_classification with 2 or more (causal_lm needs no mask)",
+        help="whether examples of one micro-batch differ in length; default: yes, where the "
+        "task needs a mask and a micro-batch has 2 or more",
     )
     add("json", metavar="PATH", nargs="?", const="-", help="write the answer as JSON, without PATH instead of the text")
     if command == "plan":
@@ -268,12 +267,11 @@ def _without_auto(words: list[str], name: str) -> tuple[list[str], bool]:
 
 
 def _question(config: Config, device: Device, own: argparse.Namespace) -> Question:
-    from train.tasks import TASKS, check_task
+    from train.tasks import load_task
 
-    check_task(config.data.task)
-    classifies = TASKS[config.data.task] == TASKS["sequence_classification"]
+    classifies = load_task(config.data.task).labelled
     if own.num_labels is not None and not classifies:
-        raise UsageError(f"--num_labels is for sequence_classification; the task is {config.data.task}.")
+        raise UsageError(f"--num_labels is for tasks with labels, and {config.data.task} has none.")
     if own.sharding not in (None, OFFLOAD) and own.world_size == 1:
         raise UsageError(f"--sharding {own.sharding} needs several devices: give --world_size too.")
     return Question(

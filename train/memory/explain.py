@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from train.records import UsageError
 from train.memory.ladder import CHECKPOINTING, CHUNKED, EVALUATION, MAX_LENGTH, MICRO_BATCH, REMEDIES
 from train.memory.oom import OutOfMemory, parse_oom
 from train.outputs_log import gib, percent
+from train.records import UsageError
 
 _WIDTH = 100
 

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.extras.long_sequences import attention
 from train.launch import cpu_has_fast_bf16
+from train.memory.optional import module_of
+
+attention = module_of("long_sequences", "attention")
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -54,17 +56,19 @@ class Attention:
     def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         self._capability, self._prefers_cudnn = capability, prefers_cudnn
         self._original = F.scaled_dot_product_attention
-        self._at_once = attention._attend_at_once
+        self._at_once = getattr(attention, "_attend_at_once", None)
         self.kernels_used: set[str] = set()
 
     def __enter__(self) -> Attention:
         F.scaled_dot_product_attention = self._attend  # pyright: ignore[reportAttributeAccessIssue]
-        attention._attend_at_once = self._attend_at_once
+        if attention is not None:
+            attention._attend_at_once = self._attend_at_once
         return self
 
     def __exit__(self, *exception: Any) -> None:
         F.scaled_dot_product_attention = self._original
-        attention._attend_at_once = self._at_once
+        if attention is not None:
+            attention._attend_at_once = self._at_once
 
     def _attend_at_once(self, *args: Any) -> Tensor:
         """What is asked of all documents at once is asked of the real operator: it needs no card to say its sizes."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from train.records import UserError
 from train.outputs_log import gib
+from train.records import UserError
 
 if TYPE_CHECKING:
     from train.memory.predict import Job

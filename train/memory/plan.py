@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol
 
-from train.records import UserError
 from train.memory.ladder import Recompute, largest_fitting
 from train.memory.predict import Job, Prediction
 from train.memory.question import CHECKPOINTING, OFFLOAD, Question, Setting, position_limit, replace_length
 from train.memory.zero import MOMENTS
+from train.records import UserError
 
 EQUALLY_FAST = 0.02
 """Settings whose estimates differ by less are taken as equally fast: the one that needs less is kept."""
@@ -119,7 +119,7 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
         host = weights + (1 + MOMENTS[question.config.optimization.optimizer]) * trained
         # in for forward, in for backward, gradients out
         link = (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
-    elif question.config.optimization.optimizer_offload and question.device.name != "cpu":
+    elif question.config.get("optimizer_offload") and question.device.name != "cpu":
         host = 4 * (1 + MOMENTS["adamw"]) * prediction.num_trained_parameters  # fp32 weights and moments
     host += prediction.offloaded_bytes
     link += _waiting_for_inputs(prediction)
@@ -158,9 +158,9 @@ class Search:
     def __init__(self, question: Question, predictions: Predictions) -> None:
         self.question, self._predictions = question, predictions
         per_rank = question.global_batch_size // question.world_size
-        accumulates = not question.config.optimization.optimizer_in_backward
+        accumulates = not question.config.get("optimizer_in_backward")
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
-        tiled = question.config.architecture.tiled_mlp
+        tiled = question.config.get("tiled_mlp")
         self._base = Setting(self._sizes[0], "none", question.precision, "full", tiled_mlp=tiled)
         self.ways: tuple[Recompute, ...] = CHECKPOINTING
         """Ways to recompute that are tried, the fastest first."""

@@ -51,7 +51,8 @@ class Job:
     values: dict[str, Any]
     """The configuration as flat values, see :func:`train.config.to_values`."""
     target: Target
-    auto_class: str
+    task: str
+    """The name of a file in train/tasks/."""
     vocab_size: int
     micro_batch_size: int
     length: int
@@ -225,22 +226,23 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     """A micro-batch of the job's shape on the CPU; of zeros where tensors are fake."""
     import torch
 
-    from train.records import Documents, MicroBatch
+    from train.records import MicroBatch
 
     shape, high = (size, job.length), job.vocab_size
-    inputs = {name: torch.randint(3, high, shape) for name in job.input_names}
+    inputs: dict[str, Any] = {name: torch.randint(3, high, shape) for name in job.input_names}
     if job.padded:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         inputs["attention_mask"][:, -1] = 0
-    documents = None
-    if job.values["packing"]:
+    if job.values.get("packing"):
+        from train.extras.long_sequences.documents import Documents
+
         fit = [sum(row) for row in job.documents] == [job.length] * size  # not where another shape is asked for
         lengths = job.documents if fit else ((job.length,),) * size
         documents = Documents.of(lengths)
-        inputs["position_ids"] = documents.position_ids()
+        inputs |= {"position_ids": documents.position_ids(), "documents": documents}
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
     num_targets = job.num_targets or labels.numel()
-    return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length, documents)
+    return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)
 
 
 def job_from(values: dict[str, Any]) -> Job:

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from train.config import Config, check_optimizer, from_values, to_values
-from train.records import UsageError, UserError
+from train import extras
+from train.config import Config, to_values
 from train.launch import Launch
-from train.launch import check_optimizer as check_optimizer_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import FLAGS, LADDER, Recompute, flags_of, ladder_on
 from train.memory.predict import Job, Target
 from train.memory.zero import STAGE
+from train.records import UsageError, UserError
 
 MARGIN = 0.02
 """Share of the device left free: for the display, other processes, and kernels that are loaded later."""
@@ -78,20 +78,19 @@ def job_of(
         UsageError: the sizes of the batch contradict each other, or there is no such task.
     """
     from train.batching import batch_arithmetic
-    from train.tasks import build_task, check_task
+    from train.tasks import load_task
 
-    data, optim = config.data, config.optimization
-    check_task(data.task)
+    data, optim, task = config.data, config.optimization, load_task(config.data.task)
     size = _micro_batch_size(config, world_size)
     given = optim.micro_batch_size if optim.max_tokens_per_micro_batch else size
     assert given != "auto"
     arithmetic = batch_arithmetic(given, optim.gradient_accumulation_steps, optim.global_batch_size, world_size)
     if padded is None:
-        padded = data.task != "causal_lm" and size > 1 and not data.packing
+        padded = not task.is_causal and size > 1 and not config.get("packing")
     return Job(
         values=to_values(config),
         target=target,
-        auto_class=build_task(data).auto_class,
+        task=data.task,
         vocab_size=vocab_size,
         micro_batch_size=size,
         length=data.max_length,
@@ -133,7 +132,7 @@ def vocabulary_size(config: Config) -> int:
         )
     if spec.startswith("train:"):
         return int(spec.removeprefix("train:"))
-    from train.tokenization import load_tokenizer
+    from train.data import load_tokenizer
 
     try:
         return len(load_tokenizer(spec, (), trust_remote_code=architecture.trust_remote_code))
@@ -143,10 +142,10 @@ def vocabulary_size(config: Config) -> int:
 
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
-    architecture, limit = config.architecture, _own_positions(config)
-    if limit is None or architecture.rope_scaling == "none":
+    limit, factor = _own_positions(config), config.get("rope_scaling_factor")
+    if limit is None or config.get("rope_scaling", "none") == "none":
         return limit
-    return None if architecture.rope_scaling_factor is None else math.ceil(limit * architecture.rope_scaling_factor)
+    return None if factor is None else math.ceil(limit * factor)
 
 
 def _own_positions(config: Config) -> int | None:
@@ -242,7 +241,7 @@ class Question:
     @property
     def room_bytes(self) -> int:
         """What a rank may take of its device, without the margin; no more than the configuration's own budget."""
-        budget = self.config.memory.memory_budget_gib
+        budget = self.config.get("memory_budget_gib")
         total = self.device.total_bytes if budget is None else min(self.device.total_bytes, budget * 2**30)
         return int(total * (1 - MARGIN))
 
@@ -282,7 +281,7 @@ class Question:
     @property
     def automatic_loss(self) -> str:
         """What ``auto`` stands for with most models; :func:`train.loss.choose_loss` has the last word."""
-        from train.loss import MIN_CHUNKED_CLASSES
+        from train.extras.losses.choice import MIN_CHUNKED_CLASSES
 
         return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss
 
@@ -291,7 +290,7 @@ class Question:
         """From fast and large to slow and small."""
         if self.num_labels:
             return ("full",)
-        asked = self.config.optimization.loss
+        asked = self.config.get("loss")
         return "full", self._best_loss if asked in ("auto", "full") else asked
 
     @property
@@ -299,8 +298,8 @@ class Question:
         """The loss without all logits that a run would choose, with the packages that are installed here."""
         import torch
 
-        from train.cross_entropy import Objective
         from train.extras.losses.fused import Place, best_kernel
+        from train.loss import Objective
 
         target, optim = target_of(self.device), self.config.optimization
         names = {"fp16": "float16", "bf16": "bfloat16"}
@@ -319,10 +318,11 @@ class Question:
 
     @property
     def needs_whole_weights(self) -> bool:
-        """Whether the optimizer works on whole weights alone, as in :func:`train.launch.check_optimizer`."""
-        optim = self.config.optimization
-        unusual = optim.optimizer in ("adamw_8bit", "adafactor") or optim.bf16_update != "nearest"
-        return unusual or optim.optimizer_offload or optim.optimizer_in_backward
+        """Whether the optimizer works on whole weights alone, as the checks of the optimizers say."""
+        config = self.config
+        unusual = config.optimization.optimizer in ("adamw_8bit", "adafactor")
+        unusual = unusual or config.get("bf16_update", "nearest") != "nearest"
+        return unusual or bool(config.get("optimizer_offload") or config.get("optimizer_in_backward"))
 
     @property
     def may_offload(self) -> bool:
@@ -347,15 +347,14 @@ class Question:
         """
         config = self.configured(setting)
         engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
-        check_optimizer(config)
-        check_optimizer_launch(Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")), config)
+        extras.check(config, Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")))
         target = _ranking_target(self.device)
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
 
     def configured(self, setting: Setting) -> Config:
         """The configuration with ``setting`` and the same global batch."""
-        return from_values({**to_values(self.config), **self.changes(setting)})
+        return self.config.changed(**self.changes(setting))
 
     def changes(self, setting: Setting) -> dict[str, Any]:
         """What has to change in the configuration for ``setting``, by flag."""
@@ -374,10 +373,9 @@ class Question:
 
 def replace_length(question: Question, length: int) -> Question:
     """``question`` with another ``max_length``."""
-    config = replace(question.config, data=replace(question.config.data, max_length=length))
-    architecture = config.architecture
-    if architecture.rope_scaling != "none" and architecture.rope_scaling_factor is None:
+    config = question.config.changed(max_length=length)
+    if config.get("rope_scaling", "none") != "none" and config.get("rope_scaling_factor") is None:
         # The factor follows the length, and takes no memory; but it is never below one.
         factor = max(2.0, length / (_own_positions(config) or length))
-        config = replace(config, architecture=replace(architecture, rope_scaling_factor=factor))
+        config = config.changed(rope_scaling_factor=factor)
     return replace(question, config=config)

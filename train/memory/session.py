@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.config import Config, to_values
+from train.extras.host_memory import free_host_bytes
 from train.memory import Options
 from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, post_mortem

@@ -9,19 +9,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from train.config import Architecture, from_values
-from train.extras.adapters.lora import parameter_counts
+from train.config import Config, from_values
 from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
-from train.launch import segments_grow
+from train.launch import uses_expandable_segments
 from train.memory import fake_cuda, ranks, zero
 from train.memory.allocator import replay
-from train.memory.building import accelerator_of, build
+from train.memory.building import build, run_of
 from train.memory.costs import Costs
 from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles, one_piece
 from train.memory.kernels import Attention, library_workspace_bytes
 from train.memory.loss_kernels import library_losses
 from train.memory.predict import CUDA_GRANULE_BYTES, Job, Prediction, Target, random_batch
-from train.optim import step_function
+from train.memory.rehearsal import make_optimizer_state
+from train.model import parameter_counts
+from train.step import Engine
 
 
 class Trial:
@@ -35,17 +36,18 @@ class Trial:
         self.asked, self.on_cuda = job.values, job.target.device_type == "cuda"
         if job.sharding in zero.STAGE:
             job = replace(job, values=zero.engine_values(job.values))
-        self.job, self.config, self.stack = job, from_values(job.values), stack
+        self.job, self.stack = job, stack
+        config, self.notes = _with_known_attention(from_values(job.values))
         if self.on_cuda:
             fake_cuda.install(job.target.capability)
-        self.architecture, self.notes = _with_known_attention(self.config.architecture)
-        if self.config.data.packing and not job.documents:
+        if config.get("packing") and not job.documents:
             self.notes.append("packing: one document a row is assumed, which takes longest")
-        if self.on_cuda and self.architecture.gradient_checkpointing_offload and not torch.cuda.is_initialized():
+        if self.on_cuda and config.get("gradient_checkpointing_offload") and not torch.cuda.is_initialized():
             ranks.still_streams()
-        if self.architecture.compile:
+        if config.get("compile"):
             self.notes.append("compile: the uncompiled step is predicted; compiled layers may keep other tensors")
-        self.accelerator = accelerator_of(job, self.config)
+        self.run = run_of(job, config)
+        self.accelerator = self.run.accelerator
         self.costs = _costs_on(job.target)
         stack.enter_context(fake_tensors())
         # Made before anything is counted: on the device only the step's own copies count.
@@ -77,7 +79,7 @@ class Trial:
 
     def build(self) -> None:
         """Builds model and optimizer, and tells the tracker which tensors are parameters and gradients."""
-        self.model, self.optimizer, self.network = build(self.job, self.architecture, self.config, self.accelerator)
+        self.model, self.optimizer, self.network = build(self.job, self.run)
         self.parameters = list(self.network.parameters())
         self.tracker.tag(PARAMETERS, held_by(self.network))
         for handle in tag_gradients(self.tracker, self.parameters):
@@ -112,12 +114,8 @@ class Trial:
         """
         self.tracker.restart_trace()  # a run builds on the CPU and moves only what remains of each tensor to the device
         self.tracker.mark("optimizer")
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        for some in [[p] for p in trained] if self.config.optimization.optimizer_in_backward else [trained]:
-            for parameter in some:
-                parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.optimizer.step()
-            self.optimizer.optimizer.zero_grad()
+        in_backward = bool(self.run.config.get("optimizer_in_backward"))
+        make_optimizer_state(self.parameters, self.optimizer, one_by_one=in_backward)
         states = self.optimizer.optimizer.state.values()
         self.tracker.tag(OPTIMIZER_STATE, [value for state in states for value in state.values()])
         if self.job.accumulates and self.job.sharding != "zero2":
@@ -129,8 +127,9 @@ class Trial:
         """Makes the step that is counted."""
         self.tracker.mark("idle")
         self.tracker.reset_peak()
-        optim, mark = self.config.optimization, self.tracker.mark
-        step_function(optim)(self.accelerator, self.model, self.optimizer, self.window, optim, mark=mark)
+        engine = Engine(self.accelerator, self.run.config, self.tracker.mark)
+        engine = self.run.extras.pipe("wrap_step", self.run, engine)
+        engine.step(self.model, self.optimizer, self.window)
         self.flops, self.seconds = (self.costs.flops, self.costs.seconds) if self.costs else (None, None)
 
     def evaluate(self) -> None:
@@ -152,7 +151,7 @@ class Trial:
         peak, trace = self.tracker.peak, self.tracker.trace
         reserved = peak.num_bytes
         if trace is not None:
-            reserved = replay(trace, expandable_segments=segments_grow()).reserved_bytes
+            reserved = replay(trace, expandable_segments=uses_expandable_segments()).reserved_bytes
         return Prediction(
             peak_bytes=peak.num_bytes,
             phase=peak.phase,
@@ -178,13 +177,13 @@ def _costs_on(target: Target) -> Costs | None:
     return Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
 
 
-def _with_known_attention(architecture: Architecture) -> tuple[Architecture, list[str]]:
+def _with_known_attention(config: Config) -> tuple[Config, list[str]]:
     """Attention of separate packages is predicted as SDPA's flash kernel, which keeps the same tensors."""
-    asked = architecture.attn_implementation
+    asked = config.architecture.attn_implementation
     if asked in (None, "sdpa", "eager"):
-        return architecture, []
+        return config, []
     note = f"attention {asked} is predicted as sdpa, whose flash kernel keeps the same tensors"
-    return replace(architecture, attn_implementation="sdpa"), [note]
+    return config.changed(attn_implementation="sdpa"), [note]
 
 
 def _drop_gradient(parameter: Tensor) -> None:

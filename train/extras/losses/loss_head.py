@@ -25,9 +25,11 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
     if type(head_of(model)) not in (nn.Linear, LossHead):
         return "it has no output embedding that is a plain nn.Linear"
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
+    from torch.utils._python_dispatch import _disable_current_modes
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        # What a prediction counts, and the device that it builds on, are of no concern here.
+        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             return _trial(without_weights(model).eval())
     except Exception as error:  # models fail in their own ways
         return f"trying it failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"

@@ -1,4 +1,4 @@
-"""How one type of device is measured: the figures of a step, and the gauge for devices that count nothing themselves."""
+"""How one type of device is measured: the figures of a step, and the gauge for devices that do not count."""
 
 from __future__ import annotations
 

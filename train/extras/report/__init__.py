@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Options:
     """Report page, model card, trackers, the Hub."""
 
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = option((), "Trackers: tensorboard trackio wandb.")
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = option((), "Trackers to log to.")
     run_name: str | None = option(None, "In trackers, report and model card; default: the folder's name.")
     push_to_hub: bool = option(False, "Upload final/ to the Hub.")
     hub_model_id: str | None = option(None, "user/name to upload to.")

@@ -74,9 +74,9 @@ def _front_matter(config: Config, task: type[Task]) -> str:
 
 
 def _what_it_is(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
-    source, adapter = config.architecture.model, _ADAPTERS.get(config.architecture.adapter)
+    source, adapter = config.architecture.model, _ADAPTERS.get(config.get("adapter", "none"))
     origin = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
-    by = f" by {adapter} of rank {config.architecture.lora_rank}" if adapter else ""
+    by = f" by {adapter} of rank {config.get('lora_rank')}" if adapter else ""
     parts = [
         f"A {task.title or words(task.name)} model {origin}{by} on `{_public(config.data.dataset)}`",
         shown(summary, "steps", "{:,} steps".format),
@@ -87,7 +87,7 @@ def _what_it_is(config: Config, task: type[Task], summary: Mapping[str, Any]) ->
 
 
 def _how_to_load(config: Config, task: type[Task]) -> str:
-    source, adapter, loader = config.architecture.model, config.architecture.adapter, task.auto_class
+    source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
     if source is not None and ":" in source and not _is_local(source):
         return (
             f"The weights are in `model.safetensors`; build the model with `{source}` and fill it with "
