@@ -183,6 +183,14 @@ def test_parquet_in_batches(tmp_path: Path) -> None:
     assert found[f"d.parquet:{count}"]["label"] == (count - 1) // 2
 
 
+def test_a_parquet_text_that_is_not_utf_8_costs_only_its_record(tmp_path: Path) -> None:
+    raw = pa.array([b"one", b"t\xff", b"three"], pa.binary())
+    broken = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"text": broken}), tmp_path / "d.parquet")
+    assert "d.parquet:2: not UTF-8 (byte 0xff)" in message(tmp_path / "d.parquet")
+    assert texts(load(tmp_path / "d.parquet", on_bad_record="skip")) == {"one", "three"}
+
+
 def test_damaged_parquet(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no such thing PAR1")
     assert "d.parquet: not a readable Parquet file" in message(tmp_path / "d.parquet")

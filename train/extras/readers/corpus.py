@@ -47,13 +47,9 @@ def load_corpus(data: Data, labelled: bool) -> Corpus:
     if "validation" not in splits:
         splits["train"], splits["validation"], note = _hold_out(splits["train"], data, labelled)
         notes += (note,)
-    return Corpus(
-        name=data.dataset,
-        train=_limit(splits["train"], data.max_train_samples),
-        validation=_limit(splits["validation"], data.max_eval_samples),
-        test=splits.get("test"),
-        notes=notes,
-    )
+    train = _limit(splits["train"], data.max_train_samples)
+    validation = _limit(splits["validation"], data.max_eval_samples)
+    return Corpus(data.dataset, train, validation, splits.get("test"), notes)
 
 
 def _load(data: Data, labelled: bool) -> rows.Splits:

@@ -29,8 +29,6 @@ _SHARD = re.compile(r"[-_.]\d.*$")  # the number of a shard
 _WORD = re.compile(r"[^\W\d_]+")
 
 STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".html")
-STDLIB_VERSION = 1
-"""Part of the cache key: raise it when other text is made of a file of the standard library."""
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -178,11 +176,10 @@ def load_stdlib() -> Splits:
 
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, _ = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
-    keys = tuple(
-        readers.file_key(file, file.relative_to(folder).as_posix()) for file in found if file.suffix in STDLIB_SUFFIXES
-    )
+    texts = [file for file in found if file.suffix in STDLIB_SUFFIXES]
+    keys = tuple(readers.file_key(file, file.relative_to(folder).as_posix()) for file in texts)
     columns = Features({name: Value("string") for name in ("text", "source")})
-    documents = rows.cached(stdlib_rows, columns, files=keys, version=STDLIB_VERSION)
+    documents = rows.cached(stdlib_rows, columns, files=keys, version=rows.FORMAT)
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
     size, python = sum(key[2] for key in keys) / 1e6, platform.python_version()

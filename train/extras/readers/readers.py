@@ -228,8 +228,12 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
             names = _check_names(path, file.schema_arrow.names)
             wanted = list(columns) if set(columns) <= set(names) else None  # all: the message tells their names
             for batch in file.iter_batches(ROWS_IN_MEMORY, columns=wanted):
-                for record in batch.to_pylist():
+                for index in range(batch.num_rows):
                     number += 1
+                    try:
+                        record: Any = batch.slice(index, 1).to_pylist()[0]
+                    except UnicodeDecodeError as error:
+                        record = Problem("not UTF-8", f"byte 0x{error.object[error.start]:02x}")
                     yield number, record
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files raise them
         if isinstance(error, OSError) and error.errno:

@@ -124,7 +124,7 @@ def cached(generator: Callable[..., Iterator[Any]], columns: datasets.Features, 
     from datasets import Dataset
 
     try:
-        with errors_of_people():
+        with user_errors():
             # datasets would split a list into shards; keys are therefore made of tuples.
             return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
     except ValueError:
@@ -135,7 +135,7 @@ def cached(generator: Callable[..., Iterator[Any]], columns: datasets.Features, 
 
 
 @contextlib.contextmanager
-def errors_of_people() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Turns the library's error into the UserError that caused it, or into one if a file or disk did."""
     from datasets.exceptions import DatasetGenerationError
 
@@ -146,8 +146,7 @@ def errors_of_people() -> Iterator[None]:
         if isinstance(cause, UserError):
             raise cause from None
         if isinstance(cause, OSError):
-            where = cause.filename or "reading the data"
-            raise UserError(f"{where}: {cause.strerror or cause}.") from None
+            raise UserError(f"{cause.filename or 'reading the data'}: {cause.strerror or cause}.") from None
         raise
 
 

@@ -151,7 +151,7 @@ def _documents(loaded: Any, data: Data, labelled: bool, name: Any, split: str) -
         folder.mkdir(parents=True, exist_ok=True)
         options = {"cache_file_name": str(folder / f"{digest}.arrow"), "new_fingerprint": digest}
         options |= {"writer_batch_size": rows.ROWS_IN_MEMORY, "desc": f"Checking {what}"}
-    with rows.errors_of_people():
+    with rows.user_errors():
         judged = loaded.map(
             judge, with_indices=True, remove_columns=wanted, features=rows.features(), fn_kwargs=key, **options
         )
