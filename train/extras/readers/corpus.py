@@ -56,7 +56,7 @@ def _load(data: Data, labelled: bool) -> rows.Splits:
     name = data.dataset
     if name == "stdlib":
         if data.streaming:
-            raise UsageError("streaming: stdlib is made on this machine; there is nothing to stream.")
+            raise UsageError("streaming: stdlib is on this machine already; there is nothing to stream.")
         if labelled:
             raise UserError("stdlib has no labels. Write --dataset recipes/stdlib_packages.py:documents.")
         return files.load_stdlib()
