@@ -146,7 +146,7 @@ def few_tiles(tracker: FakeTracker) -> Iterator[None]:
         finally:
             tracker.repeats = 1
 
-    all_tiles = getattr(tiling, "tiles", None)
+    all_tiles: Any = getattr(tiling, "tiles", None)
     with patched(tiling, "tiles", some_tiles):
         yield
 

@@ -109,17 +109,13 @@ def _default_lengths(question: Question) -> list[int]:
 
 def _job(question: Question, length: int, micro_batch_size: int) -> Job:
     """A cell's step. Whether gradients are accumulated stays as it is, so that cells differ by their size alone."""
-    optim = question.config.optimization
     accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
-    optim = replace(
-        optim,
-        micro_batch_size=micro_batch_size,
-        max_tokens_per_micro_batch=None,
-        global_batch_size=None,
-        gradient_accumulation_steps=2 if accumulates else 1,
-    )
+    changes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "global_batch_size": None}
+    if question.config.get("max_tokens_per_micro_batch") is not None:
+        changes["max_tokens_per_micro_batch"] = None
     sized = replace_length(question, length)
-    sized = replace(sized, config=replace(sized.config, optimization=optim))
+    changed = sized.config.changed(**changes, gradient_accumulation_steps=2 if accumulates else 1)
+    sized = replace(sized, config=changed)
     return sized.job(sized.asked)
 
 

@@ -56,7 +56,7 @@ class Attention:
     def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         self._capability, self._prefers_cudnn = capability, prefers_cudnn
         self._original = F.scaled_dot_product_attention
-        self._at_once = getattr(attention, "_attend_at_once", None)
+        self._at_once: Any = getattr(attention, "_attend_at_once", None)
         self.kernels_used: set[str] = set()
 
     def __enter__(self) -> Attention:

@@ -15,6 +15,8 @@ from train.memory.predict import Job, Target
 from train.memory.zero import STAGE
 from train.records import UsageError, UserError
 
+BYTE_VOCABULARY = 259
+"""Entries of the tokenizer ``bytes``."""
 MARGIN = 0.02
 """Share of the device left free: for the display, other processes, and kernels that are loaded later."""
 OFFLOAD = "fsdp2_offload"
@@ -82,7 +84,7 @@ def job_of(
 
     data, optim, task = config.data, config.optimization, load_task(config.data.task)
     size = _micro_batch_size(config, world_size)
-    given = optim.micro_batch_size if optim.max_tokens_per_micro_batch else size
+    given = optim.micro_batch_size if config.get("max_tokens_per_micro_batch") else size
     assert given != "auto"
     arithmetic = batch_arithmetic(given, optim.gradient_accumulation_steps, optim.global_batch_size, world_size)
     if padded is None:
@@ -105,9 +107,9 @@ def job_of(
 def _micro_batch_size(config: Config, world_size: int) -> int:
     """Examples of a micro-batch; where tokens form it, as many of the longest as it may hold."""
     optim = config.optimization
-    if optim.max_tokens_per_micro_batch is not None:
+    if config.get("max_tokens_per_micro_batch") is not None:
         most = (optim.global_batch_size or world_size) - world_size + 1
-        return max(1, min(optim.max_tokens_per_micro_batch // config.data.max_length, most))
+        return max(1, min(config.get("max_tokens_per_micro_batch") // config.data.max_length, most))
     if optim.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto does not give a size yet. Give one here.")
     return optim.micro_batch_size
@@ -135,7 +137,9 @@ def vocabulary_size(config: Config) -> int:
     from train.data import load_tokenizer
 
     try:
-        return len(load_tokenizer(spec, (), trust_remote_code=architecture.trust_remote_code))
+        if spec == "bytes":
+            return BYTE_VOCABULARY
+        return len(load_tokenizer(spec, architecture.trust_remote_code))
     except UserError as error:
         raise UserError(f"{error} Or give the size of its vocabulary: --vocab_size 32000.") from None
 
@@ -259,7 +263,7 @@ class Question:
         from train.batching import batch_arithmetic
 
         optim = self.config.optimization
-        size = 1 if optim.max_tokens_per_micro_batch else _micro_batch_size(self.config, self.world_size)
+        size = 1 if self.config.get("max_tokens_per_micro_batch") else _micro_batch_size(self.config, self.world_size)
         return batch_arithmetic(
             size, optim.gradient_accumulation_steps, optim.global_batch_size, self.world_size
         ).global_batch_size
@@ -362,7 +366,7 @@ class Question:
         del wanted["sharding"]  # the launcher's
         if values["loss"] == "auto" and setting.loss == self.automatic_loss:
             wanted["loss"] = "auto"
-        if values["max_tokens_per_micro_batch"] is not None:
+        if values.get("max_tokens_per_micro_batch") is not None:
             del wanted["micro_batch_size"]
             if setting.micro_batch_size != self.asked.micro_batch_size:
                 wanted["max_tokens_per_micro_batch"] = setting.micro_batch_size * values["max_length"]
