@@ -44,7 +44,7 @@ class StepTime:
 
     compute: float
     exchange: float
-    """All exchanges one after the other, with the host's memory too."""
+    """All exchanges one after the other, including those with the host's memory."""
     waiting: float
     """The part that computation does not hide, and updates by the host."""
 

@@ -110,12 +110,19 @@ def finish(options: Options, found: dict[str, Any], page: Callable[[dict[str, An
 
 
 def prepare_environment() -> None:
-    """What libraries read when they are imported: no network, quiet logs, one card."""
+    """Sets what libraries read when they are imported: no network, quiet logs, one card."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the lines of torch's profiler
     # One card: transformers' Trainer would spread each batch over all that it sees.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def lead_processes_here() -> None:
+    """Has processes that this one starts import this checkout, whatever is installed."""
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if known[0] != str(ROOT):
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, known)])
 
 
 def write_figures(path: Path, found: Mapping[str, Any]) -> None:
@@ -312,7 +319,7 @@ def apart(arguments: Sequence[str], question: Any, timeout_seconds: float) -> di
     Returns:
         ``outcome`` ok with the fields of the answer; or oom, error (with ``message``) or timeout.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    lead_processes_here()
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -320,7 +327,6 @@ def apart(arguments: Sequence[str], question: Any, timeout_seconds: float) -> di
             capture_output=True,
             text=True,
             timeout=timeout_seconds,
-            env=environment,
         )
     except subprocess.TimeoutExpired:
         return {"outcome": "timeout"}
@@ -348,6 +354,7 @@ class Processes:
     libraries: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        lead_processes_here()
         forking, fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
         self._context = forking if self.on_cpu else fresh
         if self.on_cpu:

@@ -91,12 +91,12 @@ def compare(jobs: list[Job], budget_seconds: float) -> list[dict[str, Any]]:
                 }
             except UserError as error:
                 row["error"] = str(error)
-            for found, foretold, name in (
+            for truth, guess, name in (
                 ("measured_bytes", "predicted_bytes", "error_percent"),
                 ("reserved_bytes", "predicted_reserved_bytes", "reserved_error_percent"),
             ):
-                if found in row and foretold in row:
-                    row[name] = 100 * (row[foretold] / row[found] - 1)
+                if truth in row and guess in row:
+                    row[name] = 100 * (row[guess] / row[truth] - 1)
             rows.append(row)
             print(TABLE.row(cells(row)), flush=True)
     return rows

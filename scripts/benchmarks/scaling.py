@@ -27,7 +27,7 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder on which depends how much its devices exchange."""
+    """The sizes of a decoder that decide how much its devices exchange."""
 
     num_parameters: int
     """Tied embeddings are counted once."""
@@ -48,7 +48,7 @@ class Shape:
 
 
 def shape_of(network: nn.Module) -> Shape:
-    """The shape of a decoder of transformers, on whatever device, before it is sharded."""
+    """The shape of a transformers decoder on any device, before it is sharded."""
     config: Any = network.config
     classes = set(getattr(network, "_no_split_modules", None) or ())
     layers = [module for module in network.modules() if type(module).__name__ in classes]

@@ -216,3 +216,21 @@ def test_traced_allocations_and_tracked_peaks_agree() -> None:
     with harness.traced_allocations(held_bytes=4000) as traced:
         step()
     assert traced.peak_bytes == pytest.approx(peak, abs=100)  # scalars are counted by one of them
+
+
+def test_processes_import_this_checkout(tmp_path: Path) -> None:
+    """Although another copy of the package comes first on their path."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "__init__.py").touch()
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from scripts.benchmarks import harness, looping\n"
+        "import train.wording\n"
+        "if __name__ == '__main__':\n"
+        "    print(harness.Processes(True, ['train.wording']).call(train.wording.gib, 2**30))\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == "1.00 GiB\n", done.stderr

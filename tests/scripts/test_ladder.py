@@ -136,7 +136,7 @@ def test_real_step_in_a_process_of_its_own(settings: dict[str, Any]) -> None:
     assert row["tokens_per_second"] == pytest.approx(128 / row["seconds"])
 
 
-def test_a_step_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = replace(tiny_job(128), auto_class="AutoModelForNothing")
     row = ladder_search.tried_apart(broken, "template", 120)
     assert row["outcome"] == "error"

@@ -123,13 +123,13 @@ def test_help_imports_nothing_heavy() -> None:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-class Foretold:
-    """A predictor: tokens of a micro-batch × 2^20 bytes, half of it with full checkpointing."""
+class LinearPredictor:
+    """Predicts 2^20 bytes for each token of a micro-batch, half as many with full checkpointing."""
 
     def __init__(self) -> None:
         self._asked: list[Job] = []
 
-    def __enter__(self) -> Foretold:
+    def __enter__(self) -> LinearPredictor:
         return self
 
     def __exit__(self, *exception: Any) -> None: ...
@@ -148,7 +148,7 @@ class Foretold:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]:
-    """Cells that were measured, by a stand-in that takes what is foretold, and fails with one of them."""
+    """Cells that were measured by a stand-in, which needs what is predicted and fails with one cell."""
     ran: list[tuple[str, int, int, int]] = []
 
     class Processes:
@@ -159,10 +159,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]
             ran.append((task.technique, job.length, job.micro_batch_size, task.accumulation_steps))
             if ran[-1][:3] == ("checkpointing", 64, 2):
                 return {"status": FAILED, "reason": "its process ended with status -9"}
-            size = Foretold().predict(job).peak_bytes
+            size = LinearPredictor().predict(job).peak_bytes
             return {"status": MEASURED, "peak_bytes": size, "tokens_per_second": 100.0, "seconds_per_step": 1.0}
 
-    monkeypatch.setattr(run, "Predictor", Foretold)
+    monkeypatch.setattr(run, "Predictor", LinearPredictor)
     monkeypatch.setattr(run, "Processes", Processes)
     return ran
 
@@ -171,7 +171,7 @@ def two_techniques(folder: Path, *more: str) -> request.Request:
     return request.read_request(flags(folder, "--techniques", "baseline,checkpointing", "--budget_gib", "0.25", *more))
 
 
-def test_a_failing_cell_is_recorded_and_the_others_go_on(
+def test_a_failing_cell_is_recorded_and_the_others_are_measured(
     tmp_path: Path, measured: list[tuple[str, int, int, int]]
 ) -> None:
     result = run.run(two_techniques(tmp_path))
@@ -198,7 +198,7 @@ def test_a_second_run_measures_only_what_failed(tmp_path: Path, measured: list[t
     assert len(measured) == 8
 
 
-def test_a_cell_that_is_foretold_not_to_fit_is_not_run(
+def test_a_cell_that_is_predicted_not_to_fit_is_not_run(
     tmp_path: Path, measured: list[tuple[str, int, int, int]]
 ) -> None:
     result = run.run(two_techniques(tmp_path, "--limit_gib", "0.2"))
@@ -233,7 +233,7 @@ def test_what_fits_is_searched_beyond_the_grid(tmp_path: Path, measured: list[tu
 
 
 def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(Foretold):
+    class Fails(LinearPredictor):
         def predict(self, job: Job) -> Prediction:
             raise UserError("model_config: llama has no field knots.")
 
