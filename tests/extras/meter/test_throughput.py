@@ -155,7 +155,8 @@ def test_model_reads_gpt2s_names_and_leaves_out_both_tables():
 
 def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = transformers.BertConfig(**shape, num_attention_heads=2, vocab_size=50, num_labels=3)
+    shape |= {"num_attention_heads": 2, "vocab_size": 50, "num_labels": 3}
+    config = transformers.BertConfig(**shape)
     layers, heads = 2 * (4 * 32 * 32 + 2 * 32 * 64), 32 * 32 + 32 * 3
     found = model_flops_per_token(transformers.BertForSequenceClassification(config), 96)
     assert found == pytest.approx(6 * layers + 12 * 2 * 32 * 96 + 6 * heads / 96, rel=1e-12)
@@ -200,7 +201,15 @@ def test_a_mixture_of_experts_counts_those_a_token_is_sent_to():
     assert model_flops_per_token(transformers.MixtralForCausalLM(config), 512) == expected
 
 
-_T5: dict[str, Any] = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2}
+_T5: dict[str, Any] = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_heads": 4,
+    "num_layers": 2,
+    "decoder_start_token_id": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +218,7 @@ _T5: dict[str, Any] = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "
 )
 def test_the_decoder_of_an_encoder_decoder_reads_as_many_tokens(build: Callable[[Any], nn.Module], head: int):
     """A classifier looks for the end of each text, which only data has: its head, two products a text, is left out."""
-    model = build(transformers.T5Config(**_T5, decoder_start_token_id=0))
+    model = build(transformers.T5Config(**_T5))
     encoder, decoder = 2 * (4 * 32 * 32 + 2 * 32 * 64), 2 * (8 * 32 * 32 + 2 * 32 * 64)
     attention = 12 * (2 + 2 * 2) * 32 * 512  # the decoder attends to itself and to the encoder
     assert model_flops_per_token(model, 512) == 6 * (encoder + decoder + head) + attention

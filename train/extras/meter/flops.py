@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a model's forward and backward by torch's formulas, without weights or data."""
+"""Counts the floating-point operations of a model's forward and backward by torch's formulas, on shapes alone."""
 
 from __future__ import annotations
 
