@@ -27,7 +27,6 @@ _NAMED = 3
 Shapes: TypeAlias = tuple[tuple[int, int], ...]
 """(B, S) of each micro-batch of a step."""
 
-
 Inventory: TypeAlias = Counter[tuple[str, int]]
 """How many live storages there are of each description and size in bytes."""
 
@@ -43,8 +42,8 @@ class LeakWatch:
     A step with a shape (B, S) that was not there before is not judged, since something may be kept for each shape.
 
     Args:
-        on_cuda: listing is dear, so it is done late; what counts as growth is set by :data:`LEAK_BYTES` instead of
-            :data:`SURVIVOR_BYTES`.
+        on_cuda: listing tensors is slow there, so it is done late, and :data:`LEAK_BYTES` decides which growth counts
+            instead of :data:`SURVIVOR_BYTES`.
     """
 
     def __init__(self, on_cuda: bool) -> None:
