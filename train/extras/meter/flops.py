@@ -38,7 +38,7 @@ class FlopCounter(TorchDispatchMode):
         if self._num_operators > MAX_OPERATORS:
             raise TooManyOperatorsError
         formula = flop_registry.get(func.overloadpacket)
-        is_repeated = self.in_backward and torch.is_grad_enabled()  # in backward only what is recomputed has gradients
+        is_repeated = self.in_backward and torch.is_grad_enabled()  # backward records nothing itself
         if formula is not None and not is_repeated:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
