@@ -234,7 +234,7 @@ def _own_flags(command: str) -> _Parser:
     )
     add("world_size", metavar="N", type=positive, default=1, help="devices that train together")
     add("sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
-    add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where only the data tells")
+    add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
     add("num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
     add(
         "padded",

@@ -95,7 +95,7 @@ def make_grid(
             known[row, column] = Cell(
                 chosen[row], sizes[column], outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True
             )
-    assert example is not None  # the first cell has no smaller one
+    assert example is not None  # the first cell is always predicted
     rows = tuple(
         tuple(known[row, column] for column in range(len(sizes))) for row in range(len(chosen)) if (row, 0) in known
     )

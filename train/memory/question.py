@@ -75,7 +75,7 @@ def job_of(
         world_size: ranks.
 
     Raises:
-        UsageError: the sizes of the batch contradict each other, or there is no such task.
+        UsageError: the sizes of the batch contradict each other, or the task is unknown.
     """
     from train.batching import batch_arithmetic
     from train.tasks import build_task, check_task
@@ -104,7 +104,7 @@ def job_of(
 
 
 def _micro_batch_size(config: Config, world_size: int) -> int:
-    """Examples of a micro-batch; where tokens form it, as many of the longest as it may hold."""
+    """Examples of a micro-batch; with a budget of tokens, as many of the longest as fit into it."""
     optim = config.optimization
     if optim.max_tokens_per_micro_batch is not None:
         most = (optim.global_batch_size or world_size) - world_size + 1
@@ -118,7 +118,7 @@ def vocabulary_size(config: Config) -> int:
     """Tokens of the model's vocabulary, known without any data.
 
     Raises:
-        UserError: only the data tells, or the model or tokenizer cannot be loaded.
+        UserError: it depends on the data, or the model or tokenizer cannot be loaded.
     """
     architecture = config.architecture
     size = (architecture.model_config or {}).get("vocab_size")
@@ -184,7 +184,7 @@ def _stored_config(config: Config) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the search may choose; the fields' flags are those of :func:`train.memory.ladder.flags_of`."""
+    """The fields that the search may choose; :func:`train.memory.ladder.flags_of` gives their flags."""
 
     micro_batch_size: int
     gradient_checkpointing: str
@@ -193,7 +193,7 @@ class Setting:
     sharding: str = "none"
     every_n_layers: int = 1
     offloads_inputs: bool = False
-    """Those of checkpointed layers."""
+    """Inputs of checkpointed layers wait in host memory."""
     tiled_mlp: bool = False
 
     def __str__(self) -> str:
@@ -228,7 +228,7 @@ class Question:
     """See :func:`job_of`."""
     world_size: int = 1
     sharding: str | None = None
-    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: ddp or fsdp2, whichever does better, else fsdp2_offload."""
+    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""
 
     @property
     def model_name(self) -> str:
@@ -241,7 +241,7 @@ class Question:
 
     @property
     def room_bytes(self) -> int:
-        """What a rank may take of its device, without the margin; no more than the configuration's own budget."""
+        """What a rank may take of its device: without the margin, and within the configuration's own budget."""
         budget = self.config.memory.memory_budget_gib
         total = self.device.total_bytes if budget is None else min(self.device.total_bytes, budget * 2**30)
         return int(total * (1 - MARGIN))
@@ -281,7 +281,7 @@ class Question:
 
     @property
     def automatic_loss(self) -> str:
-        """What ``auto`` stands for with most models; :func:`train.loss.choose_loss` has the last word."""
+        """The loss that ``auto`` means for most models; :func:`train.loss.choose_loss` makes the final choice."""
         from train.loss import MIN_CHUNKED_CLASSES
 
         return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss
@@ -319,10 +319,12 @@ class Question:
 
     @property
     def needs_whole_weights(self) -> bool:
-        """Whether the optimizer works on whole weights alone, as in :func:`train.launch.check_optimizer`."""
-        optim = self.config.optimization
-        unusual = optim.optimizer in ("adamw_8bit", "adafactor") or optim.bf16_update != "nearest"
-        return unusual or optim.optimizer_offload or optim.optimizer_in_backward
+        """Whether the optimizer does not work with sharded weights."""
+        try:
+            check_optimizer_launch(Launch(2, engine="fsdp2"), self.config)
+        except UsageError:
+            return True
+        return False
 
     @property
     def may_offload(self) -> bool:
