@@ -77,7 +77,7 @@ def job_of(
         world_size: ranks.
 
     Raises:
-        UsageError: the sizes of the batch contradict each other, or there is no such task.
+        UsageError: the sizes of the batch contradict each other, or the task is unknown.
     """
     from train.batching import batch_arithmetic
     from train.tasks import load_task
@@ -105,7 +105,7 @@ def job_of(
 
 
 def _micro_batch_size(config: Config, world_size: int) -> int:
-    """Examples of a micro-batch; where tokens form it, as many of the longest as it may hold."""
+    """Examples of a micro-batch; with a budget of tokens, as many of the longest as fit into it."""
     optim = config.optimization
     if config.get("max_tokens_per_micro_batch") is not None:
         most = (optim.global_batch_size or world_size) - world_size + 1
@@ -119,7 +119,7 @@ def vocabulary_size(config: Config) -> int:
     """Tokens of the model's vocabulary, known without any data.
 
     Raises:
-        UserError: only the data tells, or the model or tokenizer cannot be loaded.
+        UserError: it depends on the data, or the model or tokenizer cannot be loaded.
     """
     architecture = config.architecture
     size = (architecture.model_config or {}).get("vocab_size")
@@ -187,7 +187,7 @@ def _stored_config(config: Config) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the search may choose; the fields' flags are those of :func:`train.memory.ladder.flags_of`."""
+    """The fields that the search may choose; :func:`train.memory.ladder.flags_of` gives their flags."""
 
     micro_batch_size: int
     gradient_checkpointing: str
@@ -196,7 +196,7 @@ class Setting:
     sharding: str = "none"
     every_n_layers: int = 1
     offloads_inputs: bool = False
-    """Those of checkpointed layers."""
+    """Inputs of checkpointed layers wait in host memory."""
     tiled_mlp: bool = False
 
     def __str__(self) -> str:
@@ -231,7 +231,7 @@ class Question:
     """See :func:`job_of`."""
     world_size: int = 1
     sharding: str | None = None
-    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: ddp or fsdp2, whichever does better, else fsdp2_offload."""
+    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""
 
     @property
     def model_name(self) -> str:
@@ -244,7 +244,7 @@ class Question:
 
     @property
     def room_bytes(self) -> int:
-        """What a rank may take of its device, without the margin; no more than the configuration's own budget."""
+        """What a rank may take of its device: without the margin, and within the configuration's own budget."""
         budget = self.config.get("memory_budget_gib")
         total = self.device.total_bytes if budget is None else min(self.device.total_bytes, budget * 2**30)
         return int(total * (1 - MARGIN))
@@ -284,7 +284,7 @@ class Question:
 
     @property
     def automatic_loss(self) -> str:
-        """What ``auto`` stands for with most models; :func:`train.loss.choose_loss` has the last word."""
+        """The loss that ``auto`` means for most models; the losses makes the final choice."""
         from train.extras.losses.choice import MIN_CHUNKED_CLASSES
 
         return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss
@@ -322,11 +322,12 @@ class Question:
 
     @property
     def needs_whole_weights(self) -> bool:
-        """Whether the optimizer works on whole weights alone, as the checks of the optimizers say."""
-        config = self.config
-        unusual = config.optimization.optimizer in ("adamw_8bit", "adafactor")
-        unusual = unusual or config.get("bf16_update", "nearest") != "nearest"
-        return unusual or bool(config.get("optimizer_offload") or config.get("optimizer_in_backward"))
+        """Whether the optimizer does not work with sharded weights."""
+        try:
+            extras.check(self.config, Launch(2, engine="fsdp2"))
+        except UsageError:
+            return True
+        return False
 
     @property
     def may_offload(self) -> bool:
