@@ -24,8 +24,8 @@ from typing import TypeVar
 import torch
 from torch.distributed import DistError, DistNetworkError, TCPStore
 
-from train.errors import EXIT_ERROR
 from train.launch import Launch
+from train.records import EXIT_ERROR
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 6.0
