@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:  # run as a script: the template is the package be
     sys.path.insert(0, str(ROOT))
 
 from train.config import Config, Output, check, from_values, parse, to_values  # noqa: E402
-from train.errors import EXIT_DONE, UsageError, UserError  # noqa: E402
+from train.records import EXIT_DONE, UsageError, UserError  # noqa: E402
 from train.memory.flags import numbers, positive, with_underscores  # noqa: E402
 from train.memory.predict import Job, Prediction, Predictor, Target  # noqa: E402
 from train.memory.sweep_page import (  # noqa: E402
@@ -47,7 +47,7 @@ from train.memory.sweep_page import (  # noqa: E402
     markdown,
     page,
 )
-from train.wording import count, gib  # noqa: E402
+from train.outputs_log import count, gib  # noqa: E402
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -155,7 +155,7 @@ def read_request(arguments: Sequence[str]) -> Request:
             f"--tokens_per_update {tokens}: the smallest micro-batch has {min(lengths) * min(sizes):,} tokens already."
         )
 
-    from train.memory.plan import position_limit, vocabulary_size
+    from train.memory.question import position_limit, vocabulary_size
     from train.tasks import TASKS, check_task
 
     check_task(config.data.task)
@@ -320,7 +320,7 @@ def job_for(request: Request, technique: str, length: int, size: int, accumulati
     Raises:
         UsageError: the technique does not go with the recipe.
     """
-    from train.memory.plan import job_of
+    from train.memory.question import job_of
 
     changes = {
         "max_length": length,
@@ -381,7 +381,7 @@ def run(request: Request) -> Sweep:
     Raises:
         UserError: no cell at all could be measured or predicted.
     """
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     machine = {"hardware": hardware(), "versions": versions()}
     deadline = time.perf_counter() + request.stop_after_seconds
@@ -496,7 +496,7 @@ def _beyond(
     deadline: float,
 ) -> list[Cell]:
     """Predictions for the largest micro-batch within the budget, of each technique and length, where accumulated."""
-    from train.memory.plan import largest_fitting
+    from train.memory.ladder import largest_fitting
 
     found: list[Cell] = []
 
@@ -590,7 +590,7 @@ class Processes:
 
 
 def _answer(connection: Connection, task: Task) -> None:
-    from train.memory.explain import is_out_of_memory, parse_oom
+    from train.memory.oom import is_out_of_memory, parse_oom
 
     try:
         values = measure(task)
@@ -611,7 +611,8 @@ def measure(task: Task) -> dict[str, Any]:
 
     from train.extras.meter.throughput import mfu, model_flops_per_token
     from train.launch import Launch
-    from train.memory.predict import build, random_batch
+    from train.memory.building import build
+    from train.memory.predict import random_batch
     from train.runtime import DeviceMeter, start_runtime
     from train.step import optimizer_step
 

@@ -107,7 +107,7 @@ def test_the_loop_is_handed_what_is_built_elsewhere() -> None:
         "train.extras.readers.corpus",
         "train.model",
         "train.checkpoint",
-        "train.extras.report.files",
+        "train.extras.report",
     )
     assert not any(below(module, *built) for module in imports("train.loop"))
 

@@ -21,7 +21,7 @@ from train.batching import (
     without_targets,
 )
 from train.config import Data
-from train.errors import UsageError
+from train.records import UsageError
 from train.records import IGNORE, BatchArithmetic, MicroBatch
 from train.tasks.causal_lm import CausalLM
 from train.tasks.masked_lm import MaskedLM

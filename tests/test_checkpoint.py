@@ -15,7 +15,7 @@ from torch import nn
 
 from train import checkpoint, saving
 from train.checkpoint import StoredBlocks
-from train.errors import UserError
+from train.records import UserError
 from train.records import Progress
 from train.saving import save
 from train.state import Part, TrainingState

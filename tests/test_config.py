@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from train.config import Config, dump, parse, read_recipe, to_values
-from train.errors import EXIT_USAGE, UsageError
+from train.records import EXIT_USAGE, UsageError
 from train.main import main
 
 BASE = "model_config: {model_type: gpt2}\ntokenizer: bytes\n"

@@ -18,8 +18,8 @@ from support import ROOT, checkpoint_digests
 from test_main import STEPS
 from torch import Tensor
 
-from train.errors import EXIT_DONE
-from train.extras.report.files import read_metrics
+from train.records import EXIT_DONE
+from train.outputs_log import read_metrics
 
 pytestmark = pytest.mark.distributed
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from train.config import Architecture, Config, Data, Optimization, Output
 from train.data import PreparedData
-from train.errors import UserError
+from train.records import UserError
 from train.evaluation import ClassMetrics, Evaluator, TokenMetrics
 from train.launch import Launch
 from train.loss import ModelWithLoss

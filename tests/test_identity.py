@@ -83,7 +83,7 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: p
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("os.fsync", full)
     assert examples_digest(examples) == examples_digest(datasets.Dataset.from_list(ROWS))
     assert not list(tmp_path.rglob("examples-*"))
 

@@ -10,7 +10,7 @@ import pytest
 from support import ACCELERATE_LAUNCH, ROOT
 
 from train.config import Architecture, Config, Optimization
-from train.errors import EXIT_ERROR, UsageError, UserError
+from train.records import EXIT_ERROR, UsageError, UserError
 from train.launch import Launch, check_launch, read_launch
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}

@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from test_step import TinyModel, batch, rows
 
 from train.config import Architecture, Config, Optimization, Output
-from train.errors import UserError
+from train.records import UserError
 from train.launch import Launch
 from train.loop import Goal, Parts, fit
 from train.loss import ModelWithLoss

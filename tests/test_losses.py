@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from train import loss as losses
 from train.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
-from train.errors import UserError
+from train.records import UserError
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.losses import chunked
 from train.extras.losses.answering_head import logits_of, obstacle_to_chunks

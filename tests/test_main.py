@@ -17,9 +17,9 @@ from support import ROOT, Run, checkpoint_digests
 
 from train.checkpoint import verify
 from train.config import parse
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE
-from train.extras.report.files import read_metrics
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE
 from train.main import main
+from train.outputs_log import read_metrics
 
 STEPS = 6
 """Two epochs of 20 examples in global batches of 8: windows of 8, 8 and 4."""

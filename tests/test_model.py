@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from train.config import Architecture
-from train.errors import UserError
+from train.records import UserError
 from train.extras.activations.recompute import enable_checkpointing
 from train.loss import ModelWithLoss
 from train.model import build_model, pad_token_id

@@ -12,7 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from train.config import Optimization
-from train.errors import UserError
+from train.records import UserError
 from train.loss import ModelWithLoss
 from train.records import IGNORE, MicroBatch, StepOutcome
 from train.step import optimizer_step, seed_step

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from train.config import Data
-from train.errors import UserError
+from train.records import UserError
 from train.records import Corpus
 from train.tasks.causal_lm import CausalLM
 from train.tasks.masked_lm import MaskedLM

@@ -55,7 +55,7 @@ class Data:
     max_length: int = option(1024, "Tokens of one example.", ge=2, everyday=True)
     truncation: Literal["keep_head", "keep_tail", "keep_both"] = option(
         "keep_head", "Classification: what stays of a long document."
-    )  # noqa
+    )
     mlm_probability: float = option(0.15, "Share of the tokens that masked_lm hides.", gt=0, lt=1)
     preprocessing_num_workers: int | None = option(None, "Processes that tokenise; default: up to one per core.", ge=1)
     dataloader_num_workers: int = option(0, "Processes that load batches.", ge=0)

@@ -20,7 +20,6 @@ from train.state import examples_digest
 from train.tasks import Task, load_task, tokenize
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"

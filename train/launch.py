@@ -233,17 +233,25 @@ def cpu_has_fast_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def set_fp32_products(tf32: bool, device: torch.device) -> str:
-    """In which type matrices of fp32 are multiplied from now on: ``tf32`` where asked for and there, else ``no``."""
+def set_fp32_products(tf32: bool, device: torch.device) -> None:
+    """Whether fp32 matrices are multiplied in TF32 from now on, where the card can."""
     import torch
 
-    if device.type != "cuda":
-        return "no"
-    tf32 = tf32 and torch.cuda.get_device_capability() >= (8, 0)
-    # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
-    # when it is read, as torch.compile does.
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    return "tf32" if tf32 else "no"
+    if device.type == "cuda":
+        tf32 = tf32 and torch.cuda.get_device_capability() >= (8, 0)
+        # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
+        # when it is read, as torch.compile does.
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def arithmetic_in_use(accelerator: Any) -> str:
+    """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
+    import torch
+
+    if accelerator.mixed_precision != "no":
+        return accelerator.mixed_precision
+    is_tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
+    return "tf32" if is_tf32 else "no"
 
 
 def set_up_cpu(launch: Launch, config: Config) -> str:
@@ -317,15 +325,12 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
 
 
-def describe_device(accelerator: Any, launch: Launch, threads: str, arithmetic: str) -> str:
-    """The first line of a run.
-
-    Args:
-        arithmetic: no, fp16, bf16, or tf32 for fp32 multiplied in TF32.
-    """
+def describe_device(accelerator: Any, launch: Launch, threads: str) -> str:
+    """The first line of a run."""
     where = f"{accelerator.num_processes} × {device_name(accelerator.device)}{threads}"
     where += f", {launch}" if str(launch) else ""
     where += ", expandable segments" if accelerator.device.type == "cuda" and uses_expandable_segments() else ""
+    arithmetic = arithmetic_in_use(accelerator)
     shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
     return f"device: {where}, precision {shown}"
 

@@ -209,7 +209,7 @@ def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_bat
         )
     elif progress.consecutive_nonfinite_steps >= run.config.optimization.max_consecutive_nonfinite_steps:
         reason = (
-            f"no finite gradient in {progress.consecutive_nonfinite_steps} steps in a row; the weights were left alone. "
+            f"no finite gradient in {progress.consecutive_nonfinite_steps} steps in a row; the weights are unchanged. "
             "Look at the examples named in metrics.jsonl, lower the learning rate, or raise "
             "--max_consecutive_nonfinite_steps."
         )

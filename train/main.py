@@ -89,8 +89,8 @@ def train(run: Run) -> int:
     optimizer: Any = build_optimizer(run, with_loss.model)
     model, optimizer = accelerator.prepare(with_loss, optimizer)
     network, identity = accelerator.unwrap_model(model).model, identity_of(run, data, arithmetic.global_batch_size)
-    state = joined.first("state", network, optimizer.optimizer, identity)
-    state = state or TrainingState(network, optimizer.optimizer, accelerator.scaler, identity)
+    held = network, optimizer.optimizer, identity, accelerator.scaler
+    state = joined.first("state", *held) or TrainingState(*held)
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, joined.mark))
     goal = goal_of(run, data, batches.steps_per_epoch, arithmetic.global_batch_size)
     describe_training(run, goal, batches.steps_per_epoch, str(arithmetic))
@@ -161,7 +161,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
 
     device = target_device()
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
-    arithmetic = set_fp32_products(config.optimization.tf32, device) if precision == "no" else precision
+    set_fp32_products(config.optimization.tf32, device)
     threads = set_up_cpu(launch, config) if device.type == "cpu" else ""
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
@@ -176,7 +176,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
         )
     run = Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.prepare()
-    run.outputs.note(describe_device(accelerator, launch, threads, arithmetic), *filter(None, [substitution]))
+    run.outputs.note(describe_device(accelerator, launch, threads), *filter(None, [substitution]))
     run.outputs.note(f"extras: {', '.join(joined.by_name) or 'none'}")
     return run
 

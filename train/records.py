@@ -73,6 +73,8 @@ class Run:
     extras: extras.Extras
     outputs: Outputs
     stop: StopRequest
+    is_planned: bool = False
+    """Nothing is trained: the step is only predicted, perhaps for another machine."""
 
 
 @dataclass(frozen=True)

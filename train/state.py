@@ -101,8 +101,8 @@ class TrainingState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
     identity: Mapping[str, Any]
+    scaler: torch.amp.GradScaler | None = None
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
         """By section and name, what ``rank`` has to write."""

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from train.config import Config, to_values  # noqa: E402
-from train.memory.predict import Job, Target, build, random_batch  # noqa: E402
+from train.memory.building import build  # noqa: E402
+from train.memory.predict import Job, Target, random_batch  # noqa: E402
 from train.memory.scaling import Division, Shape, Work, collectives, shape_of, state_of  # noqa: E402
 
 MODEL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
@@ -419,7 +420,7 @@ def machine_of(found: dict[str, Any]) -> str:
 
 def write(path: Path, shape: Shape, rows: list[dict[str, Any]]) -> None:
     """JSON and a table."""
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     found = {"hardware": hardware(), "versions": versions(), "model": MODEL, "shape": asdict(shape), "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)

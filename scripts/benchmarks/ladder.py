@@ -31,20 +31,14 @@ if sys.path[0] != str(ROOT):  # run as a script: the template is the package bes
     sys.path.insert(0, str(ROOT))
 
 from train.config import Config, from_values, to_values  # noqa: E402
-from train.errors import UserError  # noqa: E402
+from train.records import UserError  # noqa: E402
 from train.extras.meter.throughput import mfu, model_flops_per_token, peak_flops_per_second  # noqa: E402
 from train.launch import let_segments_grow  # noqa: E402
 from train.memory.devices import Device, find_device, this_device  # noqa: E402
-from train.memory.plan import (  # noqa: E402
-    Outcome,
-    Predictions,
-    Question,
-    largest_fitting,
-    predicted,
-    replace_length,
-    target_of,
-)
+from train.memory.ladder import largest_fitting  # noqa: E402
+from train.memory.plan import Outcome, Predictions, predicted  # noqa: E402
 from train.memory.predict import Job, Predictor, job_from  # noqa: E402
+from train.memory.question import Question, replace_length, target_of  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     # The published shapes; nothing is downloaded.
@@ -249,7 +243,8 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
     from accelerate import Accelerator
 
     from train.extras.activations.compilation import compile_layers
-    from train.memory.predict import build, random_batch
+    from train.memory.building import build
+    from train.memory.predict import random_batch
     from train.optim import step_function
     from train.runtime import resolve_precision
 
@@ -509,7 +504,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     about = {"date": datetime.now(timezone.utc).date().isoformat(), "hardware": hardware(), "versions": versions()}
     on_card = options.device is None and torch.cuda.is_available()

@@ -133,7 +133,7 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    from train.extras.report.files import hardware, versions  # torch reads the environment when it is imported
+    from train.outputs_log import hardware, versions  # torch reads the environment when it is imported
     from train.runtime import target_device
 
     device = target_device()

@@ -648,7 +648,7 @@ def main() -> int:
     # Imported only now: torch reads the environment, and --help should not wait for it.
     import torch
 
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
     from train.runtime import target_device
 
     device = target_device()

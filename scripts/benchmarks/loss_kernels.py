@@ -30,7 +30,7 @@ from train.cross_entropy import PLAIN, cross_entropy_sum  # noqa: E402
 from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype  # noqa: E402
 from train.extras.losses.fused import Place, cce_sum, liger_sum, obstacle_to, torch_sum  # noqa: E402
 from train.extras.meter.tracker import StorageTracker  # noqa: E402
-from train.extras.report.files import hardware, versions  # noqa: E402
+from train.outputs_log import hardware, versions  # noqa: E402
 from train.runtime import cpu_is_fast_at_bf16, set_cpu_threads  # noqa: E402
 
 Loss = Callable[[Tensor, Tensor, None, Tensor], Tensor]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from train.config import Config, from_values, to_values  # noqa: E402
-from train.errors import UserError  # noqa: E402
+from train.records import UserError  # noqa: E402
 from train.launch import let_segments_grow  # noqa: E402
 from train.memory.predict import Job, Prediction, Predictor, Target  # noqa: E402
 
@@ -196,7 +196,8 @@ def measure(job: Job) -> dict[str, Any]:
     import torch
     from accelerate import Accelerator
 
-    from train.memory.predict import build, random_batch
+    from train.memory.building import build
+    from train.memory.predict import random_batch
     from train.runtime import resolve_precision
     from train.step import optimizer_step
 
@@ -297,7 +298,7 @@ def line(row: dict[str, Any]) -> str:
 
 def write(path: Path, rows: list[dict[str, Any]], device: str) -> None:
     """JSON and a table."""
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     errors = [abs(row["error_percent"]) for row in rows if "error_percent" in row]
     reserved = [abs(row["reserved_error_percent"]) for row in rows if "reserved_error_percent" in row]

@@ -237,7 +237,7 @@ def write(
     remark: str,
 ) -> None:
     """JSON and tables."""
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     machine: dict[str, Any] = {"hardware": hardware(), "versions": versions(), "threads": threads, "remark": remark}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from memory_accuracy import LARGE, job  # noqa: E402
 
 from train.memory.devices import find_device  # noqa: E402
-from train.memory.plan import target_of  # noqa: E402
 from train.memory.predict import Predictor  # noqa: E402
+from train.memory.question import target_of  # noqa: E402
 
 SHAPES = {"llama-125m": LARGE["llama-125m"], "llama-1b": LARGE["llama-1b"]} | {
     "llama-8b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -78,7 +78,7 @@ def line(row: dict[str, Any]) -> str:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """JSON and a table."""
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     machine = {"hardware": hardware(), "versions": versions()}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,9 +25,9 @@ from torch import Tensor, nn  # noqa: E402
 from train.config import Architecture  # noqa: E402
 from train.extras.activations.tiling import mlps, tile_mlps  # noqa: E402
 from train.extras.meter.tracker import PARAMETERS, StorageTracker  # noqa: E402
-from train.extras.report.files import hardware, versions  # noqa: E402
 from train.loss import ModelWithLoss  # noqa: E402
 from train.model import build_model  # noqa: E402
+from train.outputs_log import hardware, versions  # noqa: E402
 from train.tokenization import load_tokenizer  # noqa: E402
 
 FULL, TILED = {"gradient_checkpointing": "full"}, {"tiled_mlp": True}

@@ -24,7 +24,7 @@ if sys.path[0] != str(ROOT):  # run as a script: the template is the package bes
 
 from transformers import HfArgumentParser  # noqa: E402
 
-from train.extras.report.files import hardware, read_metrics, versions  # noqa: E402
+from train.outputs_log import hardware, read_metrics, versions  # noqa: E402
 
 WAYS = {"beside training": True, "waited for": False}
 

@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from train.config import Config, from_values, to_values  # noqa: E402
 from train.memory.cluster import Cluster, StepTime, step_time  # noqa: E402
 from train.memory.devices import find_device, nccl_buffer_bytes  # noqa: E402
-from train.memory.plan import MARGIN, job_of, target_of  # noqa: E402
 from train.memory.predict import Predictor  # noqa: E402
+from train.memory.question import MARGIN, job_of, target_of  # noqa: E402
 from train.memory.scaling import Division, Shape, Work, sent_bytes, shape_of, state_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
@@ -89,8 +89,8 @@ def predict_memory(only: str) -> None:
                     }
                     began = time.perf_counter()
                     target = target_of(find_device(DEVICE))
-                    job = job_of(from_values(values), target, VOCABULARY, world_size=size, sharding=sharding)
-                    found = predictor.predict(replace(job, eval_batch_size=None))
+                    job = job_of(from_values(values), target, VOCABULARY, world_size=size)
+                    found = predictor.predict(replace(job, sharding=sharding, eval_batch_size=None))
                     known[name] = found.reserved_bytes
                     print(
                         f"{name}: {found.reserved_bytes / GIB:.1f} GiB, {time.perf_counter() - began:.0f} s", flush=True
@@ -99,7 +99,7 @@ def predict_memory(only: str) -> None:
 
 
 def write_memory(known: dict[str, int]) -> None:
-    from train.extras.report.files import versions
+    from train.outputs_log import versions
 
     text = json.dumps({"device": DEVICE, "versions": versions(), "peak_reserved_bytes": known}, indent=1)
     MEMORY.write_text(text + "\n", encoding="utf-8")

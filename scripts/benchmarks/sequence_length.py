@@ -111,7 +111,7 @@ def main() -> int:
     import tyro
 
     options = tyro.cli(Options, prog="sequence_length.py", description=__doc__)
-    from train.extras.report.files import hardware, versions
+    from train.outputs_log import hardware, versions
 
     padding = padding_rows()
     lines = [

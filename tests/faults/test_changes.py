@@ -11,7 +11,7 @@ import yaml
 from faults.processes import Ended, run
 from support import checkpoint_digests, write_recipe
 
-from train.errors import EXIT_DONE, EXIT_ERROR
+from train.records import EXIT_DONE, EXIT_ERROR
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 CHANGES: dict[str, tuple[dict[str, Any], str, bool]] = {

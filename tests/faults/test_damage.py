@@ -13,7 +13,7 @@ from faults.processes import run
 from support import checkpoint_digests, write_recipe
 
 from train import checkpoint
-from train.errors import EXIT_DONE, EXIT_ERROR, UserError
+from train.records import EXIT_DONE, EXIT_ERROR, UserError
 
 FLIPS = int(os.environ.get("FLIPPED_BYTES", "300"))
 """Of each file."""

@@ -26,7 +26,7 @@ from faults.processes import Ended, run
 from support import checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
-from train.errors import EXIT_DONE, EXIT_ERROR
+from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 FOREVER = 10**6
@@ -213,7 +213,7 @@ def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
         subprocess.run(["rm", "-r", output], check=True)
 
 
-@pytest.mark.parametrize("what", ["train.extras.report.files:MetricsLog.write", "train.outputs:Outputs.write_final"])
+@pytest.mark.parametrize("what", ["train.outputs_log:MetricsLog.write", "train.outputs:Outputs.write_final"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int, what: str) -> None:
     output = tmp_path / "run"

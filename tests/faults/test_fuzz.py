@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from train.config import Config, check, dump, from_values, parse, read_recipe, to_values
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 from train.extras.readers import readers, rows
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "150"))

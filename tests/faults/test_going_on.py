@@ -16,7 +16,7 @@ from faults.processes import KILLED, Ended, Fault, run
 from support import checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
-from train.errors import EXIT_DONE, EXIT_STOPPED
+from train.records import EXIT_DONE, EXIT_STOPPED
 
 STEPS = 6
 

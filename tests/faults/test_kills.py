@@ -30,7 +30,7 @@ from faults.processes import KILLED, Ended, Fault, Job, started
 from support import checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
-from train.errors import EXIT_DONE, EXIT_ERROR
+from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 """Two epochs of 20 examples in global batches of 8: windows of 8, 8 and 4."""

@@ -10,7 +10,7 @@ import pytest
 from faults.processes import Ended, run
 from support import write_recipe
 
-from train.errors import EXIT_DONE, EXIT_ERROR
+from train.records import EXIT_DONE, EXIT_ERROR
 
 GOOD = [json.dumps({"text": f"document {n}: " + "abc def " * (n % 7), "label": n % 3}).encode() for n in range(25)]
 CLASSIFY = ("--task", "sequence_classification")

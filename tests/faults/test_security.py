@@ -23,7 +23,7 @@ from faults.processes import Ended, run
 from support import write_recipe
 
 from train import checkpoint
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 
 SECRETS = {
     "HF_TOKEN": "hf_canaryCanaryCanaryCanaryCanary01",

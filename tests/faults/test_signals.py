@@ -27,7 +27,7 @@ from faults.processes import run, started
 from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED
 
 STEPS = 6
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -99,7 +99,7 @@ def test_classes_and_padding() -> None:
         (["plan", "--device", "l4", *MODEL[:-2], "--micro_batch_size", "auto"], "--global_batch_size"),
         (["predict", "--device", "l4", *MODEL, "--max_length", "auto"], "'plan'"),
         (["predict", "--device", "l4", *MODEL, "--micro_batch_size", "3"], "not a multiple"),
-        (["explain", "all is well"], "no out-of-memory message"),
+        (["explain", "all is well"], "not an out-of-memory message"),
     ],
 )
 def test_bad_usage_is_said_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

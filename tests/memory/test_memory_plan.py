@@ -12,29 +12,24 @@ import numpy as np
 import pytest
 
 from train.config import parse
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
+from train.memory.advice import command, launcher_words
 from train.memory.devices import Device
 from train.memory.grid import draw, grid_text, grid_values, make_grid
-from train.memory.plan import (
+from train.memory.ladder import Recompute, largest_fitting
+from train.memory.plan import Predictions, longest_length, make_plan, outcome_of
+from train.memory.predict import Job, Prediction, Target
+from train.memory.question import (
     CHECKPOINTING,
     MARGIN,
     OFFLOAD,
-    Predictions,
     Question,
-    Recompute,
     Setting,
-    command,
     job_of,
-    largest_fitting,
-    launcher_words,
-    longest_length,
-    make_plan,
-    outcome_of,
     position_limit,
     target_of,
     vocabulary_size,
 )
-from train.memory.predict import Job, Prediction, Target
 
 GIB, MIB = 2**30, 2**20
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8000}
@@ -379,8 +374,10 @@ def test_job_of_a_configuration() -> None:
     assert (job.padded, job.accumulates, job.eval_batch_size) == (True, False, 2)
     assert not job_of(masked, Target("cpu"), 8000, padded=False).padded
     assert not job_of(question(task="masked_lm").config, Target("cpu"), 8000).padded
-    job = job_of(question(micro_batch_size=8).config, Target("cpu"), 8000, 0, None, 4, "fsdp2")
-    assert (job.accumulates, job.world_size, job.sharding) == (False, 4, "fsdp2")
+    job = job_of(question(micro_batch_size=8).config, Target("cpu"), 8000, 0, None, 4)
+    assert (job.accumulates, job.world_size) == (False, 4)
+    sharded = replace(question(micro_batch_size=8, world_size=4), sharding="fsdp2")
+    assert sharded.job(sharded.asked).sharding == "fsdp2"
     with pytest.raises(UsageError, match="multiple"):
         job_of(question(micro_batch_size=5).config, Target("cpu"), 8000)
     with pytest.raises(UsageError, match="task"):

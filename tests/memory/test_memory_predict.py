@@ -16,7 +16,7 @@ from support import ROOT
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
-from train.errors import UserError
+from train.records import UserError
 from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
 from train.extras.meter.tracker import (
     ACTIVATIONS,
@@ -29,7 +29,8 @@ from train.extras.meter.tracker import (
     held_by,
     tag_gradients,
 )
-from train.memory.predict import Job, Prediction, Predictor, Target, build, random_batch
+from train.memory.building import build
+from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
 from train.optim import step_function
 from train.runtime import resolve_precision
 

@@ -11,8 +11,8 @@ import pytest
 from scripts.benchmarks import ladder
 from train.config import Config, from_values, to_values
 from train.memory.devices import find_device
-from train.memory.plan import job_of
 from train.memory.predict import Job, Target
+from train.memory.question import job_of
 
 
 def tiny_job(length: int, **settings: Any) -> Job:

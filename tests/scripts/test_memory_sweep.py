@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import sweep  # pyright: ignore[reportMissingImports] - found through the line above
 
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 from train.memory.predict import Job, Prediction
 from train.memory.sweep_page import (
     DOES_NOT_FIT,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from train import causality
 from train.config import Architecture
-from train.errors import UserError
+from train.records import UserError
 from train.model import build_model
 from train.tokenization import load_tokenizer
 

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from train.config import Architecture, Data
-from train.errors import UserError
+from train.records import UserError
 from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, Corpus, Examples

@@ -104,7 +104,7 @@ class Extra:
         """What can be switched on in the middle of a run to save memory: a description, and what does it."""
         return []
 
-    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any]) -> RunState | None:
+    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> RunState | None:
         """What checkpoints hold, where it is not the plain :class:`train.state.TrainingState`."""
         return None
 

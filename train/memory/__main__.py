@@ -7,20 +7,20 @@ import itertools
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from train.config import Config, parse
-from train.errors import EXIT_DONE, UsageError, UserError
-from train.launch import let_segments_grow
-from train.memory import plan as planning
+from train.launch import use_expandable_segments
+from train.memory import advice
 from train.memory.devices import Device, find_device, this_device
 from train.memory.explain import explain
 from train.memory.flags import numbers, positive, with_underscores
-from train.memory.plan import Outcome, Plan, Predictions, Question
+from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import Job, Predictor
-from train.wording import count, duration, gib
+from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
+from train.records import EXIT_DONE, UsageError, UserError
 
 PROGRAM = "python -m train.memory"
 ABOUT = """\
@@ -74,7 +74,7 @@ class Request:
 
 def main(arguments: list[str] | None = None) -> int:
     """Answers the command line and returns the exit status (see ``train.errors``)."""
-    let_segments_grow()  # as a run does
+    use_expandable_segments()  # as a run does
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}
     try:
@@ -112,17 +112,17 @@ def run_plan(arguments: list[str]) -> int:
             return EXIT_DONE
         said: dict[str, Any] = {}
         if request.open_length:
-            length, setting = planning.longest_length(question, predictions)
+            length, setting = longest_length(question, predictions)
             if not length:
                 _clear_progress()
                 raise UserError(
-                    f"max_length: not even 1,024 tokens fit on {question.device.name} with {_settings(setting)}. "
+                    f"max_length: not even 1,024 tokens fit on {question.device.name} with {setting}. "
                     "Take a larger device, a smaller model, or another optimizer."
                 )
-            question = planning.replace_length(question, length)
+            question = replace_length(question, length)
             said["max_length"] = length
         is_open = request.open_length or request.open_micro_batch or request.open_checkpointing
-        plan = planning.make_plan(question, predictions, is_open)
+        plan = make_plan(question, predictions, is_open)
         _clear_progress()
     if request.open_micro_batch and plan.best is not None:
         said |= {
@@ -134,9 +134,9 @@ def run_plan(arguments: list[str]) -> int:
         said["gradient_checkpointing_offload"] = plan.best.setting.offloads_inputs
     typed = None
     if plan.best is not None:
-        typed = planning.command(question, plan.best.setting, request.words, said)
-    text = plan_text(question, plan, typed, longest=request.open_length)
-    _emit(request, text, plan_values(question, plan, typed))
+        typed = advice.command(question, plan.best.setting, request.words, said)
+    text = advice.plan_text(question, plan, typed, longest=request.open_length)
+    _emit(request, text, advice.plan_values(question, plan, typed))
     return EXIT_DONE
 
 
@@ -144,11 +144,10 @@ def run_predict(arguments: list[str]) -> int:
     """``predict``: the configuration as it stands."""
     request = read_request("predict", arguments)
     with ExitStack() as stack:
-        outcome = planning.predicted(request.question, _predictions(stack, request.question, processes=1))
+        outcome = predicted(request.question, _predictions(stack, request.question, processes=1))
         _clear_progress()
-    lines = [_verdict(request.question, outcome), "", *_parts(request.question, outcome)]
-    lines += _notes(request.question, outcome)
-    _emit(request, "\n".join(lines), _outcome_values(request.question, outcome))
+    text, values = advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome)
+    _emit(request, text, values)
     return EXIT_DONE
 
 
@@ -191,7 +190,7 @@ def read_request(command: str, arguments: list[str]) -> Request:
         raise UsageError(f"--picture {own.picture}: give a name that ends in .png, .pdf or .svg.")
     config = parse(words)
     open_micro_batch = config.optimization.micro_batch_size == "auto"
-    open_checkpointing = config.architecture.gradient_checkpointing == "auto"
+    open_checkpointing = config.get("gradient_checkpointing") == "auto"
     if command == "predict" and (open_length or open_micro_batch or open_checkpointing):
         raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
     if open_micro_batch and config.optimization.global_batch_size is None and not own.grid:
@@ -199,8 +198,7 @@ def read_request(command: str, arguments: list[str]) -> Request:
     if open_micro_batch:  # the search begins with the smallest
         config = replace(config, optimization=replace(config.optimization, micro_batch_size=1))
     if open_checkpointing:  # likewise: all of it is tried
-        plain = replace(config.architecture, gradient_checkpointing="none", gradient_checkpointing_offload=False)
-        config = replace(config, architecture=plain)
+        config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)
     device = find_device(own.device) if own.device else this_device()
     question = _question(config, device, own)
     return Request(
@@ -239,14 +237,14 @@ def _own_flags(command: str) -> _Parser:
         help="h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one",
     )
     add("world_size", metavar="N", type=positive, default=1, help="devices that train together")
-    add("sharding", choices=("ddp", "fsdp2", planning.OFFLOAD, "zero2", "zero3"), help="how they divide the work")
+    add("sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
     add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where only the data tells")
     add("num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
     add(
         "padded",
         choices=("yes", "no"),
-        help="whether examples of one micro-batch differ in length; default: yes for masked_lm and "
-        "sequence_classification with 2 or more (causal_lm needs no mask)",
+        help="whether examples of one micro-batch differ in length; default: yes, where the "
+        "task needs a mask and a micro-batch has 2 or more",
     )
     add("json", metavar="PATH", nargs="?", const="-", help="write the answer as JSON, without PATH instead of the text")
     if command == "plan":
@@ -265,22 +263,21 @@ def _without_auto(words: list[str], name: str) -> tuple[list[str], bool]:
     values += [value for word, value in itertools.pairwise(words) if word == f"--{name}"]
     if "auto" not in values:
         return words, False
-    return planning.without_flags(words, {name}), True
+    return advice.without_flags(words, {name}), True
 
 
 def _question(config: Config, device: Device, own: argparse.Namespace) -> Question:
-    from train.tasks import TASKS, check_task
+    from train.tasks import load_task
 
-    check_task(config.data.task)
-    classifies = TASKS[config.data.task] == TASKS["sequence_classification"]
+    classifies = load_task(config.data.task).labelled
     if own.num_labels is not None and not classifies:
-        raise UsageError(f"--num_labels is for sequence_classification; the task is {config.data.task}.")
-    if own.sharding not in (None, planning.OFFLOAD) and own.world_size == 1:
+        raise UsageError(f"--num_labels is for tasks with labels, and {config.data.task} has none.")
+    if own.sharding not in (None, OFFLOAD) and own.world_size == 1:
         raise UsageError(f"--sharding {own.sharding} needs several devices: give --world_size too.")
     return Question(
         config=config,
         device=device,
-        vocab_size=own.vocab_size or planning.vocabulary_size(config),
+        vocab_size=own.vocab_size or vocabulary_size(config),
         num_labels=(own.num_labels or 2) if classifies else 0,
         padded=None if own.padded is None else own.padded == "yes",
         world_size=own.world_size,
@@ -321,163 +318,6 @@ def _emit(request: Request, text: str, values: dict[str, Any]) -> None:
         except OSError as error:
             raise UserError(f"--json {request.json_path}: {error.strerror}. Give a file that can be written.") from None
     print(text)
-
-
-def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:
-    """A plan for the terminal, the verdict first.
-
-    Args:
-        command: what to type for the best setting, where there is one.
-        longest: whether ``max_length`` was found, not given.
-    """
-    shown = plan.asked or plan.best or plan.smallest
-    length = question.config.data.max_length
-    lines = []
-    if plan.problem is not None:
-        lines.append(f"Cannot run as it stands: {plan.problem}")
-    if longest:
-        lines.append(f"Longest that fits on {question.device.name}: {length:,} tokens.")
-    if plan.asked is not None or not longest:
-        lines.append(_verdict(question, shown))
-    lines += ["", *_parts(question, shown), ""]
-    lines += _proposal(question, plan, command) if plan.best is not None else _no_way(question, plan)
-    return "\n".join([*lines, *_notes(question, plan.best or shown)])
-
-
-def _verdict(question: Question, outcome: Outcome) -> str:
-    architecture, device = question.config.architecture, question.device
-    name = architecture.model or (architecture.model_config or {}).get("model_type", "model")
-    ranks = f"each of {question.world_size} × " if question.world_size > 1 else ""
-    what = f"{name}, {count(outcome.prediction.num_parameters)} parameters, "
-    what += f"{outcome.setting.micro_batch_size} × {outcome.length:,} tokens on {ranks}{device.name}"
-    if outcome.fits:
-        return f"Fits: {what}: {gib(outcome.needed_bytes)} of {gib(question.room_bytes)}."
-    over = outcome.needed_bytes - question.room_bytes
-    return f"Does not fit: {what}: {gib(outcome.needed_bytes)}, {gib(over)} more than there is room."
-
-
-def _parts(question: Question, outcome: Outcome) -> list[str]:
-    prediction, device = outcome.prediction, question.device
-    margin = f"{gib(device.total_bytes)} less {100 * planning.MARGIN:.0f} %"
-    rows: list[tuple[str, float, str]] = [(kind, size, "") for kind, size in prediction.bytes_by_kind.items() if size]
-    rows.append(("peak", prediction.peak_bytes, f"in {prediction.phase} ({prediction.operator})"))
-    if device.name != "cpu":
-        rows.append(("reserved", prediction.reserved_bytes, "what the caching allocator holds for that"))
-        rows.append(("CUDA context", device.context_bytes, "driver and kernels"))
-    if question.nccl_bytes:
-        rows.append(("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"))
-    if device.name != "cpu":
-        rows.append(("needed", outcome.needed_bytes, "reserved and what comes beside it"))
-    rows.append(("room", question.room_bytes, margin))
-    if outcome.host_bytes:
-        rows.append(("host memory", outcome.host_bytes, "for what is offloaded, per process"))
-    lines = [f"{_settings(outcome.setting)}:"]
-    for label, size, note in rows:
-        lines.append(
-            f"{'  ' if label in prediction.bytes_by_kind else ''}{label}".ljust(18) + f"{gib(size):>12}  {note}"
-        )
-    seconds = prediction.seconds
-    if planning.has_known_speed(device) and seconds:
-        seconds += outcome.link_seconds
-        taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
-        rate = count(question.world_size / outcome.seconds_per_token)
-        lines.append(f"{'time, estimated':<18}{taken:>12}  forward and backward of a micro-batch: {rate} tokens/s")
-    return [line.rstrip() for line in lines]
-
-
-def _settings(setting: planning.Setting) -> str:
-    precision = "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision
-    words = [
-        f"micro-batch {setting.micro_batch_size}",
-        f"checkpointing {setting.gradient_checkpointing}"
-        + (f" every {setting.every_n_layers} layers" if setting.every_n_layers > 1 else "")
-        + (" with offload" if setting.offloads_inputs else ""),
-        *(["tiled MLP"] if setting.tiled_mlp else []),
-        f"precision {precision}",
-        f"loss {setting.loss}",
-    ]
-    return ", ".join([*words, setting.sharding] if setting.sharding != "none" else words)
-
-
-def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
-    best = plan.best
-    assert best is not None
-    if plan.asked == best:
-        return ["Nothing that fits is estimated to be faster. To run it:", f"  {command}"]
-    gain = ""
-    if plan.asked is not None and best.seconds_per_token:
-        gain = f", {plan.asked.seconds_per_token / best.seconds_per_token:.2f} × the speed of the above (estimated)"
-    elif planning.has_known_speed(question.device) and best.seconds_per_token:
-        gain = f", {count(question.world_size / best.seconds_per_token)} tokens/s (estimated)"
-    return [
-        f"Fastest that fits, global batch {question.global_batch_size} kept: {gib(best.needed_bytes)}{gain}",
-        f"  {_settings(best.setting)}",
-        *([f"  host memory for what is offloaded: {gib(best.host_bytes)} per process"] if best.host_bytes else []),
-        f"  {command}",
-    ]
-
-
-def _no_way(question: Question, plan: Plan) -> list[str]:
-    smallest = plan.smallest
-    kind, size = max(smallest.prediction.bytes_by_kind.items(), key=lambda entry: entry[1])
-    lines = [
-        f"Nothing fits. The least is {gib(smallest.needed_bytes)}, {gib(size)} of it {kind}:",
-        f"  {_settings(smallest.setting)}",
-    ]
-    if plan.longest:
-        lines.append(f"  With it up to --max_length {plan.longest} would fit.")
-    else:
-        lines.append("  With it not even 1,024 tokens would fit.")
-    lines.append(f"  A device of {planning.device_gib_for(smallest)}GiB would hold it.")
-    return lines
-
-
-def _notes(question: Question, outcome: Outcome) -> list[str]:
-    notes = list(outcome.prediction.notes)
-    if outcome.padded:
-        notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
-    if question.device.name == "cpu":
-        notes.append("room is this machine's memory; Python and its libraries take some of it, some 0.5 GiB")
-    elif not planning.has_known_speed(question.device):
-        notes.append(
-            f"the speed of {question.device.name} is unknown: settings are ranked by rates of {planning.STAND_IN}"
-        )
-    if question.world_size > 1:
-        notes.append("estimates leave out the communication between devices")
-    return ["", *(f"Note: {note}." for note in notes)] if notes else []
-
-
-def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str, Any]:
-    """A plan as plain values for JSON."""
-    return {
-        "device": asdict(question.device),
-        "world_size": question.world_size,
-        "global_batch_size": question.global_batch_size,
-        "max_length": question.config.data.max_length,
-        "asked": plan.asked and _outcome_values(question, plan.asked),
-        "problem": plan.problem,
-        "best": plan.best and _outcome_values(question, plan.best),
-        "command": command,
-        "smallest": _outcome_values(question, plan.smallest),
-        "longest_max_length": plan.longest,
-        "num_predictions": plan.num_predictions,
-    }
-
-
-def _outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
-    prediction = outcome.prediction
-    if not planning.has_known_speed(question.device):
-        prediction = replace(prediction, seconds=None)
-    return {
-        "fits": outcome.fits,
-        "needed_bytes": outcome.needed_bytes,
-        "room_bytes": question.room_bytes,
-        "context_bytes": question.device.context_bytes,
-        "nccl_bytes": question.nccl_bytes,
-        "setting": asdict(outcome.setting),
-        "max_length": outcome.length,
-        "prediction": asdict(prediction),
-    }
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from train.errors import UsageError, UserError
-from train.extras.meter.throughput import peak_flops_per_second
+from train.extras.meter.cards import CARDS, find_card, peak_flops_per_second
+from train.records import UsageError, UserError
 
 _GIB = 2**30
 _MIB = 2**20
@@ -34,43 +34,12 @@ class Device:
         return self.total_bytes - self.context_bytes
 
     def peak_flops_per_second(self, precision: str) -> float | None:
-        """The published dense rate; see :func:`train.extras.meter.throughput.peak_flops_per_second`."""
+        """The published dense rate; see :func:`train.extras.meter.cards.peak_flops_per_second`."""
         return peak_flops_per_second(self.name, precision)
 
 
-# name: (total memory in GiB, compute capability, memory bandwidth in bytes/s)
-#
-# Memory: what torch printed on such cards in public issues and notes (_CudaDeviceProperties(total_memory=...), or "GPU
-# 0 has a total capacity of ..." of an out-of-memory error), rounded down; where drivers differ, the smaller figure.
-# H200 NVL: no observation, taken as the H200. GH200: the one with 96 GB.
-# Bandwidth: NVIDIA's data sheets; A100-80: SXM (PCIe: 1.935e12); B200 and GB200: 7.7e12, as bus width and clock give it
-# (github.com/pytorch/ao/pull/4002).
-_CARDS: dict[str, tuple[float, tuple[int, int], float]] = {
-    "gb200": (184.3, (10, 0), 7.7e12),
-    "b200": (178.3, (10, 0), 7.7e12),
-    "gh200": (94.5, (9, 0), 4.0e12),
-    "h200-nvl": (139.7, (9, 0), 4.8e12),
-    "h200": (139.7, (9, 0), 4.8e12),
-    "h100-nvl": (93.0, (9, 0), 3.9e12),
-    "h100-pcie": (79.1, (9, 0), 2.0e12),
-    "h100": (79.1, (9, 0), 3.35e12),
-    "a100-80": (79.1, (8, 0), 2.039e12),
-    "a100-40": (39.3, (8, 0), 1.555e12),
-    "a10g": (22.0, (8, 6), 0.6e12),
-    "a10": (22.0, (8, 6), 0.6e12),
-    "l40s": (44.3, (8, 9), 0.864e12),
-    "l40": (44.3, (8, 9), 0.864e12),
-    "l4": (22.0, (8, 9), 0.3e12),
-    "t4": (14.5, (7, 5), 0.3e12),
-    "v100-32": (31.7, (7, 0), 0.9e12),
-    "v100-16": (15.7, (7, 0), 0.9e12),
-    "rtx-6000-ada": (47.3, (8, 9), 0.96e12),
-    "a6000": (47.4, (8, 6), 0.768e12),
-    "rtx-5090": (31.3, (12, 0), 1.792e12),
-    "rtx-4090": (23.5, (8, 9), 1.008e12),
-    "rtx-3090-ti": (23.5, (8, 6), 1.008e12),
-    "rtx-3090": (23.5, (8, 6), 0.936e12),
-}
+_KNOWN = {name: card for name, card in CARDS.items() if card.memory_gib is not None}
+"""The cards whose memory is known; the others only tell products apart."""
 _OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}
 """Compact names that carry the size where no second size is sold."""
 
@@ -107,24 +76,25 @@ def find_device(text: str) -> Device:
         return _card_of_size(float(size[1]), "GiB" if size[2] else "GB")
     if text.strip().lower() == "cpu":
         return _cpu()
-    names = {_compact(name): name for name in _CARDS} | _OTHER_NAMES
+    names = {_compact(name): name for name in _KNOWN} | _OTHER_NAMES
     wanted = _compact(text)
     if wanted not in names:
         longer = [compact for compact in names if wanted and compact.startswith(wanted)]
         near = [names[compact] for compact in longer or difflib.get_close_matches(wanted, names, n=3)]
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UsageError(
-            f"unknown device {text!r}.{hint} Known are {', '.join([*_CARDS, 'cpu'])}; for any other card give its "
+            f"unknown device {text!r}.{hint} Known are {', '.join([*_KNOWN, 'cpu'])}; for any other card give its "
             "memory, such as 24GiB or 24GB."
         )
     name = names[wanted]
-    total_gib, capability, bytes_per_second = _CARDS[name]
+    card = _KNOWN[name]
+    assert card.memory_gib is not None
     return Device(
         name=name,
-        total_bytes=int(total_gib * _GIB),
-        context_bytes=_context_bytes(capability),
-        compute_capability=capability,
-        memory_bytes_per_second=bytes_per_second,
+        total_bytes=int(card.memory_gib * _GIB),
+        context_bytes=_context_bytes(card.compute_capability),
+        compute_capability=card.compute_capability,
+        memory_bytes_per_second=card.bytes_per_second,
     )
 
 
@@ -140,12 +110,13 @@ def this_device() -> Device:
         return _cpu()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = (properties.major, properties.minor)
+    card = find_card(properties.name)
     return Device(
         name=properties.name,
         total_bytes=properties.total_memory,
         context_bytes=_context_bytes(capability),
         compute_capability=capability,
-        memory_bytes_per_second=_known_bandwidth(properties.name),
+        memory_bytes_per_second=card and card.bytes_per_second,
     )
 
 
@@ -188,17 +159,6 @@ def _compact(text: str) -> str:
     """The name without case, punctuation, the unit of its size, and words that set no two cards of the table apart."""
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
     return re.sub(r"nvidia|geforce|tesla|quadro|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)", "", letters)
-
-
-def _known_bandwidth(product_name: str) -> float | None:
-    """By the name that the driver gives, such as "NVIDIA A100-SXM4-80GB"; None for what is not a whole known card."""
-    if peak_flops_per_second(product_name, "fp16") is None:
-        return None  # unknown, or a part or a lesser chip that shares words with a card
-    words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=\d)gb\b", "", product_name.lower())))
-    for name, (_, _, bytes_per_second) in _CARDS.items():
-        if words.issuperset(name.split("-")):
-            return bytes_per_second
-    return None
 
 
 def _context_bytes(compute_capability: tuple[int, int] | None) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train.errors import UserError
+from train.records import UserError
 
 
 class CannotStandInError(UserError):

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from train.extras.activations import recompute, tiling
-from train.extras.losses import chunked
 from train.extras.meter.tracker import StorageTracker
-from train.extras.optimizers import offload
 from train.memory.costs import Costs
 from train.memory.kernels import temporary_bytes
+from train.memory.optional import module_of, patched
 
+recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
+chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")
 aten = torch.ops.aten
 
 
@@ -128,7 +128,7 @@ def few_chunks(tracker: FakeTracker) -> Iterator[None]:
         finally:
             tracker.repeats = 1
 
-    with patch.object(chunked, "logits_by_chunk", some_logits):
+    with patched(chunked, "logits_by_chunk", some_logits):
         yield
 
 
@@ -146,8 +146,8 @@ def few_tiles(tracker: FakeTracker) -> Iterator[None]:
         finally:
             tracker.repeats = 1
 
-    all_tiles = tiling.tiles
-    with patch.object(tiling, "tiles", some_tiles):
+    all_tiles = getattr(tiling, "tiles", None)
+    with patched(tiling, "tiles", some_tiles):
         yield
 
 
@@ -161,7 +161,7 @@ def one_piece() -> Iterator[None]:
     def whole(num_bytes: int) -> int:
         return -(-num_bytes // recompute.PIECE_BYTES) * recompute.PIECE_BYTES
 
-    with patch.object(recompute, "piece_bytes_for", whole):
+    with patched(recompute, "piece_bytes_for", whole):
         yield
 
 
@@ -187,7 +187,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         )
         stack.enter_context(differs)
         # no copy engine moves what has no data
-        stack.enter_context(patch.object(offload, "make_link", lambda device, num_bytes: offload.DirectLink()))
+        stack.enter_context(patched(offload, "make_link", lambda device, num_bytes: offload.DirectLink()))
         yield stack.enter_context(mode)
 
 

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from train.errors import UserError
-from train.memory.plan import Outcome, Predictions, Question, outcome_of, position_limit, replace_length
+from train.memory.plan import Outcome, Predictions, outcome_of
 from train.memory.predict import Job
-from train.wording import gib
+from train.memory.question import Question, position_limit, replace_length
+from train.outputs_log import gib
+from train.records import UserError
 
 LENGTHS = tuple(1024 * 2**power for power in range(9))
 """1,024 to 262,144 tokens."""
@@ -123,8 +124,7 @@ def _job(question: Question, length: int, micro_batch_size: int) -> Job:
 
 
 def _titles(question: Question, example: Outcome) -> tuple[str, str]:
-    architecture, setting = question.config.architecture, question.asked
-    name = architecture.model or (architecture.model_config or {}).get("model_type", "model")
+    setting = question.asked
     ranks = f"{question.world_size} × " if question.world_size > 1 else ""
     device = f"{ranks}{question.device.name} ({gib(question.device.total_bytes)})"
     words = [
@@ -135,7 +135,8 @@ def _titles(question: Question, example: Outcome) -> tuple[str, str]:
         question.config.optimization.optimizer,
         *([setting.sharding] if question.world_size > 1 else []),
     ]
-    return f"{name}, {example.prediction.num_parameters / 1e6:.1f}M parameters, on {device}", ", ".join(words)
+    size = f"{example.prediction.num_parameters / 1e6:.1f}M parameters"
+    return f"{question.model_name}, {size}, on {device}", ", ".join(words)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.extras.long_sequences import attention
-from train.runtime import cpu_is_fast_at_bf16
+from train.launch import cpu_has_fast_bf16
+from train.memory.optional import module_of
+
+attention = module_of("long_sequences", "attention")
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -54,17 +56,19 @@ class Attention:
     def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         self._capability, self._prefers_cudnn = capability, prefers_cudnn
         self._original = F.scaled_dot_product_attention
-        self._at_once = attention._attend_at_once
+        self._at_once = getattr(attention, "_attend_at_once", None)
         self.kernels_used: set[str] = set()
 
     def __enter__(self) -> Attention:
         F.scaled_dot_product_attention = self._attend  # pyright: ignore[reportAttributeAccessIssue]
-        attention._attend_at_once = self._attend_at_once
+        if attention is not None:
+            attention._attend_at_once = self._attend_at_once
         return self
 
     def __exit__(self, *exception: Any) -> None:
         F.scaled_dot_product_attention = self._original
-        attention._attend_at_once = self._at_once
+        if attention is not None:
+            attention._attend_at_once = self._at_once
 
     def _attend_at_once(self, *args: Any) -> Tensor:
         """What is asked of all documents at once is asked of the real operator: it needs no card to say its sizes."""
@@ -134,7 +138,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         return [query.numel() * query.element_size(), rows * columns * (4 + 2 * (query.dtype in HALF))]
     if name in ("aten::mm", "aten::addmm") and result.device.type == "cpu":
         # a processor without bf16 arithmetic sums in fp32 first
-        sums_apart = result.dtype == torch.bfloat16 and not cpu_is_fast_at_bf16()
+        sums_apart = result.dtype == torch.bfloat16 and not cpu_has_fast_bf16()
         return [result.numel() * 4 + 128] if sums_apart else []
     if name == "aten::_scaled_dot_product_flash_attention_backward":
         return _flash_backward(args[1], args[2])

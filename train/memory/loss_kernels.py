@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.cross_entropy import Objective
-from train.extras.losses import fused
+from train.loss import Objective
 from train.memory.costs import Costs
+from train.memory.optional import module_of, patched
+
+fused = module_of("losses", "fused")
 
 LIGER_FUSED_SUM_CAPABILITY = (8, 0)
 """From here on Liger adds a chunk's part of the weight's gradient in fp32 without a tensor of its size."""
@@ -28,8 +29,8 @@ LIGER_FUSED_SUM_CAPABILITY = (8, 0)
 def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator[None]:
     """Inside it, ``cce`` and ``liger`` take what they would take on a card of this compute capability."""
     with (
-        patch.object(fused, "cut_cross_entropy", partial(_cut_cross_entropy, costs)),
-        patch.object(fused, "liger_cross_entropy", partial(_liger, capability, costs)),
+        patched(fused, "cut_cross_entropy", partial(_cut_cross_entropy, costs)),
+        patched(fused, "liger_cross_entropy", partial(_liger, capability, costs)),
     ):
         yield
 

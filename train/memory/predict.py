@@ -15,25 +15,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.config import Architecture, Config, from_values
-from train.errors import UserError
+from train.records import UserError
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
-    from torch import Tensor, nn
-
-    from train.loss import ModelWithLoss
     from train.records import MicroBatch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CUDA_GRANULE_BYTES = 512
+"""CUDA's allocator rounds every size up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,8 @@ class Job:
     values: dict[str, Any]
     """The configuration as flat values, see :func:`train.config.to_values`."""
     target: Target
-    auto_class: str
+    task: str
+    """The name of a file in train/tasks/."""
     vocab_size: int
     micro_batch_size: int
     length: int
@@ -214,270 +209,40 @@ def predict(job: Job) -> Prediction:
     Raises:
         UserError: the model cannot be built, or this torch cannot be made to plan for CUDA.
     """
-    import torch
-
-    from train.extras.adapters.lora import parameter_counts
-    from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, held_by, tag_gradients
-    from train.launch import segments_grow
-    from train.memory import fake_cuda, ranks, zero
-    from train.memory.allocator import replay
-    from train.memory.costs import Costs
-    from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles, one_piece
-    from train.memory.kernels import Attention, library_workspace_bytes
-    from train.memory.loss_kernels import library_losses
-    from train.optim import step_function
+    from train.memory.trial import Trial
 
     started = time.perf_counter()
-    asked, target = job.values, job.target
-    if job.sharding in zero.STAGE:
-        job = replace(job, values=zero.engine_values(asked))
-    config = from_values(job.values)
-    on_cuda = target.device_type == "cuda"
-    if on_cuda:
-        fake_cuda.install(target.capability)
-    architecture, notes = _with_known_attention(config.architecture)
-    if config.data.packing and not job.documents:
-        notes.append("packing: one document a row is assumed, which takes longest")
-    if on_cuda and architecture.gradient_checkpointing_offload and not torch.cuda.is_initialized():
-        ranks.still_streams()
-    if architecture.compile:
-        notes.append("compile: the step is predicted as it runs uncompiled; compiled layers may keep other tensors")
-    accelerator = _accelerator(job, config)
-    rates = {torch.float32: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    rates = {t: target.flops_per_second[p] for t, p in rates.items() if target.flops_per_second.get(p)}
-    costs = Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
-    num_classes = job.num_labels or job.vocab_size
     with ExitStack() as stack:
-        stack.enter_context(fake_tensors())
-        # Made before anything is counted: on the device only what the step itself copies there counts.
-        window = [random_batch(job, job.micro_batch_size)]
-        evaluated = random_batch(job, job.eval_batch_size) if job.eval_batch_size else None
-        tracker = stack.enter_context(
-            FakeTracker(
-                target.device_type,
-                granule_bytes=CUDA_GRANULE_BYTES if on_cuda else 1,
-                num_classes=num_classes,
-                keep_trace=on_cuda,
-                padded=job.padded,
-                costs=costs,
-            )
-        )
-        for batch in (*window, *([evaluated] if evaluated is not None else [])):
-            tracker.ignore([*batch.inputs.values(), batch.labels])
-        if shards_weights(job.sharding):
-            stack.enter_context(ranks.shapes_uncounted(tracker))
-        stack.enter_context(few_chunks(tracker))
-        stack.enter_context(few_tiles(tracker))
-        stack.enter_context(one_piece())
-        stack.enter_context(library_losses(target.capability, costs))
-        attention = stack.enter_context(Attention(target.capability, target.prefers_cudnn))
-        model, optimizer, network = build(job, architecture, config, accelerator)
-        parameters = list(network.parameters())
-        tracker.tag(PARAMETERS, held_by(network))
-        for handle in tag_gradients(tracker, parameters):
-            stack.callback(handle.remove)
-        num_trained, num_parameters = parameter_counts(network)
-        if job.sharding in zero.STAGE:
-            tracker.hold(zero.state_bytes(asked, num_parameters, job.world_size), OPTIMIZER_STATE)
-            tracker.hold(zero.bucket_bytes(num_parameters), WORKSPACE)
-            kept = 0
-            if job.sharding == "zero3" and job.accumulates:  # what shards here keeps them in the weights' type
-                kept = -(-num_parameters // job.world_size) * parameters[0].element_size()
-            tracker.hold(zero.gradient_bytes(num_parameters, job.world_size) - kept, GRADIENTS)
-            if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
-                for parameter in parameters:
-                    if parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        if job.sharding == "ddp":  # the reducer's buckets, which the fake gradients do not go through
-            tracker.hold(sum(p.numel() * p.element_size() for p in parameters if p.requires_grad), GRADIENTS)
-        if on_cuda:
-            tracker.hold(library_workspace_bytes(target.capability), WORKSPACE)
-
-        tracker.restart_trace()  # a run builds on the CPU and moves what is left of each tensor to the device
-        # The first update makes the optimizer's state, so only from the second step on the peak is what it stays.
-        tracker.mark("optimizer")
-        _zero_step(optimizer, parameters, one_by_one=config.optimization.optimizer_in_backward)
-        tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
-        if job.accumulates and job.sharding != "zero2":
-            for parameter in parameters:
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-            tracker.tag(GRADIENTS, [p.grad for p in parameters])
-        tracker.mark("idle")
-        tracker.reset_peak()
-        step_function(config.optimization)(
-            accelerator, model, optimizer, window, config.optimization, mark=tracker.mark
-        )
-        flops, seconds = (costs.flops, costs.seconds) if costs is not None else (None, None)
-        tracker.mark("idle")
-        if evaluated is not None:
-            model.eval()
-            with torch.no_grad():
-                tracker.mark("evaluation")
-                evaluated = evaluated.to(accelerator.device)
-                model(evaluated.inputs, evaluated.labels, scored=True)
-        peak = tracker.peak
-        reserved = peak.num_bytes
-        if tracker.trace is not None:
-            reserved = replay(tracker.trace, expandable_segments=segments_grow()).peak_reserved_bytes
-    return Prediction(
-        peak_bytes=peak.num_bytes,
-        phase=peak.phase,
-        operator=peak.operator,
-        bytes_by_kind=peak.bytes_by_kind,
-        peak_bytes_by_phase={k: v for k, v in tracker.peak_bytes_by_phase.items() if k != "idle"},
-        reserved_bytes=reserved,
-        num_parameters=num_parameters,
-        num_trained_parameters=num_trained,
-        attention_kernels=tuple(sorted(attention.kernels_used)),
-        flops=flops,
-        seconds=seconds,
-        prediction_seconds=time.perf_counter() - started,
-        notes=tuple(notes),
-        offloaded_bytes=tracker.pinned_bytes,
-    )
-
-
-def shards_weights(sharding: str) -> bool:
-    """Whether a rank keeps only its part of the weights."""
-    return sharding in ("fsdp2", "fsdp2_offload", "zero3")
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-class _Tokenizer:
-    """What the builder asks of a tokenizer."""
-
-    def __init__(self, job: Job) -> None:
-        self._size = job.vocab_size
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = job.special_tokens
-
-    def __len__(self) -> int:
-        return self._size
-
-
-def _accelerator(job: Job, config: Config) -> Accelerator:
-    import torch
-    from accelerate.state import AcceleratorState, GradientState
-
-    from train.launch import Launch
-    from train.memory import ranks
-    from train.runtime import make_accelerator, meet_over_gloo, resolve_precision
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    device_type = job.target.device_type
-    ranks.leave()  # of the prediction before
-    precision, _ = resolve_precision(config.optimization.mixed_precision or "no", torch.device(device_type))
-    shards = shards_weights(job.sharding)
-    ranks.join(job.world_size, shards, device_type, precision, offloads=job.sharding == "fsdp2_offload")
-    launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
-    if device_type == "cpu":
-        meet_over_gloo(launch)
-    return make_accelerator(launch, precision, accumulation_steps=1, on_cpu=device_type == "cpu")
-
-
-def _with_known_attention(architecture: Architecture) -> tuple[Architecture, list[str]]:
-    """Attention of separate packages is predicted as SDPA's flash kernel, which keeps the same tensors."""
-    asked = architecture.attn_implementation
-    if asked in (None, "sdpa", "eager"):
-        return architecture, []
-    note = f"attention {asked} is predicted as sdpa, whose flash kernel keeps the same tensors"
-    return replace(architecture, attn_implementation="sdpa"), [note]
-
-
-def build(
-    job: Job,
-    architecture: Architecture,
-    config: Config,
-    accelerator: Accelerator,
-    initialised: bool = False,
-    divide: Callable[[ModelWithLoss], None] | None = None,
-) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
-    """Prepared model, prepared optimizer, and the network inside the model.
-
-    Args:
-        initialised: with real weights; fake ones must do without, since some initialisations repeat until the data
-            pleases them.
-        divide: called before the optimizer is built, such as to leave a rank its part of the weights.
-    """
-    from torch.utils._python_dispatch import _disable_current_modes
-    from transformers.initialization import no_init_weights
-
-    from train.cross_entropy import Objective
-    from train.loss import ModelWithLoss, choose_loss, place_of
-    from train.memory.eight_bit import EightBitState
-    from train.memory.fakes import fake_adapters
-    from train.model import build_model
-    from train.optim import build_optimizer, parameter_groups
-    from train.runtime import shard_by_layer
-
-    labels = [str(number) for number in range(job.num_labels)]
-    tokenizer: Any = _Tokenizer(job)
-    with ExitStack() as stack:
-        if not initialised:
-            stack.enter_context(accelerator.device)
-            stack.enter_context(no_init_weights())
-            stack.enter_context(fake_adapters(architecture.adapter))
-        options: dict[str, Any] = {"packing": config.data.packing, "precision": accelerator.mixed_precision}
-        network = build_model(architecture, job.auto_class, tokenizer, job.length, labels, weights=False, **options)
-        if hasattr(network, "tie_weights"):
-            network.tie_weights()  # pyright: ignore - left out with the initialisation
-    with _disable_current_modes():  # what it tries is no part of a step
-        optim = config.optimization
-        objective = Objective(optim.label_smoothing, optim.z_loss)
-        place = place_of(network, accelerator.device, accelerator.mixed_precision)
-        # a package that is asked for by name need not be here, where only is planned
-        loss = choose_loss(optim.loss, network, place, objective, installed=None if initialised else True)
-    with_loss = ModelWithLoss(network, loss, objective)
-    if divide is not None:
-        divide(with_loss)
-    shard_by_layer(accelerator, network)
-    if config.optimization.optimizer == "adamw_8bit" and not initialised:
-        optimizer = EightBitState(parameter_groups(network, config.optimization), {})
-    else:
-        optimizer = build_optimizer(network, config.optimization, accelerator.device)
-    model, optimizer = accelerator.prepare(
-        with_loss,
-        optimizer,
-        device_placement=[initialised, initialised],
-    )
-    return model, optimizer, network
-
-
-def _zero_step(optimizer: AcceleratedOptimizer, parameters: list[nn.Parameter], one_by_one: bool) -> None:
-    """Makes the optimizer's state, by gradients of zeros: all together, or each for itself, as a run will."""
-    import torch
-
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for some in [[parameter] for parameter in trained] if one_by_one else [trained]:
-        for parameter in some:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.optimizer.step()
-        optimizer.optimizer.zero_grad()
+        trial = Trial(job, stack)
+        trial.build()
+        trial.add_shards()
+        trial.make_state()
+        trial.step()
+        trial.evaluate()
+        return trial.prediction(started)
 
 
 def random_batch(job: Job, size: int) -> MicroBatch:
     """A micro-batch of the job's shape on the CPU; of zeros where tensors are fake."""
     import torch
 
-    from train.records import Documents, MicroBatch
+    from train.records import MicroBatch
 
     shape, high = (size, job.length), job.vocab_size
-    inputs = {name: torch.randint(3, high, shape) for name in job.input_names}
+    inputs: dict[str, Any] = {name: torch.randint(3, high, shape) for name in job.input_names}
     if job.padded:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         inputs["attention_mask"][:, -1] = 0
-    documents = None
-    if job.values["packing"]:
+    if job.values.get("packing"):
+        from train.extras.long_sequences.documents import Documents
+
         fit = [sum(row) for row in job.documents] == [job.length] * size  # not where another shape is asked for
         lengths = job.documents if fit else ((job.length,),) * size
         documents = Documents.of(lengths)
-        inputs["position_ids"] = documents.position_ids()
+        inputs |= {"position_ids": documents.position_ids(), "documents": documents}
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
     num_targets = job.num_targets or labels.numel()
-    return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length, documents)
+    return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)
 
 
 def job_from(values: dict[str, Any]) -> Job:

@@ -27,6 +27,11 @@ FSDP_SETTINGS = {
 }
 
 
+def shards_weights(sharding: str) -> bool:
+    """Whether a rank keeps only its part of the weights."""
+    return sharding in ("fsdp2", "fsdp2_offload", "zero3")
+
+
 def join(world_size: int, shards_weights: bool, device_type: str, precision: str, offloads: bool) -> None:
     """Makes this process rank 0 of ``world_size``, as the launcher and accelerate would; FSDP2 alone needs that.
 

@@ -2,83 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from train.evaluation import reshard
-from train.extras.endurance.recovery import PersistentBuffers, Start
-from train.extras.parallelism.context import shared_sequences
-from train.records import MicroBatch, StepOutcome
+from train.records import MicroBatch, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
-    from train.config import Optimization
-    from train.records import Meter
+    from train.loop import Parts
 
 
-def rehearse(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    step: Callable[..., StepOutcome],
-    window: list[MicroBatch],
-    evaluated: MicroBatch | None,
-    config: Optimization,
-    meter: Meter,
-) -> None:
-    """Makes one whole step, optimizer state included, and evaluates a batch; afterwards all is as it was.
+def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
+    """Makes one whole step, optimizer state included, and evaluates a batch; afterwards everything is as it was.
 
     To be called on every rank before the first step, when the optimizer has no state yet. The update is a real one at
     a learning rate of zero, so no weight moves; then its state is dropped, and random state, buffers and loss scale
-    are put back.
+    are restored.
 
     Args:
-        step: as the loop will call it.
-        window: micro-batches of one step.
-        evaluated: the largest batch that will be evaluated.
+        micro_batches: of one step.
     """
-    with _leaving_no_trace(accelerator, model, optimizer):
+    with _leaving_no_trace(run, parts.model, parts.optimizer):
         # First the optimizer's state, which every step but the first finds there; and a first step whose gradients
         # overflow, as at the first loss scale they may, would not make it.
-        _make_state(model, optimizer)
-        window = _with_targets(window)
-        with meter.step(window):
-            step(accelerator, model, optimizer, window, config, False, meter.mark)
+        in_backward = bool(run.config.get("optimizer_in_backward"))
+        make_optimizer_state(list(parts.model.parameters()), parts.optimizer, one_by_one=in_backward)
+        micro_batches = _with_targets(micro_batches)
+        with run.extras.stepping(micro_batches):
+            parts.engine.step(parts.model, parts.optimizer, micro_batches)
+        evaluated = next(parts.data.evaluation_batches(run, parts.data.examples.validation), None)
         if evaluated is not None:
-            training = model.training
-            model.eval()
-            with torch.no_grad(), meter.evaluation(evaluated), shared_sequences(accelerator, evaluated) as part:
-                part = part.to(accelerator.device)
-                model(part.inputs, part.labels, scored=True)
-            reshard(model)
-            model.train(training)
+            parts.model.eval()
+            parts.evaluator.score(evaluated)
+            reshard(parts.model)
+            parts.model.train()
 
 
-def _with_targets(window: list[MicroBatch]) -> list[MicroBatch]:
-    """``window``, where no example has a target with one target: memory does not depend on how many there are."""
-    if any(batch.num_targets for batch in window):
-        return window
-    labels = window[0].labels.clone()
+def make_optimizer_state(
+    parameters: list[nn.Parameter], optimizer: AcceleratedOptimizer, one_by_one: bool = False
+) -> None:
+    """Makes the optimizer's state by gradients of zeros: all together, or one parameter at a time, as a run will."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for some in [[parameter] for parameter in trained] if one_by_one else [trained]:
+        for parameter in some:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.optimizer.step()
+        optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+def _with_targets(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """``micro_batches``; if no example has a target, with one: memory does not depend on how many there are."""
+    if any(batch.num_targets for batch in micro_batches):
+        return micro_batches
+    labels = micro_batches[0].labels.clone()
     labels.view(-1)[0] = 0
-    return [replace(window[0], labels=labels, num_targets=1), *window[1:]]
+    return [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
 
 
 @contextmanager
-def _leaving_no_trace(accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    start = Start(accelerator.device, PersistentBuffers(model))
-    scaler = accelerator.scaler
+def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
+    scaler, device = run.accelerator.scaler, run.accelerator.device
     scale = scaler.state_dict() if scaler is not None else {}
     rates = [group["lr"] for group in optimizer.param_groups]
-    training = model.training
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    generators = _random_state(device)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     try:
@@ -90,13 +86,20 @@ def _leaving_no_trace(accelerator: Accelerator, model: nn.Module, optimizer: Acc
         optimizer.optimizer.zero_grad(set_to_none=True)
         if scaler is not None:
             scaler.load_state_dict(scale)
-        model.train(training)
-        start.restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        _restore(generators, device)
 
 
-def _make_state(model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.optimizer.step()
-    optimizer.optimizer.zero_grad(set_to_none=True)
+def _random_state(device: torch.device) -> tuple[Any, ...]:
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device  # noqa: NPY002
+
+
+def _restore(generators: tuple[Any, ...], device: torch.device) -> None:
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])  # noqa: NPY002
+    torch.set_rng_state(generators[2])
+    if generators[3] is not None:
+        torch.get_device_module(device).set_rng_state(generators[3])

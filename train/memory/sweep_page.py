@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.extras.report.charts import FIRST, INK, MUTED, SECOND, STYLE, WARN, Chart, for_page, short_count
 from train.extras.report.page import CSS, POLICY, facts_html, figures_html, machine_facts, section_html
-from train.wording import count, gib, percent
+from train.outputs_log import count, gib, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from test_main import train as train_run
 from test_model import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
 
-from train.errors import EXIT_DONE, EXIT_USAGE, UsageError, UserError
+from train.records import EXIT_DONE, EXIT_USAGE, UsageError, UserError
 from train.extras.activations.compilation import Compilation, check_compiler, compile_layers, uncompiled
 from train.loss import ModelWithLoss
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from train.config import check, from_values
-from train.errors import UsageError
+from train.records import UsageError
 from train.extras.activations.recompute import OffloadedInputs, StreamTransfers, enable_checkpointing
 from train.extras.endurance.recovery import free_memory
 from train.loss import ModelWithLoss

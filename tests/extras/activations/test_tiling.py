@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.config import Architecture
-from train.errors import UserError
+from train.records import UserError
 from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, describe, mlps, norms, tile_mlps
 from train.loss import ModelWithLoss
 

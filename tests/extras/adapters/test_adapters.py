@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from train.config import Architecture, parse
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UsageError, UserError
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UsageError, UserError
 from train.extras.adapters.lora import has_adapter, parameter_counts
 from train.loss import ModelWithLoss, obstacle_to_chunks
 from train.main import main

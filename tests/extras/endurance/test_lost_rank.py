@@ -13,7 +13,7 @@ import pytest
 import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from train.errors import EXIT_ERROR
+from train.records import EXIT_ERROR
 from train.extras.endurance import lost_rank
 from train.extras.endurance.lost_rank import RankLeftError, RankWatch, Store, is_broken_connection
 from train.launch import Launch

@@ -14,7 +14,7 @@ from support import ROOT
 from test_multi_node import children, is_alive, until
 
 from train.checkpoint import verify
-from train.extras.report.files import read_metrics
+from train.outputs_log import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 FOLLOWS = "from train.extras.endurance.parent import follow_launcher; import time; follow_launcher(); print('on', flush=True); "

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from train.errors import UserError
+from train.records import UserError
 from train.extras.long_sequences import attention
 from train.extras.long_sequences.packing import collate_packed, joined
 from train.loss import ModelWithLoss

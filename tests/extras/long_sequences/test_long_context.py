@@ -14,7 +14,7 @@ from test_main import train
 from transformers import AutoModelForCausalLM
 
 from train.config import Architecture
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
 from train.extras.long_sequences import attention
 from train.model import build_model
 from train.tokenization import load_tokenizer

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.batching import MapBatches, StreamBatches, evaluation_batches
 from train.config import Config, Data, Optimization, from_values
-from train.errors import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UsageError, UserError
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UsageError, UserError
 from train.extras.endurance.recovery import halves
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.packing import best_fit, collate_packed, in_order, pack_split, pack_stream

@@ -14,13 +14,13 @@ from test_main import _own_signals as _own_signals
 from test_main import checkpoint_digests, stopping_after, train
 
 from train.config import Config, from_values
-from train.errors import EXIT_DONE, EXIT_STOPPED, UsageError
+from train.records import EXIT_DONE, EXIT_STOPPED, UsageError
 from train.extras.long_sequences import attention
 from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.extras.meter.tracker import StorageTracker
-from train.extras.report.files import read_metrics
 from train.launch import Launch, check_launch
 from train.loss import ModelWithLoss
+from train.outputs_log import read_metrics
 from train.records import IGNORE, MicroBatch
 from train.step import optimizer_step
 

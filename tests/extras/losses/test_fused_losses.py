@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from train.config import from_values, parse
 from train.cross_entropy import PLAIN, Objective
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 from train.extras.losses import fused
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
 from train.launch import Launch, check_launch

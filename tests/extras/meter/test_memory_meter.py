@@ -16,13 +16,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from train.config import Optimization
-from train.extras.meter.memory import (
-    CONFIRMING_STEPS,
-    LEAK_BYTES,
-    MemoryMeter,
-    census,
+from train.extras.meter.cuda_gauge import list_tensors
+from train.extras.meter.leaks import GROWING_STEPS, LEAK_BYTES
+from train.extras.meter.memory import MemoryMeter
+from train.extras.meter.tracker import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    LOGITS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    WORKSPACE,
+    StorageTracker,
 )
-from train.extras.meter.tracker import ACTIVATIONS, GRADIENTS, KINDS, LOGITS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import Mark, MicroBatch
@@ -95,16 +101,14 @@ def training() -> Training:
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The phase with which each step that is followed begins."""
-    from train.extras.meter import memory as meter
-
     begun: list[str] = []
+    reset_peak = StorageTracker.reset_peak
 
-    class Spy(meter.StorageTracker):
-        def reset_peak(self) -> None:
-            super().reset_peak()
-            begun.append(self.phase)
+    def spy(tracker: StorageTracker) -> None:
+        reset_peak(tracker)
+        begun.append(tracker.phase)
 
-    monkeypatch.setattr(meter, "StorageTracker", Spy)
+    monkeypatch.setattr(StorageTracker, "reset_peak", spy)
     return begun
 
 
@@ -171,8 +175,8 @@ def test_the_first_step_of_each_larger_shape_is_followed(training: Training, fol
 
 
 def test_every_so_many_steps_one_is_followed(training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("train.extras.meter.memory.TRACK_EVERY_STEPS", 6)
-    monkeypatch.setattr("train.extras.meter.memory.TRACKED_SHARE", math.inf)
+    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACKED_SHARE", math.inf)
     training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY)
     for _ in range(2 + 6):
         training.step(batch(1, 4))
@@ -182,8 +186,8 @@ def test_every_so_many_steps_one_is_followed(training: Training, followed: list[
 def test_steps_too_short_to_follow_often_are_followed_less(
     training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("train.extras.meter.memory.TRACK_EVERY_STEPS", 2)
-    monkeypatch.setattr("train.extras.meter.memory.TRACKED_SHARE", 1e-9)
+    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 2)
+    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACKED_SHARE", 1e-9)
     training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY)
     for _ in range(12):
         training.step(batch(1, 4))
@@ -259,9 +263,9 @@ def keep_tensor(kept: list[Tensor]) -> Callable[..., None]:
 def test_a_leak_is_named_once(training: Training, keep: Callable[[list[Tensor]], Any]):
     kept: list[Tensor] = []
     training.network.lm_head.register_forward_pre_hook(keep(kept))
-    for step in range(2 * CONFIRMING_STEPS + 6):
+    for step in range(2 * GROWING_STEPS + 4):
         training.step(batch(4, 80))
-        assert bool(training.said) == (step > CONFIRMING_STEPS)
+        assert bool(training.said) == (step >= GROWING_STEPS)
     (line,) = training.said
     assert f"(4, 80, {WIDTH}) float32 made in forward" in line
     assert "0.1 MiB more after each step, seen over 4 steps" in line
@@ -271,14 +275,14 @@ def test_a_leak_is_named_once(training: Training, keep: Callable[[list[Tensor]],
 def test_a_leak_that_begins_later_and_at_several_shapes_is_found_by_a_followed_step(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("train.extras.meter.memory.TRACK_EVERY_STEPS", 6)
-    monkeypatch.setattr("train.extras.meter.memory.TRACKED_SHARE", math.inf)
+    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACKED_SHARE", math.inf)
     training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY, training.said.append)
     kept: list[Tensor] = []
     for step in range(4):
         training.step(batch(4, 80 + step % 2))
     training.network.lm_head.register_forward_pre_hook(keep_tensor(kept))
-    for step in range(6 + CONFIRMING_STEPS):
+    for step in range(5 + GROWING_STEPS):
         training.step(batch(4, 80 + step % 2))
     assert len(training.said) == 1
     for length in (80, 81):
@@ -318,7 +322,7 @@ def test_circles_of_objects_are_no_leak(training: Training):
     gc.collect()
     gc.disable()
     try:
-        for _ in range(CONFIRMING_STEPS + 3):
+        for _ in range(GROWING_STEPS + 2):
             training.step(batch(4, 80))
     finally:
         gc.enable()
@@ -525,17 +529,16 @@ def test_cuda_without_growth_at_equal_shapes_is_clean(fake_cuda: None, monkeypat
     assert cuda.said == []
 
 
-def test_census_counts_storages_by_shape_and_sees_graphs():
-    before = census(CPU)
+def test_live_tensors_are_listed_by_shape_and_views_once():
+    before = list_tensors(CPU)
     weight = torch.zeros(3, 17, requires_grad=True)
     kept = [torch.zeros(3, 17) for _ in range(4)]
     views = [tensor.view(17, 3) for tensor in kept]
     product = weight * 2
-    after = census(CPU)
-    found = {str(k): n for k, n in (after.num_tensors - before.num_tensors).items() if not k.has_graph}
-    assert sum(n for name, n in found.items() if name in ("(3, 17) float32", "(17, 3) float32")) == 5
+    after = list_tensors(CPU)
+    found = after.num_storages - before.num_storages
+    assert found["(3, 17) float32"] + found["(17, 3) float32"] == 6
     assert sum((after.num_bytes - before.num_bytes).values()) >= 6 * 3 * 17 * 4
-    assert any(kind.has_graph and kind.shape == (3, 17) for kind in after.num_tensors)
     assert len(views) == 4 and product.requires_grad
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from train import checkpoint
 from train.config import Config, Optimization
-from train.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UsageError
+from train.records import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, UsageError
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.optimizers.bf16 import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.extras.optimizers.offload import MASTER, DirectLink, OffloadedAdamW

@@ -16,7 +16,7 @@ from test_main import STEPS, trained_losses
 from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values
-from train.errors import EXIT_DONE, UsageError, UserError
+from train.records import EXIT_DONE, UsageError, UserError
 from train.extras.parallelism.context import check_model, part_of, positions_of
 from train.launch import check_launch, read_launch
 from train.records import IGNORE, MicroBatch

@@ -18,7 +18,7 @@ from test_distributed import killed_at_step_4, torchrun
 from test_fsdp2 import final_weights, largest_difference, metrics
 from test_main import STEPS, trained_losses
 
-from train.errors import EXIT_DONE, EXIT_USAGE
+from train.records import EXIT_DONE, EXIT_USAGE
 
 pytest.importorskip("deepspeed", exc_type=ImportError)
 pytestmark = pytest.mark.distributed

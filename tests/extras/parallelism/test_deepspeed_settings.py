@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from train.config import Architecture, Config, Data, Optimization
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
 from train.extras.parallelism.deepspeed_settings import engine_settings
 from train.extras.parallelism.ulysses import part_of_sequences

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from train.config import Config, from_values
-from train.errors import EXIT_DONE, UsageError, UserError
+from train.records import EXIT_DONE, UsageError, UserError
 from train.extras.parallelism.tensor import plan_of
 from train.launch import check_launch, read_launch
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from train.config import Data
-from train.errors import UsageError, UserError
-from train.extras.readers import readers
+from train.records import UsageError, UserError
+from train.extras.readers import readers, tables
 from train.extras.readers.corpus import load_corpus
 
 Write = Callable[..., str]
@@ -70,10 +70,10 @@ def test_column_names_are_chosen(jsonl: Write) -> None:
 @pytest.mark.parametrize(
     ("content", "sources"),
     [
-        ('[\n {"text": "a"},\n\n {"text":\n "b"}]\n', {"d.json:2", "d.json:4"}),
+        ('[\n {"text": "a"},\n\n {"text":\n "b"}]\n', {"d.json:[0]", "d.json:[1]"}),
         ('{"text": "a"}\n{"text": "b"}\n', {"d.json:1", "d.json:2"}),
         ('{"version": [1], "rows": [{"text": "a"}, {"text": "b"}]}', {"d.json:rows[0]", "d.json:rows[1]"}),
-        ('\ufeff[{"text": "a"},\n{"text": "b"}]', {"d.json:1", "d.json:2"}),
+        ('\ufeff[{"text": "a"},\n{"text": "b"}]', {"d.json:[0]", "d.json:[1]"}),
     ],
 )
 def test_json_as_list_lines_or_object_with_one_list(tmp_path: Path, content: str, sources: set[str]) -> None:
@@ -87,9 +87,10 @@ def test_json_as_list_lines_or_object_with_one_list(tmp_path: Path, content: str
     ("content", "reason"),
     [
         ('{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "an object with several lists of records (a, b)"),
-        ('[{"text": "x"}, {"text": ]', "not JSON; the rest of the file is lost"),
-        ('[{"text": "x"} {"text": "y"}]', "not JSON; the rest of the file is lost"),
-        ('[{"text": "x"}] trailing', "not JSON; the rest of the file is lost"),
+        ('[{"text": "x"},\n{"text": ]', "d.json:2: not JSON; the whole file is lost (Expecting value: line 2"),
+        ('[{"text": "x"} {"text": "y"}]', "d.json:1: not JSON; the whole file is lost"),
+        ('[{"text": "x"}] trailing', "d.json:1: not JSON; the whole file is lost"),
+        ('[{"text": "x"}, {"text": 5}]', "d.json:[1]: 'text' is not text"),
         ('["x", "y"]', "not a JSON object (but str)"),
         ("nonsense", "not JSON"),
     ],
@@ -480,7 +481,7 @@ def test_a_folder_to_validate_on(jsonl: Write, tmp_path: Path) -> None:
     jsonl({"text": "validation"}, name="in/valid.jsonl")
     corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
     assert corpus.validation["text"][:] == ["validation"]
-    assert corpus.notes == (f"{tmp_path / 'in'}: of its files those were read that are for validation by their names",)
+    assert corpus.notes == (f"{tmp_path / 'in'}: only its files that are for validation by their names were read",)
 
 
 def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:
@@ -523,7 +524,7 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     "name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "x.csv.gz", "~no.such.user/x"]
 )
 def test_a_path_that_is_not_there_is_not_asked_from_the_hub(name: str) -> None:
-    assert message(name) == f"--dataset {name}: no such file or folder."
+    assert message(name) == f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name)."
 
 
 def test_unreadable_file_keeps_its_own_error(jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,11 +563,27 @@ def test_a_saved_dataset_dict(tmp_path: Path) -> None:
     assert [d["label"] for d in streamed.train] == ["no", "yes", "no"]
 
 
+def test_a_saved_dataset_is_checked_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    original = tables.rows.row
+    monkeypatch.setattr(tables.rows, "row", lambda *found: seen.append(found[2]) or original(*found))
+    for text in ("old", "new"):
+        dataset = datasets.Dataset.from_list([{"text": f"{text} {i}"} for i in range(3)])
+        dataset._fingerprint = "given"  # as of a generator that reads a file: the content may differ
+        dataset.save_to_disk(tmp_path / "s")
+        for _ in range(2):
+            corpus = load(tmp_path / "s", validation_fraction=0.3)
+            assert texts(corpus) == {f"{text} {i}" for i in range(3)}
+    assert seen == [0, 1, 2] * 2
+
+
 def test_a_saved_dataset_without_splits(tmp_path: Path) -> None:
     saved(x=[{"text": f"t{i}"} for i in range(10)])["x"].save_to_disk(tmp_path / "s")
     assert texts(load(tmp_path / "s")) == {f"t{i}" for i in range(10)}
     assert load(tmp_path / "s", validation_dataset=str(tmp_path / "s")).validation.num_rows == 10
-    assert "no record has 'body': the columns are text" in message(tmp_path / "s", text_column="body")
+    assert "no column 'body'; the columns are text" in message(tmp_path / "s", text_column="body")
 
 
 def test_splits_that_a_saved_dataset_does_not_have(tmp_path: Path) -> None:
@@ -672,6 +689,15 @@ def test_flags_of_other_kinds_of_data(jsonl: Write) -> None:
         load(jsonl({"text": "a"}), dataset_options={"train": 1})
     with pytest.raises(UsageError, match="nothing to stream"):
         load("stdlib", streaming=True)
+
+
+@pytest.mark.parametrize("name", ["listops", "stdlib_packages"])
+def test_a_dataset_that_a_recipe_generates_is_pointed_to(name: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        load(name, labelled=True, dataset_options={"train": 1})
+    assert str(raised.value) == (
+        f"dataset: {name} is generated by a recipe. Write --dataset recipes/{name}.py:documents."
+    )
 
 
 def test_records_read_are_those_json_reads(tmp_path: Path) -> None:

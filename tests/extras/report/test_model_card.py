@@ -8,6 +8,14 @@ import yaml
 from train.config import Config, from_values
 from train.extras.report.model_card import model_card
 from train.records import Evaluation
+from train.tasks.base import Task
+from train.tasks.causal_lm import CausalLM
+from train.tasks.sequence_classification import SequenceClassification
+
+
+class _MyTask(Task):
+    name = "my_task"
+    auto_class = "AutoModel"
 
 
 def _config(**values: Any) -> Config:
@@ -19,7 +27,7 @@ def _front_matter(card: str) -> dict[str, Any]:
 
 
 def test_front_matter_by_task():
-    assert _front_matter(model_card(_config(), {}, [])) == {
+    assert _front_matter(model_card(_config(), CausalLM, {})) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["accelerate", "long-context", "causal-lm"],
@@ -27,10 +35,10 @@ def test_front_matter_by_task():
     config = _config(
         task="sequence_classification", model_config=None, model="answerdotai/ModernBERT-base", dataset="stanford/imdb"
     )
-    matter = _front_matter(model_card(config, {}, []))
+    matter = _front_matter(model_card(config, SequenceClassification, {}))
     assert matter["pipeline_tag"] == "text-classification"
     assert matter["base_model"] == "answerdotai/ModernBERT-base" and matter["datasets"] == ["stanford/imdb"]
-    assert "pipeline_tag" not in _front_matter(model_card(_config(task="my_task"), {}, []))
+    assert "pipeline_tag" not in _front_matter(model_card(_config(task="my_task"), _MyTask, {}))
 
 
 def test_results_settings_and_machine():
@@ -47,7 +55,7 @@ def test_results_settings_and_machine():
         Evaluation("validation", 300, {"loss": 1.875, "confusion_matrix": [[1]]}),
         Evaluation("test", 300, {"loss": 1.92, "bits_per_byte": 2.63}),
     ]
-    card = model_card(_config(learning_rate=1e-3), summary, evaluations)
+    card = model_card(_config(learning_rate=1e-3), CausalLM, summary, evaluations)
     assert "300 steps, 1,228,800 tokens, examples of up to 1,024 tokens." in card
     assert "| split | step | loss | bits per byte |" in card
     assert "| validation | 300 | 1.875 |  |" in card and "| test | 300 | 1.920 | 2.630 |" in card
@@ -62,16 +70,16 @@ def test_local_paths_are_not_published(tmp_path: Path):
     config = _config(
         dataset=str(data), model=str(tmp_path / "home" / "base"), model_config=None, output_dir=str(tmp_path)
     )
-    card = model_card(config, {}, [])
+    card = model_card(config, CausalLM, {})
     assert str(tmp_path) not in card and "secret-client" not in card and "base_model" not in card
     assert "`texts.jsonl`" in card and "fine-tuned from `base`" in card
 
 
 def test_a_model_of_ones_own_code_says_how_to_load_it():
-    card = model_card(_config(model="my_package.nets:build", model_config=None), {}, [])
+    card = model_card(_config(model="my_package.nets:build", model_config=None), CausalLM, {})
     assert "safetensors.torch.load_model" in card and "my_package.nets:build" in card and "base_model" not in card
 
 
 def test_a_pipe_does_not_break_the_table():
     summary = {"hardware": {"cpu": "A | B"}}
-    assert "| CPU | A \\| B |" in model_card(_config(), summary, [])
+    assert "| CPU | A \\| B |" in model_card(_config(), CausalLM, summary)

@@ -2,15 +2,21 @@
 
 import math
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from train.extras.report.charts import charts, points, thinned
-from train.extras.report.files import write_report
-from train.extras.report.page import page
+from train.config import Config, from_values
+from train.extras.report.charts import charts, points
+from train.extras.report.page import page, write_report
+from train.extras.report.words import words
+from train.tasks.base import Task
+from train.tasks.causal_lm import CausalLM
 
 METRICS: list[dict[str, Any]] = [
     {
@@ -30,7 +36,6 @@ METRICS: list[dict[str, Any]] = [
     {"kind": "evaluation", "step": 30, "split": "validation", "loss": 3.5, "bits_per_byte": 3.25, "seconds": 1.0},
 ]
 SUMMARY: dict[str, Any] = {
-    "task": "causal_lm",
     "num_parameters": 1_840_000,
     "steps": 30,
     "tokens": 122_880,
@@ -90,9 +95,17 @@ class _Outline(HTMLParser):
         self.text += data + " "
 
 
+def _config(**values: Any) -> Config:
+    return from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
+
+
+def _page(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
+    return page(_config(), CausalLM, summary, metrics)
+
+
 @pytest.fixture(scope="module")
 def html() -> str:
-    return page("quickstart", "seed: 42\n", SUMMARY, METRICS, "once upon a time")
+    return page(_config(seed=42), CausalLM, SUMMARY, METRICS, "once upon a time")
 
 
 def test_the_page_says_what_happened(html: str):
@@ -101,8 +114,8 @@ def test_the_page_says_what_happened(html: str):
         "Trained a causal language model of 1.84M parameters for 30 steps on 123k tokens in 1 min 32 s on A CPU, "
         "2 cores. Validation loss went from 4.000 to 3.500." in text
     )
-    for words in ("Bits per byte 3.250", "23.5k MFU 38.1%", "3.00 GiB predicted 3.10 GiB", "2 records skipped"):
-        assert words in text
+    for said in ("Bits per byte 3.250", "23.5k MFU 38.1%", "3.00 GiB predicted 3.10 GiB", "2 records skipped"):
+        assert said in text
     assert "once upon a time" in text and "seed: 42" in text and "torch 2.13.0" in text
     assert "30 validation 3.500 3.250 1.000" in text
 
@@ -122,14 +135,16 @@ def test_references_within_a_chart_point_to_its_own_ids(html: str):
     assert set(re.findall(r'href="#([^"]+)"', html)) | set(re.findall(r"url\(#([^)]+)\)", html)) <= ids
 
 
+class _Attack(Task):
+    title = "<script>alert('$x$')</script>"
+
+
 def test_everything_from_the_run_is_escaped():
-    attack = "<script>alert('$x$')</script>"
+    attack = _Attack.title
     matrix = {"kind": "evaluation", "step": 1, "split": attack, "bits_per_byte": 2.0, attack: attack}
     matrix["confusion_matrix"] = [[1, 0], [0, 1]]
     summary = {
         **SUMMARY,
-        "task": attack,
-        "status": attack,
         "metric_name": attack,
         "references": {attack: 1.5},
         "label_names": [attack, "b"],
@@ -137,15 +152,15 @@ def test_everything_from_the_run_is_escaped():
         "hardware": {"cpu": attack, "platform": attack, "gpus": [{"name": attack, "memory_bytes": 1}]},
         "versions": {attack: attack},
     }
-    html = page(attack, f"run_name: {attack}", summary, [matrix], attack)
+    html = page(_config(run_name=attack), _Attack, summary, [matrix], attack)
     assert "<script" not in html and "script" not in _Outline(html).tags
     assert html.count("&lt;script&gt;") >= 12
 
 
 def test_an_empty_run_has_a_page():
-    outline = _Outline(page("nothing", "", {}, []))
+    outline = _Outline(_page({}, []))
     assert "figure" not in outline.tags and "table" not in outline.tags
-    assert "Trained a model." in outline.text
+    assert "Trained a causal language model." in outline.text
 
 
 def test_one_point_is_drawn_and_values_that_are_missing_are_not():
@@ -170,27 +185,33 @@ def test_the_gradient_chart_marks_threshold_and_skipped_steps():
     assert "clipped to 1" in chart.svg and "not finite, skipped (2)" in chart.svg
 
 
-def test_memory_is_shown_by_kind_and_phase_beside_the_prediction():
+def test_memory_is_shown_by_kind_and_phase_with_the_prediction():
     chart = next(chart for chart in charts([], SUMMARY) if chart.title == "Memory by kind and phase")
-    for words in ("optimizer state 1.00 GiB", "activations 1.00 GiB", "predicted 3.10 GiB", "at the peak", "2.75 GiB"):
-        assert words in chart.svg
+    for said in ("optimizer state 1.00 GiB", "activations 1.00 GiB", "predicted 3.10 GiB", "at the peak", "2.75 GiB"):
+        assert said in chart.svg
     assert "gradients" not in chart.svg  # there were none at the peak
     assert "backward 3.00 GiB" in chart.svg  # in the spoken label
     assert charts([], {"peak_allocated_bytes": 1, "bytes_by_kind": {}, "peak_bytes_by_phase": None}) == []
 
 
 def test_a_leak_is_among_the_notes():
-    assert "<li>memory leak: 1.0 MiB</li>" in page("t", "", {"memory_leak": "memory leak: 1.0 MiB"}, [])
+    assert "<li>memory leak: 1.0 MiB</li>" in _page({"memory_leak": "memory leak: 1.0 MiB"}, [])
 
 
-def test_reference_values_stand_beside_bits_per_byte():
+@pytest.mark.parametrize(("precision", "text"), [("no", "fp32"), ("fp32", "fp32"), ("bf16", "bf16 mixed precision")])
+def test_precision_stands_below_the_hardware(precision: str, text: str):
+    html = _page({"hardware": {"cpu": "A CPU"}, "mixed_precision": precision}, [])
+    assert f'<dd>A CPU</dd><dd class="more">{text}</dd>' in html
+
+
+def test_reference_values_stand_next_to_bits_per_byte():
     chart = next(chart for chart in charts(METRICS, SUMMARY) if chart.title == "Bits per byte")
     assert "xz -9 1.28" in chart.svg and "4.96" in chart.svg
 
 
 def test_confusion_matrix_shows_counts_shares_and_recall():
     row = {"kind": "evaluation", "step": 5, "split": "test", "accuracy": 0.75, "confusion_matrix": [[3, 1], [0, 0]]}
-    html = page("t", "", {"label_names": ["cat", "dog"]}, [row])
+    html = _page({"label_names": ["cat", "dog"]}, [row])
     assert '<td style="--share:0.750">3</td><td style="--share:0.250">1</td><td class="recall">75.0%</td>' in html
     assert '<th scope="row">dog</th>' in html and '<td class="recall">–</td>' in html
 
@@ -198,30 +219,57 @@ def test_confusion_matrix_shows_counts_shares_and_recall():
 def test_of_many_classes_the_most_frequent_confusions_are_shown():
     confusions = [{"reference": 1, "prediction": 0, "count": 1200}, {"reference": 0, "prediction": 7, "count": 3}]
     row = {"kind": "evaluation", "step": 5, "split": "test", "accuracy": 0.75, "most_frequent_confusions": confusions}
-    html = page("t", "", {"label_names": ["<cat>", "dog"]}, [row])
+    html = _page({"label_names": ["<cat>", "dog"]}, [row])
     assert '<td class="text">dog</td><td class="text">&lt;cat&gt;</td><td>1,200</td>' in html
     assert '<td class="text">&lt;cat&gt;</td><td class="text">7</td><td>3</td>' in html
 
 
 def test_a_row_written_twice_counts_once():
     again = {"kind": "evaluation", "step": 30, "split": "validation", "loss": 3.25}
-    text = " ".join(_Outline(page("t", "", {}, [*METRICS, again])).text.split())
+    text = " ".join(_Outline(_page({}, [*METRICS, again])).text.split())
     assert "from 4.000 to 3.250" in text and "3.500" not in text
 
 
-def test_points_skip_what_is_no_number():
+def test_points_skip_missing_values():
     rows = [{"step": 2, "loss": 1}, {"step": 1, "loss": 2.5}, {"step": 3, "loss": None}, {"step": 4}]
     assert points(rows, "loss") == [(1, 2.5), (2, 1.0)]
 
 
-def test_thinning_keeps_the_spike():
-    series = [(step, math.sin(step / 100)) for step in range(20_000)]
-    series[7_777] = (7_777, 50.0)
-    kept = thinned(series, 1000)
-    assert len(kept) <= 1000 and (7_777, 50.0) in kept and kept == sorted(kept)
+def test_a_long_curve_takes_little_room_and_keeps_its_spike():
+    rows = [{"kind": "train", "step": step, "loss": math.sin(step / 100)} for step in range(20_000)]
+    rows[7_777]["loss"] = 50.0
+    svg = charts(rows, {})[0].svg
+    curve = re.findall(r'<path d="([^"]*)"[^>]*stroke: var\(--first', svg)[0]
+    heights = [float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", curve)]  # downwards from the upper edge
+    assert len(svg) < 50_000 and heights.count(min(heights)) == 1 and min(heights) < sorted(heights)[1] / 5
 
 
-def test_the_report_is_written_whole(tmp_path):
-    path = write_report(tmp_path, "t", "a: 1", {}, [], "bad \udc80 text")
-    assert path == tmp_path / "report.html" and path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+class _Nameless(Task):
+    name = "my_task"
+
+
+@pytest.mark.parametrize(("task", "title"), [(CausalLM, "causal language"), (_Nameless, "my task")])
+def test_the_report_is_written_whole(tmp_path: Path, task: type[Task], title: str):
+    config = _config(output_dir=str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
+    path = write_report(config, task, {}, "bad \udc80 text")
+    html = path.read_text(encoding="utf-8")
+    assert path == tmp_path / "report.html" and html.startswith("<!DOCTYPE html>")
+    assert f"<h1>{tmp_path.name}</h1>" in html and f"Trained a {title} model." in html and "<svg" in html
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
+
+
+def test_words():
+    assert words("bits_per_byte") == "bits per byte" and words("macro_f1") == "macro F1"
+
+
+def test_importing_these_parts_loads_neither_torch_nor_matplotlib():
+    code = (
+        "import sys, train.extras.report.page, train.extras.report.trackers, train.extras.report.model_card,"
+        "train.extras.meter.throughput;"
+        "print(sorted({'torch', 'matplotlib', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+    )
+    assert done.stdout.strip() == "[]"

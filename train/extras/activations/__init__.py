@@ -1,0 +1,142 @@
+"""What layers keep for backward: activation checkpointing, offload to the host, tiled MLPs; and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from train.config import option
+from train.extras import Extra
+from train.launch import refuse
+from train.records import UsageError, UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.config import Config
+    from train.data import PreparedData
+    from train.launch import Launch
+    from train.loop import Parts
+    from train.loss import ModelWithLoss
+    from train.records import Run
+    from train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Options:
+    """What layers keep for backward, and compilation."""
+
+    gradient_checkpointing: Literal["none", "full", "selective", "auto"] = option(
+        "none",
+        "Recompute activations in backward: every layer, or all but attention (selective); auto: the least that fits.",
+        everyday=True,
+    )
+    gradient_checkpointing_every_n_layers: int = option(1, "Checkpoint only every n-th layer.", ge=1)
+    gradient_checkpointing_offload: bool = option(False, "Keep inputs of checkpointed layers in pinned host memory.")
+    tiled_mlp: bool = option(False, "Compute MLPs and norms some tokens at a time.")
+    mlp_tile_tokens: int | None = option(None, "Tokens of a tile; default: about the hidden size, at least 512.", ge=1)
+    compile: bool = option(False, "Compile each layer by torch.compile: faster on a GPU after minutes of compiling.")
+
+
+class Room(Extra):
+    Options = Options
+
+    def __init__(self) -> None:
+        self._compilation: Any = None
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        own = config.of(Options)
+        kind, every = own.gradient_checkpointing, own.gradient_checkpointing_every_n_layers
+        if kind == "none" and every > 1:
+            raise UsageError("gradient_checkpointing_every_n_layers needs gradient_checkpointing: full or selective.")
+        if kind == "none" and own.gradient_checkpointing_offload:
+            raise UsageError("gradient_checkpointing_offload needs gradient_checkpointing: full, selective or auto.")
+        if kind == "auto" and every > 1:
+            raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers itself.")
+        if own.mlp_tile_tokens is not None and not own.tiled_mlp:
+            raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
+        divides = launch.engine == "deepspeed" or launch.copies > 1
+        refuse(
+            f"{launch} in the launch file",
+            (
+                "tiled_mlp: true",
+                own.tiled_mlp and (launch.engine == "deepspeed" or launch.tp_size > 1),
+                "its gradients are made whole in one place, where DeepSpeed and tensor parallelism hold parts of "
+                "weights. Use FSDP2 or DDP, or leave tiled_mlp out",
+            ),
+            (
+                "compile: true",
+                own.compile and divides,
+                "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out",
+            ),
+        )
+
+    @contextmanager
+    def open(self, config: Config, launch: Launch) -> Iterator[None]:
+        if not config.of(Options).compile:
+            yield
+            return
+        from train.extras.activations.compilation import Compilation, check_compiler
+        from train.launch import target_device
+
+        check_compiler(target_device())
+        self._compilation = Compilation()
+        with self._compilation.listening():
+            yield
+
+    def change_config(self, run: Run, data: PreparedData) -> Config:
+        if run.config.of(Options).gradient_checkpointing == "auto" and "memory" not in run.extras.by_name:
+            raise UserError(
+                "gradient_checkpointing: auto needs train/memory/, which is not here: give none, selective or full."
+            )
+        return run.config
+
+    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+        from train.extras.activations import compilation, recompute, tiling
+
+        own, lines = run.config.of(Options), []
+        if own.gradient_checkpointing_offload and run.accelerator.device.type == "cpu":
+            lines.append("gradient_checkpointing_offload: does nothing on a CPU, which has no other memory")
+        if own.tiled_mlp:
+            tiling.tile_mlps(network, own.mlp_tile_tokens)
+            lines += tiling.describe(network, own.mlp_tile_tokens)
+        kind = own.gradient_checkpointing
+        every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
+        recompute.enable_checkpointing(network, kind, every, offload)
+        if own.compile and not run.is_planned:
+            compilation.compile_layers(network)
+        return lines
+
+    def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+        own = run.config.of(Options)
+        if own.gradient_checkpointing == "full" and own.gradient_checkpointing_every_n_layers == 1:
+            return []
+
+        def checkpoint() -> bool:
+            from train.extras.activations.recompute import enable_checkpointing
+
+            try:
+                enable_checkpointing(model.model, "full", offload=own.gradient_checkpointing_offload)
+            except UserError:
+                return False
+            return True
+
+        return [("activation checkpointing is switched on", checkpoint)]
+
+    def ready(self, run: Run, parts: Parts) -> None:
+        if self._compilation is not None:
+            self._compilation.tell = run.outputs.note
+
+    def sampling(self, network: nn.Module) -> AbstractContextManager[Any]:
+        from train.extras.activations.compilation import uncompiled
+
+        return uncompiled(network)
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        if self._compilation is None:
+            return {}
+        run.outputs.say(self._compilation.line())
+        return self._compilation.summary()

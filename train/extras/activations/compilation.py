@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.errors import UsageError, UserError
+from train.records import UsageError, UserError
 
 
 def check_compiler(device: torch.device) -> None:
@@ -54,7 +54,7 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
     if not layers:
-        raise UserError("compile: finds no repeated layers in this model (it is no transformers model). Leave it out.")
+        raise UserError("compile: this model has no repeated layers of transformers. Leave it out.")
     for layer in layers:
         layer.compile(backend=backend)
     return len(layers)
@@ -73,13 +73,12 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 class Compilation:
     """What ``torch.compile`` does while it is listened to.
 
-    Args:
-        enabled: whether anything is compiled at all.
+    Attributes:
         tell: shown the one warning there may be, with its cause.
     """
 
-    def __init__(self, enabled: bool, tell: Callable[[str], None]) -> None:
-        self._enabled, self._tell = enabled, tell
+    def __init__(self, tell: Callable[[str], None] = print) -> None:
+        self.tell = tell
         self.compilations = self.recompilations = 0
         self.seconds = 0.0
         self.limit_reached: str | None = None
@@ -88,9 +87,6 @@ class Compilation:
     @contextmanager
     def listening(self) -> Iterator[Compilation]:
         """Counts while the context is open."""
-        if not self._enabled:
-            yield self
-            return
         from torch._dynamo.callback import callback_handler
 
         handler, logger = _Limit(self._reached), logging.getLogger("torch._dynamo.convert_frame")
@@ -118,15 +114,13 @@ class Compilation:
         if self.limit_reached is None:
             reason = re.search(r"last reason: (.*)", message)
             self.limit_reached = " ".join((reason[1] if reason else message).split())[:300]
-            self._tell(
-                "compile: torch gave up compiling a layer anew and runs it uncompiled, which is right but slow; "
+            self.tell(
+                "compile: torch stopped compiling a layer and runs it uncompiled, which is correct but slow; "
                 f"the last cause: {self.limit_reached}"
             )
 
     def summary(self) -> dict[str, Any]:
-        """Figures for ``summary.json``; none where nothing is compiled."""
-        if not self._enabled:
-            return {}
+        """Figures for ``summary.json``."""
         return {
             "compilations": self.compilations,
             "recompilations": self.recompilations,
@@ -134,10 +128,8 @@ class Compilation:
             "recompile_limit_reached": self.limit_reached,
         }
 
-    def line(self) -> str | None:
-        """The same for a person."""
-        if not self._enabled:
-            return None
+    def line(self) -> str:
+        """How often torch compiled, in a sentence."""
         return (
             f"compile: {self.compilations} compilations, {self.recompilations} of them for other shapes or modes, "
             f"{self.seconds:.1f} s"

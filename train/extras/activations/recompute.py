@@ -10,16 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from train.errors import UserError
-
-if TYPE_CHECKING:
-    from train.config import Architecture
+from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20
 """Smaller tensors stay: a copy has a price of its own, and there is little to gain."""
@@ -62,7 +59,7 @@ def enable_checkpointing(
         elif hasattr(model, "gradient_checkpointing_enable"):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # pyright: ignore
         else:
-            raise ValueError("it is no transformers model")
+            raise ValueError("it is not a transformers model")
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -72,13 +69,6 @@ def enable_checkpointing(
         layer.gradient_checkpointing = number % every_n_layers == 0
     if offload:
         _offload_inputs(model, transfers_for or stream_transfers)
-
-
-def describe(architecture: Architecture, device_type: str) -> list[str]:
-    """What a person should know who asked for offload on a device without another memory."""
-    if architecture.gradient_checkpointing_offload and device_type == "cpu":
-        return ["gradient_checkpointing_offload: does nothing on a CPU, where there is no other memory"]
-    return []
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

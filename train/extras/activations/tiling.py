@@ -14,16 +14,13 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from train.errors import UserError
-
-if TYPE_CHECKING:
-    from train.config import Architecture
+from train.records import UserError
 
 MIN_TILE_TOKENS = 512
 """With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size."""
@@ -66,13 +63,11 @@ def norms(model: nn.Module) -> list[nn.Module]:
     return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
 
 
-def describe(network: nn.Module, architecture: Architecture) -> list[str]:
-    """For a person: how many parts compute in tiles, and what does not."""
-    if not architecture.tiled_mlp:
-        return []
+def describe(network: nn.Module, tile_tokens: int | None) -> list[str]:
+    """How many modules compute in tiles, and which do not."""
     tiled, blocks = len(mlps(network)), len(list(_layers(network)))
     left = f"; {blocks - tiled} other blocks are left whole" if blocks > tiled else ""
-    size = architecture.mlp_tile_tokens or "about hidden-size"
+    size = tile_tokens or "about hidden-size"
     return [f"tiled_mlp: {tiled} MLPs and {len(norms(network))} norms compute in tiles of {size} tokens{left}"]
 
 

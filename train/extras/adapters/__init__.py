@@ -1,0 +1,89 @@
+"""LoRA and QLoRA: small trained matrices next to frozen layers, by peft."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from train.config import option
+from train.extras import Extra
+from train.records import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.config import Config
+    from train.launch import Launch
+    from train.records import Run
+    from train.state import RunState
+    from train.tasks import Task
+
+PACKAGES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Small trained matrices next to frozen layers."""
+
+    adapter: Literal["none", "lora", "qlora"] = option("none", "qlora: with the frozen layers in 4 bits.")
+    lora_rank: int = option(16, "Rank of the trained matrices.", ge=1)
+    lora_alpha: float = option(32.0, "What they add is scaled by lora_alpha / lora_rank.", gt=0)
+    lora_dropout: float = option(0.0, "Dropout of their inputs.", ge=0, lt=1)
+    lora_target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Layers that get them, by the ends of their names; all-linear: all except the output head."
+    )
+
+
+class Room(Extra):
+    Options = Options
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        own = config.of(Options)
+        given = [f.name for f in fields(Options) if f.name != "adapter" and getattr(own, f.name) != f.default]
+        if own.adapter == "none" and given:
+            raise UsageError(f"{given[0]}: {getattr(own, given[0])} needs adapter: lora or qlora.")
+        if not own.lora_target_modules:
+            raise UsageError("lora_target_modules: names no layer: give all-linear or names such as q_proj v_proj.")
+        if len(own.lora_target_modules) > 1 and "all-linear" in own.lora_target_modules:
+            raise UsageError(
+                "lora_target_modules: all-linear already means every layer: give it alone, or leave it out."
+            )
+        missing = [name for name in PACKAGES.get(own.adapter, ()) if importlib.util.find_spec(name) is None]
+        if missing:
+            raise UsageError(
+                f"adapter: {own.adapter} needs {' and '.join(missing)}, not installed: "
+                f"pip install -e '.[{own.adapter}]' (or pip install {' '.join(missing)})."
+            )
+        engines = {"lora": ("ddp", "fsdp2"), "qlora": ("ddp",)}.get(own.adapter, (launch.engine,))
+        if launch.engine not in engines or (own.adapter != "none" and launch.copies > 1):
+            files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
+            raise UsageError(
+                f"adapter: {own.adapter} does not work with {launch} in the launch file: use {files}, or adapter: none."
+            )
+
+    def identity(self, config: Config) -> dict[str, Any]:
+        own = vars(config.of(Options))
+        return dict(own) if own["adapter"] != "none" else {}
+
+    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+        own = run.config.of(Options)
+        if own.adapter != "qlora" or model_config is None or hasattr(model_config, "quantization_config"):
+            return {}
+        from train.extras.adapters.lora import quantization
+
+        return {"quantization_config": quantization(run, model_config)}
+
+    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+        if run.config.of(Options).adapter != "none":
+            from train.extras.adapters.lora import add_adapter, compute_dtype
+
+            add_adapter(network, run.config, task.auto_class, compute_dtype(run))
+        return []
+
+    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> RunState | None:
+        from train.extras.adapters.lora import AdapterState, has_adapter
+
+        return AdapterState(network, optimizer, identity, scaler) if has_adapter(network) else None

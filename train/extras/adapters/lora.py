@@ -1,9 +1,9 @@
-"""Adapters: small matrices that are trained beside frozen weights (LoRA, arXiv 2106.09685), which may be kept in 4 bits
-(QLoRA, arXiv 2305.14314).
+"""Adapters: LoRA adds small trained matrices next to frozen weights (arXiv 2106.09685); QLoRA keeps those in 4 bits
+(arXiv 2305.14314).
 
-The network stays the network: peft puts its layers inside, so its head, its generation and its names stay where they
-are. Gradients and optimizer state exist for the adapters alone, and a checkpoint holds these, with a digest of the
-frozen weights: who goes on builds them again and is told if they came out otherwise.
+peft puts its layers inside the network, so head, generation and names stay where they are. Gradients and optimizer
+state exist for the adapters alone. A checkpoint holds the adapters and a digest of the frozen weights: a run that
+resumes builds these again, and stops if they came out different.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.config import Architecture
-from train.errors import UserError
-from train.extras.meter.throughput import num_weights
+from train.config import Config
+from train.extras.adapters import Options
+from train.records import Run, UserError
 from train.state import Blocks, TrainingState, model_tensors, whole_tensors
+from train.tasks import load_task
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -40,22 +41,32 @@ TASK_TYPES = {
 # Building
 
 
-def quantization(model: nn.Module, auto_class: str, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How ``from_pretrained`` is to load the weights of ``model``, which may be without data: 4 bits, NF4, and the
-    scales quantised again; heads stay as they are."""
+def compute_dtype(run: Run) -> torch.dtype:
+    """In which type layers in 4 bits multiply: that of autocast, else of the weights."""
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    return getattr(torch, names.get(run.accelerator.mixed_precision, run.config.architecture.dtype))
+
+
+def quantization(run: Run, model_config: Any) -> BitsAndBytesConfig:
+    """How ``from_pretrained`` is to load the weights: 4 bits, NF4, and the scales quantised again; heads stay whole."""
+    import transformers
     from transformers import BitsAndBytesConfig
 
+    auto_class = load_task(run.config.data.task).auto_class
+    with torch.device("meta"):
+        trust = run.config.architecture.trust_remote_code
+        model = getattr(transformers, auto_class).from_config(model_config, trust_remote_code=trust)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_compute_dtype=compute_dtype(run),
         llm_int8_skip_modules=sorted(_whole_modules(model, auto_class)),
     )
 
 
-def add_adapter(model: nn.Module, config: Architecture, auto_class: str, compute_dtype: torch.dtype) -> None:
-    """Freezes ``model`` and puts fp32 adapters beside its layers, in place; a classifier's new head is trained whole.
+def add_adapter(model: nn.Module, config: Config, auto_class: str, compute_dtype: torch.dtype) -> None:
+    """Freezes ``model`` and puts fp32 adapters next to its layers, in place; a classifier's new head is trained whole.
 
     Args:
         compute_dtype: in which layers kept in 4 bits multiply; their weights are then not in it yet, or already in
@@ -66,22 +77,23 @@ def add_adapter(model: nn.Module, config: Architecture, auto_class: str, compute
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    if config.adapter == "qlora":
+    own = config.of(Options)
+    if own.adapter == "qlora":
         _quantize(model, _whole_modules(model, auto_class), compute_dtype)
     heads = _trained_heads(model, auto_class)
     settings = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,  # pyright: ignore - a fraction is as good
-        lora_dropout=config.lora_dropout,
-        target_modules=_targets(model, config.lora_target_modules, auto_class),
+        r=own.lora_rank,
+        lora_alpha=own.lora_alpha,  # pyright: ignore - a fraction is as good
+        lora_dropout=own.lora_dropout,
+        target_modules=_targets(model, own.lora_target_modules, auto_class),
         task_type=TASK_TYPES.get(auto_class),
-        base_model_name_or_path=config.model,
+        base_model_name_or_path=config.architecture.model,
     )
     try:
         inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"adapter: {config.adapter} does not work with this model: {' '.join(str(error).split())[:300]}"
+            f"adapter: {own.adapter} does not work with this model: {' '.join(str(error).split())[:300]}"
         ) from None
     settings.modules_to_save = list(heads) or None  # after peft has looked: they are trained in place, without copies
     for head in heads.values():
@@ -168,12 +180,6 @@ def has_adapter(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """(trained, all) parameters."""
-    sizes = [(num_weights(p), p.requires_grad) for p in model.parameters()]
-    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
-
-
 # Saving
 
 
@@ -186,20 +192,20 @@ class AdapterState(TrainingState):
         return {name: tensor for name, tensor in model_tensors(self.model).items() if id(tensor) in kept}
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor, as JSON knows it; the same on every rank."""
+        """Everything except tensors, and the digest of the frozen weights."""
         return {**super().values(), "frozen": self.frozen_digest}
 
     def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place.
 
         Raises:
-            UserError: the frozen weights are not those that the adapters were trained beside.
+            UserError: the frozen weights are not those that the adapters were trained with.
         """
         if values.get("frozen") != self.frozen_digest:
             raise UserError(
                 f"the frozen weights have the digest {self.frozen_digest[:16]}, those that the checkpoint's adapters "
-                f"were trained beside had {str(values.get('frozen'))[:16]}: the model's files, its data type or what "
-                "quantised it have changed. Give the same model, or --resume never to start afresh."
+                f"were trained with had {str(values.get('frozen'))[:16]}: the model's files, its data type or its "
+                "quantisation have changed. Give the same model, or --resume never to start from scratch."
             )
         super().restore(blocks, values)
 
@@ -234,6 +240,14 @@ class AdapterState(TrainingState):
         plain.generation_config = getattr(model, "generation_config", None)
         return plain
 
+    def write_final(self, folder: Path, keep: bool) -> nn.Module:
+        """Writes the adapter by itself too; returns the model without adapters that the merged weights belong to."""
+        adapter = self.adapter_tensors(keep)
+        if not keep:
+            return self.model
+        self.write_adapter(folder / "adapter", adapter)
+        return self.plain_model()
+
     def adapter_tensors(self, keep: bool) -> dict[str, Tensor]:
         """Adapters and trained heads under peft's names, for ranks that ``keep`` them; all ranks take part."""
         found = {}
@@ -265,7 +279,7 @@ def _frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``whole`` tensors with each adapter added to the weight beside it, in fp32 and rounded once."""
+    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once."""
     from peft.tuners.lora import LoraLayer
 
     layers: list[tuple[str, Any]] = list(model.named_modules())

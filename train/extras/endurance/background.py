@@ -15,7 +15,7 @@ from torch import Tensor
 
 from train import checkpoint
 from train.checkpoint import Written
-from train.extras.endurance.host_memory import free_host_bytes
+from train.extras.host_memory import free_host_bytes
 from train.records import Progress, Run, UserError, exchange
 from train.state import Part, RunState
 

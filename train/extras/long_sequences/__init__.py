@@ -1,0 +1,111 @@
+"""Long sequences: packing, attention within documents, scaled rotary positions, sliding windows, length warm-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from train.config import option
+from train.extras import Extra
+from train.records import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.config import Config
+    from train.data import PreparedData
+    from train.launch import Launch
+    from train.records import MicroBatch, Run
+    from train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Options:
+    """Packing, positions and windows."""
+
+    packing: bool = option(
+        False, "Fill rows of max_length with several examples; none sees another; a row counts as one.", everyday=True
+    )
+    rope_scaling: Literal["none", "linear", "yarn"] = option("none", "For sequences longer than the model's positions.")
+    rope_scaling_factor: float | None = option(None, "Default: max_length divided by the model's positions.", gt=1)
+    sliding_window: int | None = option(None, "Attention sees this many tokens back (modernbert: to each side).", ge=1)
+    sequence_length_warmup_steps: int = option(0, "Cut each of the first steps into shorter pieces.", ge=0)
+    sequence_length_warmup_start: int = option(64, "Tokens of the first pieces; they double until max_length.", ge=2)
+
+
+class Room(Extra):
+    Options = Options
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        own, model, labelled = config.of(Options), config.architecture, _is_labelled(config)
+        if own.rope_scaling_factor is not None and own.rope_scaling == "none":
+            raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
+        if model.model is not None and ":" in model.model and (own.rope_scaling != "none" or own.sliding_window):
+            raise UsageError(
+                "rope_scaling and sliding_window change a transformers configuration, and module:function has none."
+            )
+        if own.packing and labelled:
+            raise UsageError(f"packing: {config.data.task} has one label a row: use another task.")
+        if own.packing and model.attn_implementation == "eager":
+            raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
+        if own.sequence_length_warmup_steps == 0:
+            return
+        if labelled:
+            raise UsageError(
+                f"sequence_length_warmup_steps: {own.sequence_length_warmup_steps} would cut examples apart, and "
+                f"{config.data.task} has one label for each: set it to 0."
+            )
+        if own.sequence_length_warmup_start >= config.data.max_length:
+            raise UsageError(
+                f"sequence_length_warmup_start: {own.sequence_length_warmup_start} is not below max_length "
+                f"{config.data.max_length}: give less, or sequence_length_warmup_steps: 0."
+            )
+
+    def identity(self, config: Config) -> dict[str, Any]:
+        own = config.of(Options)
+        return {"packing": own.packing, "rope_scaling": own.rope_scaling, "sliding_window": own.sliding_window}
+
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+        if not run.config.of(Options).packing:
+            return data
+        from train.extras.long_sequences.packing import packed
+
+        return packed(data, run.config.data.max_length)
+
+    def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
+        if step >= run.config.of(Options).sequence_length_warmup_steps:
+            return micro_batches
+        from train.extras.long_sequences.length_warmup import cut, sequence_length_at
+        from train.tasks import load_task
+
+        length, causal = sequence_length_at(step, run.config), load_task(run.config.data.task).is_causal
+        return [cut(batch, length, causal) for batch in micro_batches]
+
+    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+        if model_config is not None:
+            from train.extras.long_sequences.rope import extend
+
+            own = run.config.of(Options)
+            extend(model_config, own.rope_scaling, own.rope_scaling_factor, own.sliding_window, max_length)
+        return {}
+
+    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+        from train.extras.long_sequences import attention
+
+        packing = run.config.of(Options).packing
+        if packing:
+            attention.check_documents(network)
+        if packing or attention.can_slide_without_mask(network, max_length):
+            attention.set_document_boundaries(network)
+        return []
+
+
+def _is_labelled(config: Config) -> bool:
+    """Whether the task has one label for a whole example; looked up only where it matters."""
+    own = config.of(Options)
+    if not own.packing and own.sequence_length_warmup_steps == 0:
+        return False
+    from train.tasks import load_task
+
+    return load_task(config.data.task).labelled

@@ -1,7 +1,7 @@
-"""Attention within documents: several in a row, none sees another, and nobody makes a mask of S × S.
+"""Attention within documents: several share a row, none sees another, and no mask of S × S is made.
 
-transformers makes such a mask for ``sdpa`` as soon as positions start anew within a row, or a window slides. The
-implementation here, registered as ``documents``, is told the lengths instead: on a card flash attention takes them all
+transformers makes such a mask for ``sdpa`` as soon as positions start again within a row, or a window slides. The
+implementation here, registered as ``documents``, gets the lengths instead: on a card flash attention takes them all
 in one call, elsewhere each document is attended to by itself. Without lengths it is ``sdpa``.
 """
 
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.errors import UserError
-from train.extras.losses.answering_head import without_weights
-from train.records import Documents
+from train.extras.long_sequences.documents import Documents
+from train.model import without_weights
+from train.records import UserError
 
 NAME = "documents"
 """Of the implementation, among those of transformers."""
@@ -36,8 +36,8 @@ def register() -> str:
     return NAME
 
 
-def tell_documents(model: Any) -> None:
-    """From now on ``model`` takes ``documents`` beside its other arguments, and its attention stays within them.
+def set_document_boundaries(model: Any) -> None:
+    """From now on ``model`` takes ``documents`` next to its other arguments, and its attention stays within them.
 
     Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
     """
@@ -105,7 +105,7 @@ def attend(
     return _attend_within(query, key, value, documents, dropout, scaling, causal, sliding_window), None
 
 
-@torch.compiler.disable(reason="each batch has other lengths: each would be compiled anew")
+@torch.compiler.disable(reason="each batch has other lengths: each would be compiled again")
 def _attend_within(
     query: Tensor,
     key: Tensor,
@@ -233,7 +233,7 @@ def _attend_at_once(
     return attended.unflatten(0, (query.shape[0], query.shape[2]))
 
 
-# Whether a model can be told
+# Whether a model takes document boundaries
 
 
 def _transformers_model() -> type[Any]:
@@ -244,7 +244,7 @@ def _transformers_model() -> type[Any]:
 
 def can_slide_without_mask(model: Any, max_length: int) -> bool:
     """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S, and
-    :func:`tell_documents` spares it that."""
+    :func:`set_document_boundaries` spares it that."""
     if not isinstance(model, _transformers_model()) or model.config._attn_implementation != "sdpa":
         return False
     config = model.config.get_text_config()
@@ -254,7 +254,7 @@ def can_slide_without_mask(model: Any, max_length: int) -> bool:
 
 
 def check_documents(model: nn.Module) -> None:
-    """Whether :func:`tell_documents` reaches every layer of ``model``.
+    """Whether :func:`set_document_boundaries` reaches every layer of ``model``.
 
     Raises:
         UserError: naming what stands against it.
@@ -278,7 +278,7 @@ def obstacle_to_documents(model: Any) -> str | None:
     from transformers import AttentionInterface
 
     if not isinstance(model, _transformers_model()):
-        return "it is no transformers model"
+        return "it is not a transformers model"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return "it numbers positions in its own way"
     told: set[nn.Module] = set()
@@ -293,7 +293,7 @@ def obstacle_to_documents(model: Any) -> str | None:
         # What a prediction counts, and the device that it builds on, are of no concern here.
         with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             trial = without_weights(model).eval()
-            tell_documents(trial)
+            set_document_boundaries(trial)
             trial.set_attn_implementation(NAME)
             AttentionInterface.register(NAME, watched)
             ids, documents = torch.zeros((1, 8), dtype=torch.long), Documents.of([[3, 5]])
@@ -303,4 +303,4 @@ def obstacle_to_documents(model: Any) -> str | None:
     finally:
         register()
     layers = model.config.get_text_config().num_hidden_layers
-    return None if len(told) == layers else f"{len(told)} of {layers} layers hear where documents begin"
+    return None if len(told) == layers else f"{len(told)} of {layers} layers get the document boundaries"

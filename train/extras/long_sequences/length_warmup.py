@@ -1,7 +1,7 @@
 """Sequence-length warm-up: the first steps see their tokens in shorter pieces (arXiv 2108.06084).
 
 A window of S tokens becomes S / L rows of L, so a step keeps its examples, its targets and about its memory, and
-attention costs less. The length is a function of the step alone: a resumed run goes on with the same.
+attention costs less. The length is a function of the step alone: a resumed run continues with the same.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.config import Config
-from train.records import IGNORE, Documents, MicroBatch
+from train.extras.long_sequences import Options
+from train.extras.long_sequences.documents import Documents
+from train.records import IGNORE, MicroBatch
 
 
 def sequence_length_at(step: int, config: Config) -> int:
     """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all."""
-    steps, length = config.optimization.sequence_length_warmup_steps, config.optimization.sequence_length_warmup_start
+    own = config.of(Options)
+    steps, length = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
     if step >= steps:
         return config.data.max_length
     stages = [length]
@@ -35,14 +38,15 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     of their piece.
 
     Args:
-        causal: whether padding at the end needs no mask, since nothing sees what stands behind it.
+        causal: whether padding at the end needs no mask, because no token sees what follows it.
     """
-    width = batch.inputs["input_ids"].shape[1]  # labels may be one a row
+    width = batch.shape[1]  # labels may be one a row
     if width <= length:
         return batch
     missing = -width % length
     inputs: dict[str, Any] = dict(batch.inputs)
-    if missing and not causal and batch.documents is None:
+    documents = inputs.pop("documents", None)
+    if missing and not causal and documents is None:
         inputs.setdefault("attention_mask", torch.ones_like(batch.labels))
 
     def pieces(tensor: Tensor, value: int = 0) -> Tensor:
@@ -55,12 +59,11 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     inputs = {name: tensor[kept] for name, tensor in inputs.items()}
     if "attention_mask" in inputs and inputs["attention_mask"].all():
         del inputs["attention_mask"]
-    documents = batch.documents
     if documents is not None:
         cuts = [piece for row in documents.lengths for piece in _pieces([*row, missing], length)]
         documents = Documents.of([piece for piece, keep in zip(cuts, kept.tolist(), strict=True) if keep])
-        inputs["position_ids"] = documents.position_ids()
-    return replace(batch, inputs=inputs, labels=labels[kept], documents=documents)
+        inputs |= {"position_ids": documents.position_ids(), "documents": documents}
+    return replace(batch, inputs=inputs, labels=labels[kept])
 
 
 def _pieces(lengths: list[int], length: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Several examples in one row: rows that are nearly full instead of batches that are partly padding.
 
 A packed row is one example to everything that batches, orders, counts and resumes. It keeps its members apart, and
-becomes one sequence only in a batch, which says where each begins (:class:`train.records.Documents`).
+becomes one sequence only in a batch, which says where each begins (:class:`.documents.Documents`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import datasets
@@ -17,13 +18,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from train.errors import UserError
-from train.records import IGNORE, Documents, Examples, MicroBatch, column
+from train.data import PreparedData
+from train.extras.long_sequences.documents import Documents
+from train.records import IGNORE, Examples, MicroBatch, UserError, column
 
 SUMMED = ("length", "num_bytes")
 """Columns of which a row has the sum of its members'; of the others it has a list."""
 LAYOUT = "1"
 """To be changed with what rows look like, so that those cached before are not taken."""
+
+
+def packed(data: PreparedData, max_length: int) -> PreparedData:
+    """``data`` with packed examples, and the ``collate`` for them."""
+    pad_id = data.loading.collate.keywords["pad_id"]  # pyright: ignore[reportFunctionMemberAccess]
+    collate = partial(collate_packed, pad_id=pad_id, collate=data.task.collate)
+    loading = replace(data.loading, collate=collate)
+    return replace(data, examples=pack(data.examples, max_length), loading=loading)
 
 
 def pack(examples: Examples, max_length: int) -> Examples:
@@ -156,7 +166,7 @@ def collate_packed(
     pad_id: int,
     collate: Callable[..., MicroBatch],
 ) -> MicroBatch:
-    """Packed rows, each with its ``id``, as one batch of (B, S), with positions that begin anew in each document.
+    """Packed rows, each with its ``id``, as one batch of (B, S), with positions that start at 0 in each document.
 
     Every member becomes by ``collate`` what it would be alone, randomness included.
 
@@ -179,10 +189,9 @@ def collate_packed(
         value = pad_id if name == "input_ids" else 0
         inputs[name] = torch.cat([laid_out([part.inputs[name] for part in row], value) for row in parts])
     return MicroBatch(
-        inputs={**inputs, "position_ids": documents.position_ids()},
+        inputs={**inputs, "position_ids": documents.position_ids(), "documents": documents},
         labels=torch.cat([laid_out([part.labels for part in row], IGNORE) for row in parts]),
         num_targets=sum(part.num_targets for row in parts for part in row),
         example_ids=tuple(int(row["id"]) for row in rows),
         num_tokens=sum(map(sum, lengths)),
-        documents=documents,
     )

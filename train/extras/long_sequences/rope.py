@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from train.config import Architecture
-from train.errors import UserError
+from train.records import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def extend(config: PretrainedConfig, architecture: Architecture, max_length: int) -> None:
+def extend(config: PretrainedConfig, scaling: str, factor: float | None, window: int | None, max_length: int) -> None:
     """Changes ``config``, before the model is built, as ``rope_scaling`` and ``sliding_window`` ask.
 
     Raises:
         UserError: the model has nothing of the kind, or needs no scaling.
     """
-    if architecture.rope_scaling != "none":
-        _scale_positions(config, architecture.rope_scaling, architecture.rope_scaling_factor, max_length)
-    if architecture.sliding_window is not None:
-        _slide(config, architecture.sliding_window)
+    if scaling != "none":
+        _scale_positions(config, scaling, factor, max_length)
+    if window is not None:
+        _slide(config, window)
 
 
 def _scale_positions(config: PretrainedConfig, kind: str, factor: float | None, max_length: int) -> None:

@@ -1,0 +1,70 @@
+"""Losses over a large vocabulary that never hold all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from train.config import option
+from train.extras import Extra
+from train.records import UsageError
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.launch import Launch
+    from train.loss import ModelWithLoss
+    from train.records import Run
+
+
+@dataclass(frozen=True)
+class Options:
+    """The loss over a large vocabulary."""
+
+    loss: Literal["auto", "full", "chunked", "torch", "cce", "liger"] = option(
+        "auto",
+        "full holds all logits; the others never do: chunked (runs everywhere), torch (linear_cross_entropy), cce (Cut "
+        "Cross-Entropy), liger. auto: from 4,096 classes the best of cce, liger and chunked.",
+    )
+
+
+class Room(Extra):
+    Options = Options
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        loss, optim = config.of(Options).loss, config.optimization
+        if loss in ("torch", "cce") and (optim.label_smoothing or optim.z_loss):
+            raise UsageError(
+                f"loss: {loss} has no label_smoothing ({optim.label_smoothing}) and no z_loss ({optim.z_loss}): give "
+                "--loss auto or chunked, or set both to 0."
+            )
+        if loss == "liger" and (optim.mixed_precision or launch.precision) == "fp16":
+            raise UsageError(
+                "loss: liger is wrong with mixed_precision: fp16: it rounds gradients before loss scaling can save "
+                "small ones. Give --loss auto or chunked, or use bf16."
+            )
+
+    def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
+        from train.extras.losses.choice import choose_loss, describe_loss, place_of
+        from train.extras.losses.in_head import use_loss_in_head
+
+        asked = run.config.of(Options).loss
+        place = place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision, run.launch.tp_size > 1)
+        kind = choose_loss(asked, model, place, True if run.is_planned else None)
+        if kind != "full":
+            use_loss_in_head(model, kind)
+        return [describe_loss(kind, model.objective, asked)]
+
+    def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+        from train.extras.losses.in_head import use_loss_in_head
+        from train.extras.losses.loss_head import obstacle_to_chunks
+
+        def chunk() -> bool:
+            if model.loss_in_head is not None or obstacle_to_chunks(model.model) is not None:
+                return False
+            use_loss_in_head(model, "chunked")
+            return True
+
+        measures: list[tuple[str, Any]] = [("the loss never holds all logits from now on", chunk)]
+        return measures

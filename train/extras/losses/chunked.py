@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.cross_entropy import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum, wide_dtype
+from train.loss import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum, wide_dtype
 from train.records import IGNORE
-
-if TYPE_CHECKING:
-    from train.extras.parallelism.vocabulary import VocabularyPart
 
 CHUNK_LOGITS_BYTES = 64 * 2**20
 """fp32 logits of one chunk: little beside weights and activations, enough for large matrix products."""
@@ -35,7 +32,7 @@ def chunked_sum(
     bias: Tensor | None,
     labels: Tensor,
     num_targets: int | None = None,
-    part: VocabularyPart | None = None,
+    part: Any = None,
     objective: Objective = PLAIN,
 ) -> Tensor:
     """() what :func:`train.cross_entropy.cross_entropy_sum` says of the logits, which are never all there.
@@ -60,9 +57,7 @@ def chunked_sum(
 
 
 @torch.no_grad()
-def chunked_scores(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: VocabularyPart | None = None
-) -> Scores:
+def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: Any = None) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
     flat, targets, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), product_dtype(hidden)
     losses = hidden.new_empty(targets.shape, dtype=wide_dtype(dtype))
@@ -80,7 +75,7 @@ class _How:
     dtype: torch.dtype
     """Of the matrix products."""
     objective: Objective
-    part: VocabularyPart | None
+    part: Any
 
 
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]

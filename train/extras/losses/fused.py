@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.cross_entropy import PLAIN, Objective, wide_dtype
 from train.extras.losses.chunked import own_dtypes, product_dtype, rows_to_compute
+from train.loss import PLAIN, Objective, wide_dtype
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}

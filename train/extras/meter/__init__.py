@@ -1,0 +1,82 @@
+"""What was used: peak memory by phase and kind, leaks, model FLOPs utilization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from train.config import option
+from train.extras import Extra
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.loop import Parts
+    from train.records import MicroBatch, Run
+    from train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Options:
+    """Memory and utilization, measured."""
+
+    measure_memory: bool = option(True, "Measure peaks by phase and kind; False: only the highest.")
+    memory_snapshot: bool = option(False, "On CUDA, write torch's record of allocations when memory runs out.")
+
+
+class Room(Extra):
+    Options = Options
+
+    def __init__(self) -> None:
+        self.meter: Any = None
+        """:class:`train.extras.meter.memory.MemoryMeter`, once the model is there."""
+        self._flops_per_token: float | None = None
+        self._peak_flops_per_second: float | None = None
+
+    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+        if not run.is_planned:
+            from train.extras.meter.cards import peak_flops_per_second
+            from train.extras.meter.throughput import model_flops_per_token
+            from train.launch import arithmetic_in_use, device_name
+
+            device = run.accelerator.device
+            peak = peak_flops_per_second(device_name(device), arithmetic_in_use(run.accelerator))
+            self._peak_flops_per_second = peak and peak * run.accelerator.num_processes
+            if peak:  # counted only where it is of use
+                self._flops_per_token = model_flops_per_token(network, max_length)
+        return []
+
+    def ready(self, run: Run, parts: Parts) -> None:
+        device, own = run.accelerator.device, run.config.of(Options)
+        if own.measure_memory and device.type in ("cpu", "cuda"):
+            from train.extras.meter.memory import MemoryMeter
+
+            classes = len(parts.data.examples.label_names) or len(parts.data.tokenizer)
+            network = parts.state.model
+            self.meter = MemoryMeter(device, network, parts.optimizer.optimizer, classes, run.outputs.say)
+        if own.memory_snapshot and device.type == "cuda":
+            import torch
+
+            torch.cuda.memory._record_memory_history()
+
+    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        return self.meter.step(micro_batches) if self.meter is not None else nullcontext()
+
+    def evaluating(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        return self.meter.evaluation(micro_batch) if self.meter is not None else nullcontext()
+
+    def mark(self, phase: str) -> None:
+        if self.meter is not None:
+            self.meter.mark(phase)
+
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
+        from train.extras.meter.throughput import mfu
+
+        values["mfu"] = mfu(values["tokens_per_second"], self._flops_per_token, self._peak_flops_per_second)
+        if self.meter is not None:
+            values.update(self.meter.interval())
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        return self.meter.summary() if self.meter is not None else {}

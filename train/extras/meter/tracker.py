@@ -1,6 +1,6 @@
 """Counts the bytes of every tensor storage of one device as operators allocate and free them.
 
-The same tracker serves real tensors on a CPU, where it is the meter, and fake tensors of any device, where it is the
+One tracker serves real tensors on a CPU, where it is the meter, and fake tensors of any device, where it is the
 prediction. Storages are counted, not tensors: views share one, and what is freed is seen when the storage goes.
 """
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
 KINDS: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, LOGITS, WORKSPACE)
-PHASES = ("forward", "backward", "clip", "optimizer", "evaluation")
+
+CUDA_GRANULE_BYTES = 512
+"""CUDA's caching allocator rounds sizes up to a multiple of it."""
 
 _KEYS = itertools.count()
-"""Numbers of storages; never one twice in a process, since a storage keeps the number of an earlier tracker."""
+"""Numbers of storages, each used once in a process: a storage keeps the number that an earlier tracker gave it."""
 _KIND_OF_PHASE = {"build": PARAMETERS, "forward": ACTIVATIONS, "evaluation": ACTIVATIONS}
 
 
@@ -56,7 +58,7 @@ class StorageTracker(TorchDispatchMode):
 
     Args:
         device_type: ``cpu`` or ``cuda``; storages elsewhere are not counted.
-        granule_bytes: sizes are rounded up to a multiple of it; 512 on CUDA, as the caching allocator does.
+        granule_bytes: sizes are rounded up to a multiple of it; see :data:`CUDA_GRANULE_BYTES`.
         num_classes: C of logits (..., C), to tell logits from other activations; None: do not.
         keep_trace: also record each allocation and free, in order, in ``trace``.
     """
@@ -94,7 +96,7 @@ class StorageTracker(TorchDispatchMode):
             result = resize(storage, size)
             key = getattr(storage, "_tracked_as", None)
             if key in self.live:
-                self.resize(key, -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes)
+                self.resize(key, self._size(storage))
                 self.observe("resize_")
             return result
 
@@ -115,7 +117,7 @@ class StorageTracker(TorchDispatchMode):
             self.trace = [(key, block.num_bytes) for key, block in self.live.items() if block.num_bytes]
 
     def tag(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Says what ``tensors`` are; those not seen before are counted from now on."""
+        """Says what ``tensors`` are; those not seen before are counted from now on. Skips what is not a tensor."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
@@ -135,37 +137,26 @@ class StorageTracker(TorchDispatchMode):
 
     def hold(self, num_bytes: int, kind: str) -> None:
         """Counts memory that no tensor shows, from now on."""
-        key = next(_KEYS)
-        self.live[key] = Block(num_bytes, kind, self.phase, (), None)
-        self._add(key, num_bytes, kind)
+        self._begin(next(_KEYS), num_bytes, Block(0, kind, self.phase, (), None))
 
     def see(self, tensor: Tensor) -> None:
         """Counts the storage of ``tensor``, or what has become of its size."""
-        if tensor.device.type != self.device_type:
-            return
-        storage = _storage(tensor)
+        storage = _storage(tensor) if tensor.device.type == self.device_type else None
         if storage is None:
             return
-        size = -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
-        key = getattr(storage, "_tracked_as", None)
+        key, size = getattr(storage, "_tracked_as", None), self._size(storage)
         if key in self._ignored:
             return
         if key is not None and key in self.live:
             if self.live[key].num_bytes != size:
                 self.resize(key, size)
             return
-        key = next(_KEYS)
-        storage._tracked_as = key
+        key = storage._tracked_as = next(_KEYS)
         self._references[key] = weakref.ref(storage, lambda _, key=key: self._free(key))
-        kind = self._kind_of(tensor)
-        self.live[key] = Block(size, kind, self.phase, tuple(tensor.shape), tensor.dtype)
-        self._add(key, size, kind)
+        self._begin(key, size, Block(0, self._kind_of(tensor), self.phase, tuple(tensor.shape), tensor.dtype))
 
-    def _add(self, key: int, size: int, kind: str) -> None:
-        self.live_bytes += size
-        self.bytes_by_kind[kind] += size
-        if self.trace is not None and size:
-            self.trace.append((key, size))
+    def _size(self, storage: Any) -> int:
+        return -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
 
     def _kind_of(self, tensor: Tensor) -> str:
         if self.num_classes and tensor.ndim > 1 and tensor.shape[-1] == self.num_classes and self.phase != "build":
@@ -173,6 +164,10 @@ class StorageTracker(TorchDispatchMode):
         # in backward only what is recomputed records gradients
         recomputed = self.phase == "backward" and torch.is_grad_enabled()
         return ACTIVATIONS if recomputed else _KIND_OF_PHASE.get(self.phase, WORKSPACE)
+
+    def _begin(self, key: int, size: int, block: Block) -> None:
+        self.live[key] = block
+        self.resize(key, size)
 
     def resize(self, key: int, size: int) -> None:
         """The storage with this number has grown or shrunk to ``size`` bytes."""
@@ -184,14 +179,10 @@ class StorageTracker(TorchDispatchMode):
         block.num_bytes = size
 
     def _free(self, key: int) -> None:
-        block = self.live.pop(key, None)
+        if key in self.live:
+            self.resize(key, 0)
+            del self.live[key]
         self._references.pop(key, None)
-        if block is None:
-            return
-        self.live_bytes -= block.num_bytes
-        self.bytes_by_kind[block.kind] -= block.num_bytes
-        if self.trace is not None and block.num_bytes:
-            self.trace.append((key, -block.num_bytes))
 
     def observe(self, operator: Any, temporary_bytes: int = 0) -> None:
         """Compares what is live now, and what ``operator`` held on top of it, with the peaks."""
@@ -236,10 +227,11 @@ def held_by(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers(), *packed]
 
 
-def _scales(state: Any) -> list[Tensor]:
-    """The tensors of a ``QuantState`` of bitsandbytes, whose own scales are quantised too."""
-    nested = _scales(state.state2) if state.state2 is not None else []
-    return [value for value in (state.absmax, state.code, state.offset) if isinstance(value, Tensor)] + nested
+def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Tells ``tracker`` what stays between steps: parameters and buffers, optimizer state, gradients if there are."""
+    tracker.tag(PARAMETERS, held_by(network))
+    tracker.tag(GRADIENTS, [p.grad for p in network.parameters()])
+    tracker.tag(OPTIMIZER_STATE, [value for state in optimizer.state.values() for value in state.values()])
 
 
 def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list[Any]:
@@ -249,6 +241,12 @@ def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list
         tracker.tag(GRADIENTS, [parameter.grad])
 
     return [p.register_post_accumulate_grad_hook(tag) for p in parameters if p.requires_grad]
+
+
+def _scales(state: Any) -> list[Tensor]:
+    """The tensors of a ``QuantState`` of bitsandbytes, whose own scales are quantised too."""
+    nested = _scales(state.state2) if state.state2 is not None else []
+    return [value for value in (state.absmax, state.code, state.offset) if isinstance(value, Tensor)] + nested
 
 
 def _python_body(func: Any) -> Any:

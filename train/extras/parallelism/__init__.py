@@ -1,0 +1,4 @@
+from train.extras import Extra
+
+
+class Room(Extra): ...

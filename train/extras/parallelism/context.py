@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from train.errors import UserError
-from train.records import IGNORE, MicroBatch
+from train.records import IGNORE, MicroBatch, UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Config, Optimization
-from train.errors import UserError
 from train.extras.parallelism.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS, engine_settings
 from train.extras.parallelism.ulysses import part_of_sequences
 from train.launch import Launch
 from train.loss import ModelWithLoss
-from train.records import BatchArithmetic, Mark, MicroBatch, StepOutcome, unmarked
+from train.records import BatchArithmetic, Mark, MicroBatch, StepOutcome, UserError, unmarked
 from train.step import count_targets, outcome_of, parallel_sizes, read_counts
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config
-from train.errors import UsageError
 from train.launch import Launch
+from train.records import UsageError
 
 LAUNCH_FILE = "the launch file"
 _TAKEN = {  # from a DeepSpeed JSON, as they stand

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from train.errors import UserError
 from train.loss import ModelWithLoss
+from train.records import UserError
 
 EMBEDDING = "embedding_rowwise"
 GRADIENT_SUM = "replicated_with_grad_allreduce"

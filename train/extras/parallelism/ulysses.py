@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from train.errors import UserError
-from train.records import IGNORE, MicroBatch
+from train.records import IGNORE, MicroBatch, UserError
 
 
 def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:

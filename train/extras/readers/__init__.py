@@ -1,0 +1,66 @@
+"""Documents from files, folders, the Hub and Python's own library, with errors that name file and line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from train.config import option
+from train.extras import Extra
+from train.records import UsageError
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.launch import Launch
+    from train.records import Corpus
+
+
+@dataclass(frozen=True)
+class Options:
+    """Documents from files, folders and the Hub."""
+
+    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
+    dataset_split: str = option("train", "Training split of a Hub dataset or of a folder written by save_to_disk.")
+    validation_dataset: str | None = option(None, "A file or folder of its own to validate on.", is_path=True)
+    validation_split: str | None = option(None, "Validation split of a Hub dataset; 'validation' if it exists.")
+    max_train_samples: int | None = option(None, "Use this many training documents, evenly spaced.", ge=1)
+    max_eval_samples: int | None = option(None, "Use this many validation documents.", ge=1)
+    text_column: str = option("text", "Column of the text.")
+    label_column: str = option("label", "Column of the label, for tasks that have one.")
+    sample_by: Literal["document", "paragraph", "line"] = option("document", "What one document of a text file is.")
+    on_bad_record: Literal["error", "skip"] = option(
+        "error", "Unreadable line, missing column, unknown label: refuse, or skip and report with file and line."
+    )
+    on_empty_document: Literal["skip", "error"] = option("skip", "Documents without text.")
+    streaming: bool = option(False, "Read and tokenise on the way instead of caching on disk; needs max_steps.")
+
+
+@dataclass(frozen=True)
+class Source(Options):
+    """What the readers are asked for: the options above and those of the core."""
+
+    dataset: str = ""
+    dataset_options: dict[str, Any] | None = None
+    validation_fraction: float = 0.05
+
+
+class Room(Extra):
+    Options = Options
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        if config.of(Options).streaming and config.optimization.max_steps is None:
+            raise UsageError("streaming: the length of a stream is not known: give max_steps.")
+        tokenizer = config.data.tokenizer
+        if config.of(Options).streaming and tokenizer is not None and tokenizer.startswith("train:"):
+            raise UsageError(f"tokenizer: {tokenizer} cannot be trained on a stream: give a folder or a Hub name.")
+
+    def identity(self, config: Config) -> dict[str, Any]:
+        is_stream = config.of(Options).streaming
+        return {"shuffle_buffer_size": config.data.shuffle_buffer_size} if is_stream else {}
+
+    def documents(self, config: Config, labelled: bool) -> Corpus | None:
+        from train.extras.readers.corpus import load_corpus
+
+        core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
+        return load_corpus(Source(**vars(config.of(Options)), **core), labelled)

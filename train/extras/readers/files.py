@@ -1,135 +1,132 @@
-"""Local data: a file, a folder of files, or a folder that 🤗 Datasets saved."""
+"""Local data: a file, a folder of files whose names may say which split they are, or the standard library."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import re
+import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UserError
-from train.extras.readers import readers, rows
+from train.extras.readers import readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
-from train.extras.readers.splits import Splits, choose, gather
+from train.extras.readers.rows import Splits
+from train.records import UserError
 
 if TYPE_CHECKING:
-    import datasets
-
-    from train.config import Data
+    from train.extras.readers import Source
 
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
-_WORDS_FOR = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing"),
-}
-_SPLIT_NAMES = {word: split for split, words in _WORDS_FOR.items() for word in words}
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SPLIT_NAMES: dict[str, str] = dict.fromkeys(("train", "training"), "train")
+_SPLIT_NAMES |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_SPLIT_NAMES |= dict.fromkeys(("test", "testing"), "test")
 _UNNAMED = ""
-"""Stands for the split of files whose names say none."""
+"""Stands for the split of files that do not name one."""
 _SHARD = re.compile(r"[-_.]\d.*$")
 _WORD = re.compile(r"[^\W\d_]+")
 
+STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".html")
+STDLIB_VERSION = 1
+"""Part of the cache key: raise it when other text is made of a file of the standard library."""
 
-def looks_like_path(name: str) -> bool:
-    """Whether ``name`` was meant as a file or folder rather than as a dataset on the Hub."""
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether ``name`` can be a dataset on the Hub rather than a file or folder that is missing."""
     path = Path(name)
-    return (
-        name.startswith((".", "~"))
-        or path.is_absolute()
-        or "\\" in name
-        or len(path.parts) > 2
-        or path.suffix.lower() in (*SUFFIXES, *_PACKED)
-        or (len(path.parts) == 2 and path.parent.is_dir())
-    )
+    is_path = path.suffix.lower() in (*SUFFIXES, *_PACKED) or (len(path.parts) == 2 and path.parent.is_dir())
+    return _NAME.fullmatch(name) is not None and not is_path
 
 
 def local_path(name: str) -> Path:
     """The path that ``name`` would be, with ~ as the home folder where there is one."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises where there is none
 
 
-def load(data: Data, labelled: bool) -> Splits:
-    """The splits of the file or folder ``data.dataset``; only the training split of it is a stream.
+def load(path: Path, data: Source, labelled: bool) -> Splits:
+    """The splits of a file or folder; only the training split of it is a stream.
 
     Raises:
-        UserError: nothing to read there, or what it holds cannot be used.
+        UserError: nothing to read there, or its content cannot be used.
     """
-    path = local_path(data.dataset)
-    if is_saved(path):
-        return _load_saved(path, data, labelled)
     found, notes = _find(path)
     if _UNNAMED in found:
         found["train"] = found.pop(_UNNAMED)
         if len(found) > 1:
-            count = len(found["train"].keys)
+            count = len(found["train"])
             notes += (f"{path}: no file is named train; the {count} that name no split are for training",)
     if "train" not in found:
-        names = [str(Path(key[0]).relative_to(path)) for files in found.values() for key in files.keys]
+        names = [str(Path(key[0]).relative_to(path)) for keys in found.values() for key in keys]
         raise UserError(
             f"{path}: nothing to train on: by their names {rows.some(names)} are for validation or test. "
             "Rename one (train.jsonl), or name a file with --dataset."
         )
     loaded: dict[str, Any] = {}
-    for split, files in found.items():
+    for split, keys in found.items():
         what = str(path) if len(found) == 1 else f"the {split} split of {path}"
-        if split == "train" and data.streaming:
-            loaded[split] = _stream(files, data, labelled, what)
-        else:
-            loaded[split], skipped = _documents(files, data, labelled, what)
-            notes += skipped
+        loaded[split], skipped = _documents(keys, data, labelled, what, split == "train" and data.streaming)
+        notes += skipped
     return Splits(**loaded, notes=notes)
 
 
-def load_validation(data: Data, labelled: bool) -> tuple[datasets.Dataset, tuple[str, ...]]:
+def load_validation(path: Path, data: Source, labelled: bool) -> rows.Documents:
     """The documents of ``data.validation_dataset``, and notes: of files that are named so, where there are, else all.
 
     Raises:
-        UserError: nothing to read there, or what it holds cannot be used.
+        UserError: nothing to read there, or its content cannot be used.
     """
-    path = local_path(data.validation_dataset or "")
     if not path.exists():
         raise UserError(f"--validation_dataset {path}: no such file or folder.")
-    if is_saved(path):
-        names = _saved_splits(path)
-        split = data.validation_split or next((name for name in ("validation", *names) if name in names), "")
-        if names and split not in names:
-            raise UserError(f"{path}: no split {split!r}; it has {', '.join(names)}. Name one with --validation_split.")
-        return _saved_documents(path, split, data, labelled)
+    if tables.is_saved(path):
+        return tables.load_saved_validation(path, data, labelled)
     found, notes = _find(path)
     if len(found) > 1 and "validation" in found:
-        notes += (f"{path}: of its files those were read that are for validation by their names",)
+        notes += (f"{path}: only its files that are for validation by their names were read",)
         found = {"validation": found["validation"]}
-    files = tuple(key for keys in found.values() for key in keys.keys)
-    are_records = any(keys.are_records for keys in found.values())
-    documents, skipped = _documents(_Files(files, are_records), data, labelled, str(path))
+    keys = tuple(key for members in found.values() for key in members)
+    documents, skipped = _documents(keys, data, labelled, str(path), False)
     return documents, notes + skipped
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Files of one split and whether they hold records or are text."""
+def _documents(files: tuple[FileKey, ...], data: Source, labelled: bool, what: str, streams: bool) -> rows.Documents:
+    from datasets import IterableDataset
 
-    keys: tuple[FileKey, ...]
-    are_records: bool
+    if labelled and not readers.has_records(files[0][1]):
+        raise UserError(
+            f"{files[0][0]}: a text file carries no label. Classification needs records with a label "
+            f"({' '.join(RECORD_SUFFIXES)})."
+        )
+    # The generator's arguments are also the key in the cache.
+    key: dict[str, Any] = {
+        "files": files,
+        "text_column": data.text_column,
+        "label_column": data.label_column if labelled else None,
+        "sample_by": data.sample_by,
+        "version": rows.FORMAT,
+    }
+    if not streams:
+        found = rows.cached(readers.file_rows, rows.features(), **key)
+    else:
+        key["files"] = list(files)  # datasets divides a list among the workers of a loader, file by file
+        found = IterableDataset.from_generator(readers.file_rows, features=rows.features(), gen_kwargs=key)
+    return rows.settle(found, data, labelled, what)
 
 
-def _find(path: Path) -> tuple[dict[str, _Files], tuple[str, ...]]:
-    """The files of each split that is named, or a single file's, and notes about files that are left aside."""
+def _find(path: Path) -> tuple[dict[str, tuple[FileKey, ...]], tuple[str, ...]]:
+    """A single file, or the files of each split that a folder's names tell; and notes about files that are not read."""
     if not path.is_dir():
         suffix = path.suffix.lower()
         if suffix in _PACKED:
             raise UserError(f"{path}: archives are not read. Unpack it first.")
         if suffix not in SUFFIXES:
             raise UserError(f"{path}: cannot tell what it is. It must end in one of {' '.join(SUFFIXES)}.")
-        return {"train": _Files((readers.file_key(path),), suffix in RECORD_SUFFIXES)}, ()
+        return {"train": (readers.file_key(path),)}, ()
     files, outside = _walk(path)
-    records = [file for file in files if file.suffix.lower() in RECORD_SUFFIXES]
+    records = [file for file in files if readers.has_records(file)]
     chosen = records or [file for file in files if file.suffix.lower() in TEXT_SUFFIXES]
     if not chosen:
         links = f" {outside} links lead out of the folder and are not followed." if outside else ""
@@ -139,15 +136,14 @@ def _find(path: Path) -> tuple[dict[str, _Files], tuple[str, ...]]:
     notes = [f"{path}: ignored {len(files) - used} other files, read {used}"] if used < len(files) else []
     if outside:
         notes.append(f"{path}: {outside} links lead out of the folder and were not followed")
-    keys = {name: tuple(map(readers.file_key, members)) for name, members in splits.items()}
-    return {name: _Files(members, bool(records)) for name, members in keys.items()}, tuple(notes)
+    return {name: tuple(map(readers.file_key, members)) for name, members in splits.items()}, tuple(notes)
 
 
-def _walk(folder: Path) -> tuple[list[Path], int]:
+def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> tuple[list[Path], int]:
     """Visible regular files below ``folder`` in sorted order, and how many links lead out of it."""
     root, found, outside = folder.resolve(), [], 0
     for parent, names, files in os.walk(folder):
-        names[:] = [name for name in names if not name.startswith(".") and name != "__pycache__"]
+        names[:] = [name for name in names if not name.startswith(".") and name not in left_out]
         for file in (Path(parent, name) for name in files if not name.startswith(".")):
             if file.is_symlink() and root not in file.resolve().parents:
                 outside += 1
@@ -158,7 +154,7 @@ def _walk(folder: Path) -> tuple[list[Path], int]:
 
 
 def _by_split(folder: Path, files: Sequence[Path], are_records: bool) -> dict[str, list[Path]]:
-    """Files by the split that their names say; those that say none are left out where some say train."""
+    """Files by the split that their names tell; those that name none are left out where some are named train."""
     named = {file: _split_in_words(file.relative_to(folder)) for file in files}
     if not are_records and None in named.values():
         # The name of a text may be its title, and "test" a word of that.
@@ -179,107 +175,41 @@ def _split_in_words(file: Path) -> str | None:
 
 
 def _split_at_top(file: Path) -> str | None:
-    """The split that is the whole name at the top, but for the number of a shard."""
+    """The split that is the whole name at the top, except for the number of a shard."""
     return _SPLIT_NAMES.get(_SHARD.sub("", file.with_suffix("").parts[0]).lower())
 
 
-def _documents(files: _Files, data: Data, labelled: bool, what: str) -> tuple[datasets.Dataset, tuple[str, ...]]:
-    generator, key = _generator(files, data, labelled)
-    return rows.settle(rows.cached(generator, rows.features(), **key), data, labelled, what)
-
-
-def _stream(files: _Files, data: Data, labelled: bool, what: str) -> datasets.IterableDataset:
-    from datasets import IterableDataset
-
-    generator, key = _generator(files, data, labelled)
-    # A list is what datasets splits among the workers of a loader, file by file.
-    key |= {"files": list(files.keys)}
-    return rows.settle_stream(
-        IterableDataset.from_generator(generator, features=rows.features(), gen_kwargs=key), data, labelled, what
-    )
-
-
-def _generator(files: _Files, data: Data, labelled: bool) -> tuple[Any, dict[str, Any]]:
-    """The generator of these files' rows and its arguments, which are also the key in the cache."""
-    if files.are_records:
-        key = {"text_column": data.text_column, "label_column": data.label_column if labelled else None}
-        return readers.record_rows, {"files": files.keys, "version": rows.FORMAT} | key
-    if labelled:
-        raise UserError(
-            f"{files.keys[0][0]}: a text file carries no label. Classification needs records with a label "
-            f"({' '.join(RECORD_SUFFIXES)}) or a dataset such as stdlib_packages."
-        )
-    return readers.document_rows, {"files": files.keys, "sample_by": data.sample_by, "version": rows.FORMAT}
-
-
-def is_saved(path: Path) -> bool:
-    """Whether ``path`` was written by ``save_to_disk``."""
-    has_info = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
-    return has_info or (path / "dataset_dict.json").is_file()
-
-
-def _load_saved(path: Path, data: Data, labelled: bool) -> Splits:
-    names = _saved_splits(path)
-    chosen = choose(names, data, str(path)) if names else {"train": ""}
-
-    def load_split(role: str, split: str) -> tuple[Any, tuple[str, ...]]:
-        if role == "train" and data.streaming:
-            return _saved_stream(path, split, data, labelled), ()
-        return _saved_documents(path, split, data, labelled)
-
-    return gather(chosen, load_split)
-
-
-def _saved_splits(path: Path) -> list[str]:
-    """Names of the splits of a saved DatasetDict; none for a Dataset.
+def load_stdlib() -> Splits:
+    """The source and texts of this Python's standard library, all for training.
 
     Raises:
-        UserError: the folder cannot be loaded.
+        UserError: this Python comes without its library as files.
     """
-    dataset = _load_from_disk(str(path))
-    return list(dataset) if isinstance(dataset, dict) else []
+    from datasets import Features, Value
+
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found, _ = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
+    keys = tuple(
+        readers.file_key(file, file.relative_to(folder).as_posix()) for file in found if file.suffix in STDLIB_SUFFIXES
+    )
+    columns = Features({name: Value("string") for name in ("text", "source")})
+    documents = rows.cached(stdlib_rows, columns, files=keys, version=STDLIB_VERSION)
+    if len(documents) < 2:
+        raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
+    size, python = sum(key[2] for key in keys) / 1e6, platform.python_version()
+    note = f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {python}"
+    return Splits(documents, notes=(note,))
 
 
-def _load_from_disk(path: str) -> Any:
-    from datasets import load_from_disk
+def stdlib_rows(files: Sequence[FileKey], version: int) -> Iterator[dict[str, str]]:
+    """Each file's text once, with its path; ``version`` only tells cache entries apart.
 
-    try:
-        return load_from_disk(path)
-    except Exception as error:
-        # Whatever is wrong with a damaged folder comes up as an error of Arrow, JSON or the system.
-        raise UserError(f"{path}: cannot be loaded as saved by 🤗 Datasets: {' '.join(str(error).split())}") from None
-
-
-def _saved_key(path: Path, split: str, data: Data, labelled: bool) -> dict[str, Any]:
-    label_column = data.label_column if labelled else None
-    files = tuple(readers.file_key(file) for file in sorted(path.rglob("*")) if file.suffix in (".arrow", ".json"))
-    columns = {"text_column": data.text_column, "label_column": label_column}
-    return {"path": str(path), "files": files, "split": split, "version": rows.FORMAT} | columns
-
-
-def _saved_documents(path: Path, split: str, data: Data, labelled: bool) -> tuple[datasets.Dataset, tuple[str, ...]]:
-    key = _saved_key(path, split, data, labelled)
-    return rows.settle(rows.cached(saved_rows, rows.features(), **key), data, labelled, _saved_name(path, split))
-
-
-def _saved_stream(path: Path, split: str, data: Data, labelled: bool) -> datasets.IterableDataset:
-    from datasets import IterableDataset
-
-    key = _saved_key(path, split, data, labelled)
-    stream = IterableDataset.from_generator(saved_rows, features=rows.features(), gen_kwargs=key)
-    return rows.settle_stream(stream, data, labelled, _saved_name(path, split))
-
-
-def _saved_name(path: Path, split: str) -> str:
-    return f"{path}[{split}]" if split else str(path)
-
-
-def saved_rows(
-    path: str, files: tuple[FileKey, ...], split: str, text_column: str, label_column: str | None, version: int
-) -> Iterator[dict[str, Any]]:
-    """The rows of a saved split; ``files`` and ``version`` only tell cache entries apart."""
-    loaded = _load_from_disk(path)
-    dataset = loaded[split] if split else loaded
-    name = _saved_name(Path(path), split)
-    for number, record in enumerate(rows.records(dataset, text_column, label_column)):
-        yield rows.row(record, name, number, text_column, label_column)
+    Files that are not UTF-8 are left out: some tests of Python's own are made to be unreadable.
+    """
+    seen: set[str] = set()
+    for shown, path, *_ in files:
+        with contextlib.suppress(UnicodeDecodeError, OSError):
+            text = Path(path).read_text(encoding="utf-8")
+            if text.strip() and "\0" not in text and text not in seen:
+                seen.add(text)
+                yield {"text": text, "source": shown}

@@ -1,28 +1,36 @@
-"""Rows: what every reader emits, one for each record, good or bad, and how bad ones are refused or counted.
+"""Rows: every record becomes one, good or bad, whatever it was read from; bad ones are then refused or counted.
 
-A bad record is a row too, with its ``problem``. So a cached corpus still knows what was wrong and where, and
+A bad record is a row with a ``problem``. So a cached corpus still knows which records were bad and where they are, and
 ``on_bad_record`` can change without reading the files again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UserError
+from train.records import UserError
 
 if TYPE_CHECKING:
     import datasets
 
-    from train.config import Data
+    from train.extras.readers import Source
+
+Documents = tuple[Any, tuple[str, ...]]
+"""A Dataset, or an IterableDataset under ``streaming``, and notes on the records that were left out."""
 
 EMPTY = "empty document"
 EXAMPLES_SHOWN = 3
+NAME_COLUMNS = "Name the right ones with --text_column and --label_column."
 
-FORMAT = 2
+HELD_OUT_OF_STREAM = 100
+"""Documents at the head of a stream that become the validation split, unless max_eval_samples says otherwise."""
+
+FORMAT = 3
 """Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
 
 ROWS_IN_MEMORY = 64
@@ -32,15 +40,25 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Splits:
+    """The splits of a source; one that it does not have is None."""
+
+    train: datasets.Dataset | datasets.IterableDataset
+    validation: datasets.Dataset | None = None
+    test: datasets.Dataset | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Problem:
-    """Why a record is of no use: ``reason`` is the same for all records of its kind, ``detail`` is its own."""
+    """Why a record cannot be used: ``reason`` groups records of one kind, ``detail`` belongs to this one."""
 
     reason: str
     detail: str = ""
 
 
 def features() -> datasets.Features:
-    """Columns of a row; ``file`` and what follows are null in a good one."""
+    """Columns of a row; ``file``, ``problem`` and ``detail`` are null in a good one."""
     from datasets import Features, Value
 
     text = ("text", "label_text", "source", "file", "problem", "detail")
@@ -48,13 +66,9 @@ def features() -> datasets.Features:
 
 
 def row(
-    record: Mapping[str, Any] | Problem,
-    file: str,
-    position: int | str | None,
-    text_column: str,
-    label_column: str | None,
+    record: Any, file: str, position: int | str | None, text_column: str, label_column: str | None
 ) -> dict[str, Any]:
-    """One row from what a reader found at ``position`` (a line) of ``file``."""
+    """One row from a record, or a :class:`Problem`, that a reader found at ``position`` (a line) of ``file``."""
     source = file if position is None else f"{file}:{position}"
     found = record if isinstance(record, Problem) else _check(record, text_column, label_column)
     if isinstance(found, Problem):
@@ -63,10 +77,14 @@ def row(
     return found | {"source": source, "file": None, "problem": None, "detail": None}
 
 
-def _check(record: Mapping[str, Any], text_column: str, label_column: str | None) -> dict[str, Any] | Problem:
+def _check(record: Any, text_column: str, label_column: str | None) -> dict[str, Any] | Problem:
+    if not isinstance(record, Mapping):
+        return Problem("not a JSON object", f"but {type(record).__name__}")
     for column in (text_column, label_column):
         if column is not None and column not in record:
-            return _without(column, record)
+            # Names may hold half characters, which could neither be stored nor printed.
+            names = ", ".join(map(str, record)).encode("utf-8", "backslashreplace").decode() or "none"
+            return Problem(f"without {column!r}", f"the columns are {names}")
     text = record[text_column]
     if text is None:
         return Problem(f"{text_column!r} is null")
@@ -81,16 +99,8 @@ def _check(record: Mapping[str, Any], text_column: str, label_column: str | None
         return label
     if not text.strip():
         return Problem(EMPTY)
-    return {
-        "text": text,
-        "label_text": label if isinstance(label, str) else None,
-        "label_number": label if isinstance(label, int) else None,
-    }
-
-
-def _without(column: str, record: Mapping[str, Any]) -> Problem:
-    names = ", ".join(map(str, record)) or "none"
-    return Problem(f"without {column!r}", f"the columns are {_shown(names)}")
+    number = label if isinstance(label, int) else None
+    return {"text": text, "label_text": label if number is None else None, "label_number": number}
 
 
 def _label(value: Any, column: str) -> str | int | Problem:
@@ -100,16 +110,9 @@ def _label(value: Any, column: str) -> str | int | Problem:
         return int(value) if abs(value) < 2**63 else Problem(f"{column!r} does not fit 64 bits")
     if value is None or (isinstance(value, str) and not value.strip()):
         return Problem(f"{column!r} is empty")
-    if isinstance(value, str) and ("\0" in value or not _encodable(value)):
-        return Problem(f"{column!r} is not readable text")
-    if isinstance(value, str):
-        return value
-    return Problem(f"{column!r} is neither text nor a whole number", f"but {type(value).__name__}")
-
-
-def _shown(text: str) -> str:
-    """``text`` with what is no character written out, so that a message can be stored and printed."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    if not isinstance(value, str):
+        return Problem(f"{column!r} is neither text nor a whole number", f"but {type(value).__name__}")
+    return Problem(f"{column!r} is not readable text") if "\0" in value or not _encodable(value) else value
 
 
 def _encodable(value: str) -> bool:
@@ -120,68 +123,52 @@ def _encodable(value: str) -> bool:
     return True
 
 
-def records(dataset: Any, text_column: str, label_column: str | None) -> Iterator[dict[str, Any]]:
-    """The records of a 🤗 Dataset, only the columns that are needed; classes by their names."""
-    wanted = [column for column in (text_column, label_column) if column is not None]
-    if any(column not in dataset.column_names for column in wanted):
-        absent = dict.fromkeys(name for name in dataset.column_names if name not in wanted)
-        yield from (absent for _ in range(len(dataset)))
-        return
-    names = class_names(dataset.features, label_column)
-    for record in dataset.select_columns(wanted):
-        yield name_class(record, label_column, names)
-
-
-def class_names(columns: Mapping[str, Any] | None, label_column: str | None) -> list[str] | None:
-    """The names of the classes, where the column of labels is typed as classes."""
-    return getattr(columns.get(label_column), "names", None) if columns and label_column else None
-
-
-def name_class(record: dict[str, Any], label_column: str | None, names: Sequence[str] | None) -> dict[str, Any]:
-    """The record with its class by name; -1, which stands for a hidden label, becomes None."""
-    if names is None or label_column is None:
-        return record
-    number = record[label_column]
-    known = isinstance(number, int) and 0 <= number < len(names)
-    return record | {label_column: names[number] if known else None}
-
-
 def cached(
     generator: Callable[..., Iterator[dict[str, Any]]], columns: datasets.Features, **key: Any
 ) -> datasets.Dataset:
-    """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when the same key was built before.
+    """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when they were built before.
 
     Raises:
         UserError: the one that the generator raised, or a file that cannot be read or written.
     """
     from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
 
     try:
-        # datasets would split a list into shards; keys are therefore made of tuples.
-        return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
-    except (DatasetGenerationError, OSError) as error:
-        raise _user_error(error) or error from None
+        with errors_of_people():
+            # datasets would split a list into shards; keys are therefore made of tuples.
+            return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
     except ValueError:
-        # The library has no word for a dataset without rows.
+        # This is how the library says that there are no rows.
         if next(iter(generator(**key)), None) is not None:
             raise
         return Dataset.from_dict({name: [] for name in columns}, features=columns)
 
 
-def _user_error(error: BaseException | None) -> UserError | None:
-    """The error of a person among the causes of ``error``."""
-    while error is not None:
-        if isinstance(error, UserError):
-            return error
-        if isinstance(error, OSError):
-            return UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.")
-        error = error.__cause__ or error.__context__
-    return None
+@contextlib.contextmanager
+def errors_of_people() -> Iterator[None]:
+    """Turns the library's error into the UserError or the OSError that caused it, as one message.
+
+    Raises:
+        UserError: the one that was raised below, or a file that cannot be read or written.
+    """
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        yield
+    except (DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise cause from None
+        if isinstance(cause, OSError):
+            where = cause.filename or "reading the data"
+            raise UserError(f"{where}: {cause.strerror or cause}.") from None
+        raise
 
 
-def settle(rows: datasets.Dataset, data: Data, labelled: bool, what: str) -> tuple[datasets.Dataset, tuple[str, ...]]:
-    """The good rows as documents (``text``, ``label``, ``source``), and notes on what was left out.
+def settle(rows: Any, data: Source, labelled: bool, what: str) -> Documents:
+    """The good rows as documents (``text``, ``label`` if labelled, ``source``), and notes on those left out.
+
+    Of an IterableDataset, a bad row raises when it is reached, or is logged and left out.
 
     Args:
         what: how to call these rows in a message, such as "train.jsonl" or "the validation split of data/".
@@ -190,14 +177,18 @@ def settle(rows: datasets.Dataset, data: Data, labelled: bool, what: str) -> tup
         UserError: a bad record under ``on_bad_record: error``, a column that no record has, or nothing left.
     """
     import numpy as np
+    from datasets import IterableDataset
 
+    if isinstance(rows, IterableDataset):
+        return _settle_stream(rows, data, labelled, what), ()
     bad = ~rows.data.column("problem").is_null().to_numpy()
     problems = rows.select_columns(["source", "file", "problem", "detail"]).select(np.flatnonzero(bad)).to_list()
-    if bad.all():
-        _refuse_missing_column(problems, what)
+    missing = next((problem for problem in problems if problem["problem"].startswith("without ")), None)
+    if bad.all() and missing:
+        column = missing["problem"].removeprefix("without ")
+        raise UserError(f"{what}: no record has {column}: {missing['detail']} ({missing['source']}). {NAME_COLUMNS}")
     for problem in problems:
-        if _is_refused(problem, data):
-            raise _refusal(problem)
+        _refuse(problem, data)
     notes = _notes(problems)
     if bad.all():
         raise UserError(f"{what}: no document to learn from. {' '.join(f'{note}.' for note in notes)}".rstrip())
@@ -207,29 +198,17 @@ def settle(rows: datasets.Dataset, data: Data, labelled: bool, what: str) -> tup
     return (documents.select(np.flatnonzero(~bad)) if bad.any() else documents), notes
 
 
-def _refuse_missing_column(problems: list[dict[str, Any]], what: str) -> None:
-    missing = next((p for p in problems if p["problem"].startswith("without ")), None)
-    if missing:
-        column = missing["problem"].removeprefix("without ")
-        raise UserError(f"{what}: no record has {column}: {missing['detail']} ({missing['source']}). {_NAME_COLUMNS}")
-
-
-_NAME_COLUMNS = "Name the right ones with --text_column and --label_column."
-
-
-def _is_refused(problem: Mapping[str, Any], data: Data) -> bool:
-    return (data.on_empty_document if problem["problem"] == EMPTY else data.on_bad_record) == "error"
-
-
-def _refusal(problem: Mapping[str, Any]) -> UserError:
+def _refuse(problem: Mapping[str, Any], data: Source) -> None:
+    """Raises UserError for a bad record, unless the flag for its kind allows leaving it out."""
+    flag, advice = "on_bad_record", "Correct the record, or leave such records out"
     if problem["problem"] == EMPTY:
-        return UserError(f"{problem['source']}: {EMPTY}. Leave such documents out with --on_empty_document skip.")
-    detail = f" ({problem['detail']})" if problem["detail"] else ""
-    name_columns = f" {_NAME_COLUMNS}" if problem["problem"].startswith("without ") else ""
-    return UserError(
-        f"{problem['source']}: {problem['problem']}{detail}.{name_columns} "
-        "Mend the record, or leave such records out with --on_bad_record skip."
-    )
+        flag, advice = "on_empty_document", "Leave such documents out"
+    if getattr(data, flag) == "error":
+        detail = f" ({problem['detail']})" if problem["detail"] else ""
+        name_columns = f" {NAME_COLUMNS}" if problem["problem"].startswith("without ") else ""
+        raise UserError(
+            f"{problem['source']}: {problem['problem']}{detail}.{name_columns} {advice} with --{flag} skip."
+        )
 
 
 def _notes(problems: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -257,18 +236,11 @@ def _with_one_label(rows: datasets.Dataset) -> datasets.Dataset:
     numbers, texts = rows.data.column("label_number"), rows.data.column("label_text")
     if texts.null_count == len(texts):
         return rows.rename_column("label_number", "label")
-    if numbers.null_count == len(numbers):
-        return rows.rename_column("label_text", "label")
     both = pc.coalesce(texts, numbers.cast(pa.string()))  # pyright: ignore[reportAttributeAccessIssue]
     return rows.add_column("label", both.combine_chunks())  # pyright: ignore[reportCallIssue]
 
 
-def settle_stream(rows: datasets.IterableDataset, data: Data, labelled: bool, what: str) -> datasets.IterableDataset:
-    """Like :func:`settle`, on the way: bad rows raise when they are reached, or are logged and left out.
-
-    Raises:
-        UserError: no good row at all; while iterating, a bad record under ``on_bad_record: error``.
-    """
+def _settle_stream(rows: datasets.IterableDataset, data: Source, labelled: bool, what: str) -> datasets.IterableDataset:
     usable = rows.filter(_is_usable, fn_kwargs={"data": data, "label": None})
     first = next(iter(usable), None)
     if first is None:
@@ -280,14 +252,20 @@ def settle_stream(rows: datasets.IterableDataset, data: Data, labelled: bool, wh
     return usable.rename_column(label, "label").select_columns(["text", "label", "source"])
 
 
-def _is_usable(found: Mapping[str, Any], data: Data, label: str | None) -> bool:
-    if found["problem"] is None and (label is None or found[label] is not None):
-        return True
+def _is_usable(found: Mapping[str, Any], data: Source, label: str | None) -> bool:
     problem = dict(found)
     if problem["problem"] is None:
+        if label is None or problem[label] is not None:
+            return True
         problem |= {"problem": "labels are text in some records and numbers in others", "detail": None}
-    if _is_refused(problem, data):
-        raise _refusal(problem)
+    _refuse(problem, data)
     if problem["problem"] != EMPTY:
         logger.warning("skipped %s: %s", problem["source"], problem["problem"])
     return False
+
+
+def in_memory(documents: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
+    """A few documents as a Dataset."""
+    from datasets import Dataset
+
+    return Dataset.from_list([dict(document) for document in documents])

@@ -1,0 +1,105 @@
+"""What a run shows afterwards: report.html, the model card, a sample, trackers, and final/ on the Hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from train.config import option
+from train.extras import Extra
+from train.records import Evaluation, UsageError, UserError
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.launch import Launch
+    from train.loop import Parts
+    from train.records import Run
+
+
+@dataclass(frozen=True)
+class Options:
+    """Report page, model card, trackers, the Hub."""
+
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = option((), "Trackers to log to.")
+    run_name: str | None = option(None, "In trackers, report and model card; default: the folder's name.")
+    push_to_hub: bool = option(False, "Upload final/ to the Hub.")
+    hub_model_id: str | None = option(None, "user/name to upload to.")
+
+
+class Room(Extra):
+    Options = Options
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        own = config.of(Options)
+        name, hub = own.run_name, own.hub_model_id
+        if name is not None and (name.strip(". ") == "" or any(c in name for c in "/\\\0")):
+            raise UsageError(f"run_name: {name!r} is a name, not a path: use letters, without slashes.")
+        if hub is not None and not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", hub):
+            raise UsageError(f"hub_model_id: {hub!r}: write user/name.")
+        if own.push_to_hub and hub is None:
+            raise UsageError("push_to_hub needs hub_model_id (user/name).")
+
+    def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
+        return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
+
+    def starting(self, run: Run, parts: Parts) -> None:
+        if run.config.of(Options).report_to:
+            from train.extras.report.trackers import start_trackers
+
+            start_trackers(run.accelerator, run.config)
+
+    def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if run.accelerator.trackers:
+            from train.extras.report.trackers import log_to_trackers
+
+            prefix = values.get("split", kind)
+            scalars = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+            log_to_trackers(run.accelerator, scalars, step)
+
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        outputs, own = run.outputs, run.config.of(Options)
+        if not outputs.is_main:
+            return
+        from train.extras.report.model_card import model_card
+        from train.extras.report.page import write_report
+
+        sample = _sample(run, parts) if run.launch.has_whole_weights else None
+        summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
+        task = type(parts.data.task)
+        evaluations = [Evaluation(split, summary["final_step"], found) for split, found in summary["result"].items()]
+        card = model_card(run.config, task, summary, evaluations)
+        (outputs.final / "README.md").write_text(card, encoding="utf-8")
+        if own.push_to_hub:
+            _push(run, str(own.hub_model_id))
+        outputs.say(f"report: {write_report(run.config, task, summary, sample)}")
+        if sample:
+            outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")
+
+
+def _sample(run: Run, parts: Parts) -> str | None:
+    """What the model writes; a failing sample must not lose a trained model."""
+    data, state = parts.data, parts.state
+    try:
+        with run.accelerator.autocast(), run.extras.inside("sampling", state.model):
+            text = data.corpus.validation[0]["text"]
+            return data.task.sample(state.model, data.tokenizer, text, run.config.optimization.seed)
+    except Exception as error:  # of whatever model a person brings
+        run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")
+        return None
+
+
+def _push(run: Run, name: str) -> None:
+    from huggingface_hub import HfApi
+
+    api, folder = HfApi(), run.outputs.final
+    try:
+        api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # the library raises errors of several HTTP clients
+        raise UserError(
+            f"push_to_hub: {name}: {type(error).__name__}. The model is in {folder}; log in with 'hf auth login' and "
+            "upload that folder."
+        ) from None

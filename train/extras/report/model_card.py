@@ -4,77 +4,90 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from train.config import Config
+from train.config import Config, to_values
+from train.extras.report import Options
+from train.extras.report.words import machine_facts, scalars, shown, words
+from train.outputs_log import count, duration, gib, number
 from train.records import Evaluation
-from train.wording import count, duration, gib, number, scalars, shown, words
 
-_PIPELINES = {
-    "causal_lm": ("text-generation", "AutoModelForCausalLM"),
-    "masked_lm": ("fill-mask", "AutoModelForMaskedLM"),
-    "sequence_classification": ("text-classification", "AutoModelForSequenceClassification"),
-}
+if TYPE_CHECKING:
+    from train.tasks import Task
+
+_SETTINGS = ("optimizer", "learning_rate", "lr_scheduler", "weight_decay", "max_grad_norm", "global_batch_size")
+_SETTINGS += ("max_length", "mixed_precision", "gradient_checkpointing", "seed")
+_ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA (its frozen layers in 4 bits)"}
 
 
-def model_card(config: Config, summary: Mapping[str, Any], evaluations: Iterable[Evaluation]) -> str:
-    """The ``README.md`` of ``final/``: Markdown under the front matter that the Hub reads.
-
-    Local paths appear by their last part only, since the card may be published.
+def model_card(
+    config: Config, task: type[Task], summary: Mapping[str, Any], evaluations: Iterable[Evaluation] = ()
+) -> str:
+    """The ``README.md`` of ``final/``; of local paths it shows the last part only, since it may be published.
 
     Args:
         config: the resolved configuration.
-        summary: as in ``summary.json``.
+        task: gives the title, the Hub's pipeline tag and the class that loads the model.
+        summary: as in ``summary.json``; every key may be missing.
         evaluations: the last of each split is shown.
     """
-    name = config.output.run_name or config.data.task
-    last = {evaluation.split: evaluation for evaluation in evaluations}
+    figures = {
+        "Training time": shown(summary, "training_seconds", duration),
+        "Tokens per second": shown(summary, "tokens_per_second", count),
+        "Peak memory allocated": shown(summary, "peak_allocated_bytes", gib),
+        **machine_facts(summary),
+    }
+    figures.pop("Platform", None)  # the kernel's release says nothing about the model
+    settings = {**to_values(config), **summary}
     sections = [
-        _front_matter(config),
-        f"# {name}\n\n{_what_it_is(config, summary)}",
-        "## Results\n\n" + (_results(list(last.values())) or "No evaluation was run."),
-        f"## Load it\n\n{_how_to_load(config)}",
-        "## Training\n\n" + _markdown_table(["Setting", "Value"], list(_settings(config, summary).items())),
-        "## Machine\n\n" + _markdown_table(["Part", "Value"], list(_machine(summary).items())),
-        "## Before you use it\n\nThe figures above describe this data and nothing else. "
-        "Licence, intended use and known weaknesses are for its author to add.",
+        _front_matter(config, task),
+        f"# {config.of(Options).run_name or task.name}",
+        _what_it_is(config, task, summary),
+        "## Results",
+        _results(evaluations),
+        "## Load it",
+        _how_to_load(config, task),
+        "## Training",
+        _facts("Setting", {name: settings.get(name) for name in _SETTINGS}),
+        "## Machine",
+        _facts("Part", figures),
+        "## Before you use it",
+        "The figures above describe this data and nothing else. Licence, intended use and known weaknesses are for its "
+        "author to add.",
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(config: Config) -> str:
-    pipeline, _ = _PIPELINES.get(config.data.task, (None, ""))
+def _front_matter(config: Config, task: type[Task]) -> str:
+    dataset = _hub_name(config.data.dataset)
     values = {
         "library_name": "transformers",
-        "pipeline_tag": pipeline,
+        "pipeline_tag": task.pipeline_tag,
         "base_model": _hub_name(config.architecture.model),
-        "datasets": [_hub_name(config.data.dataset)] if "/" in (_hub_name(config.data.dataset) or "") else None,
-        "tags": ["accelerate", "long-context", config.data.task.replace("_", "-")],
+        "datasets": [dataset] if dataset and "/" in dataset else None,
+        "tags": ["accelerate", "long-context", task.name.replace("_", "-")],
     }
-    known = {key: value for key, value in values.items() if value is not None}
+    known = {key: value for key, value in values.items() if value}
     return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}---"
 
 
-def _what_it_is(config: Config, summary: Mapping[str, Any]) -> str:
-    source = config.architecture.model
-    start = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
-    if config.architecture.adapter != "none":
-        names = {"lora": "LoRA", "qlora": "QLoRA (its frozen layers in 4 bits)"}
-        start += f" by {names[config.architecture.adapter]} of rank {config.architecture.lora_rank}"
+def _what_it_is(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
+    source, adapter = config.architecture.model, _ADAPTERS.get(config.get("adapter", "none"))
+    origin = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
+    by = f" by {adapter} of rank {config.get('lora_rank')}" if adapter else ""
     parts = [
-        f"A {words(config.data.task)} model {start} on `{_public(config.data.dataset)}`",
-        shown(summary, "steps", lambda value: f"{value:,} steps"),
-        shown(summary, "tokens", lambda value: f"{value:,} tokens"),
+        f"A {task.title or words(task.name)} model {origin}{by} on `{_public(config.data.dataset)}`",
+        shown(summary, "steps", "{:,} steps".format),
+        shown(summary, "tokens", "{:,} tokens".format),
         f"examples of up to {config.data.max_length:,} tokens",
     ]
-    return ", ".join(part for part in parts if part) + "."
+    return ", ".join(filter(None, parts)) + "."
 
 
-def _how_to_load(config: Config) -> str:
-    _, loader = _PIPELINES.get(config.data.task, (None, "AutoModel"))
-    source = config.architecture.model
+def _how_to_load(config: Config, task: type[Task]) -> str:
+    source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
     if source is not None and ":" in source and not _is_local(source):
         return (
             f"The weights are in `model.safetensors`; build the model with `{source}` and fill it with "
@@ -85,67 +98,32 @@ def _how_to_load(config: Config) -> str:
         f'model = {loader}.from_pretrained("path/to/this/folder")\n'
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```'
     )
-    if config.architecture.adapter != "none":
-        text += (
-            "\n\nThe adapter is merged into these weights. By itself it is in `adapter/`, for "
-            f"`PeftModel.from_pretrained(base, ...)`; its base is {_base(config)}."
-        )
-    return text
+    if adapter == "none":
+        return text
+    base = f"the random initialisation of this architecture by seed {config.optimization.seed}"
+    if source is not None:
+        base = f"`{_public(source)}`" + (", loaded in 4 bits (NF4, double quantization)" if adapter == "qlora" else "")
+    return (
+        f"{text}\n\nThe adapter is merged into these weights. By itself it is in `adapter/`, for "
+        f"`PeftModel.from_pretrained(base, ...)`; its base is {base}."
+    )
 
 
-def _base(config: Config) -> str:
-    source = config.architecture.model
-    if source is None:
-        return f"the random initialisation of this architecture by seed {config.optimization.seed}"
-    how = ", loaded in 4 bits (NF4, double quantization)" if config.architecture.adapter == "qlora" else ""
-    return f"`{_public(source)}`{how}"
+def _results(evaluations: Iterable[Evaluation]) -> str:
+    last = {evaluation.split: evaluation for evaluation in evaluations}
+    rows = [{"split": split, "step": found.step, **scalars(found.metrics)} for split, found in last.items()]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
+    return _table([words(name) for name in names], cells) if rows else "No evaluation was run."
 
 
-def _results(evaluations: list[Evaluation]) -> str:
-    rows = [{"split": e.split, "step": e.step, **scalars(e.metrics)} for e in evaluations]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[number(row[name]) if name in row else "" for name in columns] for row in rows]
-    return _markdown_table([words(name) for name in columns], cells) if rows else ""
+def _facts(kind: str, values: Mapping[str, Any]) -> str:
+    return _table([kind, "Value"], [[name, str(value)] for name, value in values.items() if value is not None])
 
 
-def _settings(config: Config, summary: Mapping[str, Any]) -> dict[str, str]:
-    optim = config.optimization
-    values: dict[str, Any] = {
-        "optimizer": optim.optimizer,
-        "learning_rate": optim.learning_rate,
-        "lr_scheduler": optim.lr_scheduler,
-        "weight_decay": optim.weight_decay,
-        "max_grad_norm": optim.max_grad_norm,
-        "global batch (examples)": summary.get("global_batch_size") or optim.global_batch_size,
-        "max_length": config.data.max_length,
-        "mixed_precision": summary.get("mixed_precision") or optim.mixed_precision,
-        "gradient_checkpointing": config.architecture.gradient_checkpointing,
-        "seed": optim.seed,
-    }
-    return {name: str(value) for name, value in values.items() if value is not None}
-
-
-def _machine(summary: Mapping[str, Any]) -> dict[str, str]:
-    machine = summary.get("hardware") or {}
-    gpus = [f"{gpu['name']} ({gib(gpu['memory_bytes'])})" for gpu in machine.get("gpus") or []]
-    values = {
-        "GPU": ", ".join(gpus) or None,
-        "CPU": machine.get("cpu"),
-        "Training time": shown(summary, "training_seconds", duration),
-        "Tokens per second": shown(summary, "tokens_per_second", count),
-        "Peak memory allocated": shown(summary, "peak_allocated_bytes", gib),
-        **(summary.get("versions") or {}),
-    }
-    return {name: str(value) for name, value in values.items() if value}
-
-
-def _markdown_table(header: list[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(_cell(text) for text in line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _is_local(name: str) -> bool:

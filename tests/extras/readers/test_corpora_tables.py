@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from train.config import Data
-from train.errors import UserError
-from train.extras.readers import hub
+from train.records import UserError
+from train.extras.readers import tables
 from train.extras.readers.corpus import load_corpus
 
 
@@ -75,7 +75,7 @@ def test_a_second_call_hits_the_cache(named: Path, monkeypatch: pytest.MonkeyPat
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("read again")
 
-    monkeypatch.setattr(hub.rows, "row", never)
+    monkeypatch.setattr(tables.rows, "row", never)
     assert load().train["text"][:] == first.train["text"][:]
 
 

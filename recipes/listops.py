@@ -4,30 +4,31 @@ The recipe is that of Long Range Arena (arXiv 2011.04006), as in its published g
 distinct examples; each argument is again an operator with probability 1/4 above the deepest level and else a digit;
 2 to 10 arguments; only trees with 500 < length < 2,000 are kept, the length counted in tokens (an operator counts
 for itself and its closing bracket). The text is without the round parentheses that its loader strips.
+
+Use it with ``dataset: recipes/listops.py:documents`` and, for other sizes, ``dataset_options`` (:class:`Options`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UsageError, UserError
-from train.extras.readers.rows import cached
-from train.extras.readers.splits import Splits
+from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
-    from train.config import Data
+    import datasets
+
+    from train.config import Config
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 OPERATOR_PROBABILITY = 0.25
 TRIES = 100_000
-"""Trees drawn in a row without a new example before the options are said to be too narrow."""
+"""After so many trees in a row without a new example, the options are taken to be too narrow."""
 
 VERSION = 1
 """Part of the cache key: raise it when the generator changes what it draws."""
@@ -50,24 +51,27 @@ class Options:
     seed: int = 0
 
 
-def load(data: Data, labelled: bool) -> Splits:
-    """Training, validation and test split, generated at first use.
+def documents(config: Config) -> dict[str, datasets.Dataset]:
+    """Training, validation and test split (``text``, ``label``, ``source``), generated at first use and then cached.
 
     Raises:
         UsageError: an option that is unknown or out of range.
         UserError: options that allow too few distinct examples.
     """
-    from datasets import Features, Value
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError
 
-    options = parse_options(data.dataset_options or {})
+    options = parse_options(config.data.dataset_options or {})
     columns = Features({"text": Value("string"), "label": Value("int64"), "source": Value("string")})
-    with _no_second_progress_bar():
-        examples = cached(rows, columns, **dataclasses.asdict(options), version=VERSION)
-    if not labelled:
-        examples = examples.remove_columns("label")
-    ends = [options.test, options.test + options.validation, len(examples)]
-    test, validation, train = (examples.select(range(start, end)) for start, end in zip([0, *ends], ends, strict=False))
-    return Splits(train, validation, test)
+    key = {"options": dataclasses.asdict(options), "version": VERSION}
+    try:
+        examples = Dataset.from_generator(rows, features=columns, gen_kwargs=key)
+    except DatasetGenerationError as error:
+        # The library wraps what the generator raises.
+        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+    ends = [0, options.test, options.test + options.validation, len(examples)]
+    names = ("test", "validation", "train")
+    return {name: examples.select(range(ends[i], ends[i + 1])) for i, name in enumerate(names)}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def parse_options(values: dict[str, Any]) -> Options:
@@ -101,56 +105,44 @@ def parse_options(values: dict[str, Any]) -> Options:
     return options
 
 
-def rows(
-    train: int,
-    validation: int,
-    test: int,
-    min_length: int,
-    max_length: int,
-    max_depth: int,
-    max_args: int,
-    seed: int,
-    version: int,
-) -> Iterator[dict[str, Any]]:
-    """The examples: those of the test split first, then validation, then training.
+def rows(options: Mapping[str, int], version: int) -> Iterator[dict[str, Any]]:
+    """Distinct examples: those of the test split first, then validation, then training.
 
-    So a shorter training split is the head of a longer one, and the other two stay as they are.
+    So a smaller training split is the head of a larger one, and the other two stay as they are. ``version`` only
+    tells cache entries apart.
 
     Raises:
-        UserError: the options allow too few distinct examples.
+        UserError: the options allow too few.
     """
-    from tqdm import tqdm
-
-    total = train + validation + test
-    draw = random.Random(seed).random
+    total = options["train"] + options["validation"] + options["test"]
+    least, most = options["min_length"], options["max_length"]
+    draw = random.Random(options["seed"]).random
     seen: set[bytes] = set()
-    with tqdm(total=total, desc="Generating ListOps", unit="example") as bar:
-        while len(seen) < total:
-            for _ in range(TRIES):
-                tokens, value = expression(draw, max_depth, max_args, max_length)
-                if not min_length < len(tokens) < max_length:
-                    continue
-                text = " ".join(tokens)
-                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-                if digest not in seen:
-                    break
-            else:
-                raise UserError(
-                    f"listops: only {len(seen):,} of {total:,} distinct examples with {min_length} < length < "
-                    f"{max_length} found: widen min_length and max_length, or raise max_depth or max_args."
-                )
-            yield {"text": text, "label": value, "source": f"listops:{len(seen)}"}
-            seen.add(digest)
-            bar.update()
+    while len(seen) < total:
+        for _ in range(TRIES):
+            tokens, value = expression(draw, options["max_depth"], options["max_args"], most)
+            if not least < len(tokens) < most:
+                continue
+            text = " ".join(tokens)
+            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            if digest not in seen:
+                break
+        else:
+            raise UserError(
+                f"listops: only {len(seen):,} of {total:,} distinct examples with {least} < length < {most} found: "
+                "widen min_length and max_length, or raise max_depth or max_args."
+            )
+        yield {"text": text, "label": value, "source": f"listops:{len(seen)}"}
+        seen.add(digest)
 
 
-def expression(draw: Any, max_depth: int, max_args: int, max_length: int) -> tuple[list[str], int]:
+def expression(draw: Callable[[], float], max_depth: int, max_args: int, max_length: int) -> tuple[list[str], int]:
     """The tokens of a random tree under an operator, and its value; given up once ``max_length`` is reached.
 
-    A bare digit, which the recipe also draws, never passes a minimal length and is not drawn here.
+    A bare digit, which the published recipe also draws, never passes a minimal length and is not drawn here.
 
     Args:
-        draw: gives the next number in [0, 1); the only source of chance, and the same on every Python.
+        draw: gives the next number in [0, 1); the only source of chance, with the same numbers on every Python.
     """
     tokens: list[str] = []
 
@@ -183,17 +175,3 @@ def evaluate(name: str, arguments: Sequence[int]) -> int:
         return sum(arguments) % 10
     ordered = sorted(arguments)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
-
-
-@contextlib.contextmanager
-def _no_second_progress_bar() -> Iterator[None]:
-    """The library's bar does not know the total; the one here does."""
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    was_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not was_disabled:
-            enable_progress_bars()

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from train.config import Data
-from train.errors import UsageError, UserError
-from train.extras.readers import listops
-from train.extras.readers.corpus import load_corpus
+from train.config import Config, Data
+from train.records import UsageError, UserError
 
 SMALL = {"train": 60, "validation": 10, "test": 10, "min_length": 20, "max_length": 100}
+Load = Callable[..., dict[str, Any]]
 
 
-def load(**options: Any) -> Any:
-    return load_corpus(Data(dataset="listops", dataset_options=SMALL | options), labelled=True)
+@pytest.fixture
+def listops(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    return load_recipe("listops")
+
+
+@pytest.fixture
+def load(listops: ModuleType) -> Load:
+    """The splits with these options instead of the small ones."""
+    return lambda **options: listops.documents(Config(data=Data(dataset_options=SMALL | options)))
 
 
 def work_out(text: str) -> tuple[int, int]:
@@ -51,58 +59,61 @@ def work_out(text: str) -> tuple[int, int]:
         ("[SM [MAX 1 5 ] [MED 7 7 0 ] [MIN 6 2 ] ]", 4),
     ],
 )
-def test_evaluator_of_this_test_and_the_generator_agree_by_hand(text: str, value: int) -> None:
+def test_evaluator_of_this_test_and_the_generator_agree_by_hand(listops: ModuleType, text: str, value: int) -> None:
     assert work_out(text)[0] == value
     if text.count("[") == 1:
         name, *digits = text[1:-2].split(" ")
         assert listops.evaluate(name, [int(digit) for digit in digits]) == value
 
 
-def test_labels_are_the_values_and_shapes_are_in_range() -> None:
+def test_labels_are_the_values_and_shapes_are_in_range(load: Load) -> None:
     corpus = load(max_depth=4, max_args=5)
-    for split in (corpus.train, corpus.validation, corpus.test):
+    for split in (corpus["train"], corpus["validation"], corpus["test"]):
         for document in split:
             value, depth = work_out(document["text"])
             assert document["label"] == value
             assert 1 <= depth <= 3
             assert 20 < len(document["text"].split(" ")) < 100
-    assert corpus.train.column_names == ["text", "label", "source"]
-    assert {type(label) for label in corpus.train["label"]} == {int}
+    assert corpus["train"].column_names == ["text", "label", "source"]
+    assert {type(label) for label in corpus["train"]["label"]} == {int}
 
 
-def test_sizes_distinct_examples_and_all_operators() -> None:
+def test_sizes_distinct_examples_and_all_operators(load: Load) -> None:
     corpus = load()
-    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [60, 10, 10]
-    texts = [text for split in (corpus.train, corpus.validation, corpus.test) for text in split["text"]]
+    assert [len(corpus["train"]), len(corpus["validation"]), len(corpus["test"])] == [60, 10, 10]
+    texts = [text for split in (corpus["train"], corpus["validation"], corpus["test"]) for text in split["text"]]
     assert len(set(texts)) == 80
     assert {token for text in texts for token in text.split() if token[0] == "["} == {"[MIN", "[MAX", "[MED", "[SM"}
 
 
-def test_the_seed_is_its_own() -> None:
+def test_the_seed_is_its_own(load: Load) -> None:
     first, again, other = load(), load(), load(seed=1)
-    assert first.train["text"][:] == again.train["text"][:]
-    assert set(first.train["text"]).isdisjoint(other.train["text"])
+    assert first["train"]["text"][:] == again["train"]["text"][:]
+    assert set(first["train"]["text"]).isdisjoint(other["train"]["text"])
 
 
-def test_an_expression_follows_from_its_draws() -> None:
+def test_an_expression_follows_from_its_draws(listops: ModuleType) -> None:
     draws = [0.8, 0.0, 0.9, 0.35, 0.1, 0.3, 0.12, 0.9, 0.77]
     tokens, value = listops.expression(iter(draws).__next__, max_depth=3, max_args=4, max_length=99)
     assert (" ".join(tokens), value) == ("[SM 3 [MAX 9 7 ] ]", 2)
 
 
-def test_a_smaller_training_split_is_the_head_of_a_larger_one() -> None:
+def test_a_smaller_training_split_is_the_head_of_a_larger_one(load: Load) -> None:
     small, large = load(train=5), load(train=20)
-    assert large.train["text"][:5] == small.train["text"][:]
-    assert large.test["text"][:] == small.test["text"][:]
+    assert large["train"]["text"][:5] == small["train"]["text"][:]
+    assert large["test"]["text"][:] == small["test"]["text"][:]
 
 
-def test_published_defaults() -> None:
+def test_published_defaults(listops: ModuleType) -> None:
     assert listops.Options() == listops.Options(96_000, 2_000, 2_000, 500, 2_000, 10, 10, 0)
-    corpus = load_corpus(
-        Data(dataset="listops", dataset_options={"train": 20, "validation": 2, "test": 2}), labelled=False
-    )
-    assert corpus.train.column_names == ["text", "source"]
-    assert all(500 < len(text.split(" ")) < 2_000 for text in corpus.train["text"])
+    splits = listops.documents(Config(data=Data(dataset_options={"train": 20, "validation": 2, "test": 2})))
+    assert all(500 < len(text.split(" ")) < 2_000 for text in splits["train"]["text"])
+
+
+def test_generated_once(listops: ModuleType, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load()
+    monkeypatch.setattr(listops, "TRIES", 0)  # nothing could be drawn
+    assert load()["train"]._fingerprint == first["train"]._fingerprint
 
 
 @pytest.mark.parametrize(
@@ -119,13 +130,13 @@ def test_published_defaults() -> None:
         ({"seed": -1}, "seed: -1 must be from 0"),
     ],
 )
-def test_wrong_options(options: dict[str, Any], expected: str) -> None:
+def test_wrong_options(load: Load, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError) as raised:
         load(**options)
     assert expected in str(raised.value)
 
 
-def test_options_that_allow_too_few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_allow_too_few_examples(listops: ModuleType, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listops, "TRIES", 2_000)
     with pytest.raises(UserError, match=r"of 1,020 distinct examples with 0 < length < 5 found: widen"):
         load(train=1_000, min_length=0, max_length=5)

@@ -1,28 +1,18 @@
-"""An output embedding that answers with the loss instead of the logits, and which models allow that."""
+"""An output embedding that can return the loss instead of the logits, and which models allow that."""
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from train.cross_entropy import Scores
 from train.extras.losses.chunked import chunked_sum
-
-if TYPE_CHECKING:
-    from train.extras.parallelism.vocabulary import VocabularyPart
-
-
-def logits_of(output: Any) -> Any:
-    """The logits of a model's output: a tensor, a mapping or an object that has them."""
-    if isinstance(output, Tensor | Scores):
-        return output
-    return output["logits"] if isinstance(output, dict) else output.logits
+from train.loss import logits_of
+from train.model import without_weights
 
 
 def obstacle_to_chunks(model: nn.Module) -> str | None:
@@ -32,12 +22,14 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
     with a copy that has no weights, so it costs little, leaves the model and all generators alone, and comes out the
     same on every device and process, with fake weights too.
     """
-    if type(head_of(model)) not in (nn.Linear, AnsweringHead):
+    if type(head_of(model)) not in (nn.Linear, LossHead):
         return "it has no output embedding that is a plain nn.Linear"
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
+    from torch.utils._python_dispatch import _disable_current_modes
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        # What a prediction counts, and the device that it builds on, are of no concern here.
+        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             return _trial(without_weights(model).eval())
     except Exception as error:  # models fail in their own ways
         return f"trying it failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
@@ -55,7 +47,7 @@ def _trial(model: Any) -> str | None:
         given.append(chunked_sum(hidden, weight, bias, ids))
         return given[-1]
 
-    AnsweringHead.adopt(head)
+    LossHead.adopt(head)
     with head.answering(answer):
         out = logits_of(model(input_ids=ids))
     return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
@@ -65,23 +57,12 @@ def head_of(model: nn.Module) -> Any:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def without_weights(model: nn.Module) -> Any:
-    """The same modules with fake tensors of the same shapes, tied where they were tied; within a FakeTensorMode."""
-    twins: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-        if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
-            twins[id(tensor)].quant_state = twins[id(scales)] = scales
-    return copy.deepcopy(model, twins)
-
-
 Answer: TypeAlias = Callable[..., Any]
 """Computed from hidden states (..., H), weight (V, H) and bias (V,) of an output embedding, and where these are only
 those of a part of the classes, ``part``."""
 
 
-class AnsweringHead(nn.Linear):
+class LossHead(nn.Linear):
     """An output embedding that can be asked for something else than its logits.
 
     It is computed within this module's forward, where sharded weights are gathered. Asked by one thread, other
@@ -89,8 +70,8 @@ class AnsweringHead(nn.Linear):
     """
 
     answers: dict[int, Answer]
-    part: VocabularyPart | None
-    """Which classes this rank computes, where it does not compute all; weight and bias are then sharded DTensors."""
+    part: Any
+    """Which classes this rank computes, or None for all; weight and bias are then sharded DTensors."""
 
     @classmethod
     def adopt(cls, head: nn.Linear) -> None:

@@ -1,0 +1,127 @@
+"""The trackers: what they see, what they do not, and what a person reads when one cannot start."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from train.config import Config, from_values
+from train.records import UserError
+from train.extras.report.trackers import PROJECT, log_to_trackers, start_trackers, tracked_config
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _config(**values: Any) -> Config:
+    return from_values(
+        {
+            "tokenizer": "bytes",
+            "model_config": {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "num_key_value_heads": 2,
+                "hub_token": "hf_1",
+                "rope": {"theta": 1e4},
+            },
+            **values,
+        }
+    )
+
+
+def test_trackers_see_flat_settings_and_no_secrets():
+    flat = tracked_config(_config(metrics=["f1", "mcc"], dataset_options={"api_key": "k", "test": 5}))
+    assert flat["learning_rate"] == 5e-5 and flat["tokenizer"] == "bytes" and flat["metrics"] == "f1, mcc"
+    assert flat["model_config.hidden_size"] == 64 and flat["model_config.num_key_value_heads"] == 2
+    assert flat["dataset_options.test"] == 5 and flat["model_config.rope.theta"] == 1e4
+    assert not {"model_config.hub_token", "dataset_options.api_key", "max_steps"} & set(flat)
+    assert all(isinstance(value, int | float | str) for value in flat.values())
+
+
+def test_tensorboard_writes_what_was_logged(tmp_path: Path, fresh_accelerate: None):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = _config(report_to=["tensorboard"], output_dir=str(tmp_path))
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard"], project_dir=str(tmp_path))
+    start_trackers(accelerator, config)
+    log_to_trackers(accelerator, {"train/loss": 1.5, "confusion_matrix": [[1]], "mfu": None}, 3)
+    log_to_trackers(accelerator, {"train/loss": 0.5}, 4)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / PROJECT))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 1.5), (4, 0.5)]
+
+
+class _Recorder:
+    """Stands for an Accelerator and keeps what it was asked."""
+
+    def __init__(self, log_with: list[str], error: Exception | None = None) -> None:
+        self.log_with, self.trackers, self.calls, self._error = log_with, log_with, [], error
+
+    def init_trackers(self, *arguments: Any, **named: Any) -> None:
+        if self._error:
+            raise self._error
+        self.calls.append((arguments, named))
+
+    def log(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+def test_runs_are_named_and_wandb_keeps_its_files_in_the_run(tmp_path: Path):
+    recorder = _Recorder(["trackio", "wandb"])
+    config = _config(report_to=["trackio", "wandb"], output_dir=str(tmp_path / "night"))
+    start_trackers(recorder, config)  # pyright: ignore[reportArgumentType]
+    (project,), named = recorder.calls[0]
+    assert project == PROJECT
+    assert named["config"] == tracked_config(config)
+    assert named["init_kwargs"]["trackio"] == {"name": "night"}
+    assert named["init_kwargs"]["wandb"] == {"name": "night", "dir": str(tmp_path / "night")}
+
+
+def test_only_numbers_and_texts_are_logged():
+    recorder = _Recorder(["wandb"])
+    log_to_trackers(recorder, {"a": 1, "b": 0.5, "c": "x", "d": None, "e": [1]}, 9)  # pyright: ignore
+    assert recorder.calls == [({"a": 1, "b": 0.5, "c": "x"}, 9)]
+
+
+def test_no_tracker_no_call():
+    recorder = _Recorder([])
+    start_trackers(recorder, _config())  # pyright: ignore[reportArgumentType]
+    log_to_trackers(recorder, {"a": 1}, 9)  # pyright: ignore[reportArgumentType]
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize(
+    ("recorder", "message"),
+    [
+        (_Recorder([]), r"wandb is not installed. pip install '.\[wandb\]'"),
+        (_Recorder(["wandb"], ImportError("No module named 'wandb'")), r"pip install '.\[wandb\]'"),
+        (_Recorder(["wandb"], RuntimeError("no API key")), r"no API key.*WANDB_MODE=offline"),
+    ],
+)
+def test_a_tracker_that_cannot_start_says_what_to_do(recorder: Any, message: str):
+    with pytest.raises(UserError, match=message):
+        start_trackers(recorder, _config(report_to=["wandb"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["trackio", "wandb"])
+def test_the_other_trackers_run_offline(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None
+):
+    for name, value in {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}.items():
+        monkeypatch.setenv(name, value)
+    pytest.importorskip(tool)
+    accelerator = Accelerator(cpu=True, log_with=[tool], project_dir=str(tmp_path))
+    start_trackers(accelerator, _config(report_to=[tool], output_dir=str(tmp_path)))
+    log_to_trackers(accelerator, {"train/loss": 1.5}, 3)
+    accelerator.end_training()
+    assert any((tmp_path / tool).iterdir())

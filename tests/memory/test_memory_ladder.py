@@ -1,0 +1,156 @@
+"""The order of what saves memory: the least recomputation that fits, and the changes offered after a failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from train.config import Config, from_values, parse, to_values
+from train.records import UserError
+from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, flags_of, ladder_on
+from train.memory.predict import Job, Target
+from train.outputs_log import gib
+
+MIB = 2**20
+SAVED_MIB = {"none": 0, "selective": 8, "full": 9}
+"""What each checkpointed layer needs less."""
+
+
+def needs_of(changes: dict[str, Any]) -> int:
+    """A model of 24 layers of 10 MiB each."""
+    every = changes["gradient_checkpointing_every_n_layers"]
+    checkpointed = 0 if changes["gradient_checkpointing"] == "none" else -(-24 // every)
+    saved = SAVED_MIB[changes["gradient_checkpointing"]] + changes["gradient_checkpointing_offload"]
+    return (240 - saved * checkpointed) * MIB
+
+
+def chosen(room_mib: int, device_type: str = "cuda", offload: bool = False) -> tuple[tuple[Any, ...], str, int]:
+    tried: list[dict[str, Any]] = []
+
+    def needs(changes: dict[str, Any]) -> int:
+        tried.append(changes)
+        return needs_of(changes)
+
+    changes, line = choose(needs, room_mib * MIB, device_type, offload)
+    from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **changes})
+    return tuple(changes.values()), line, len(tried)
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (240, ("none", 1, False)),
+        (239, ("selective", 8, False)),
+        (192, ("selective", 4, False)),
+        (180, ("selective", 3, False)),
+        (150, ("selective", 2, False)),
+        (48, ("selective", 1, False)),
+        (47, ("full", 1, False)),
+        (24, ("full", 1, False)),
+        (23, ("full", 1, True)),
+    ],
+)
+def test_the_least_that_fits_is_chosen(room: int, expected: tuple[Any, ...]) -> None:
+    found, line, tried = chosen(room)
+    assert found == expected
+    assert tried <= 5
+    needed = needs_of(dict(zip(choice_flags(), expected, strict=True)))
+    assert f"predicted to take {gib(needed)} of {gib(room * MIB)} that may be taken" in line
+    assert ("; without it 0.23 GiB" in line) is (expected[0] != "none")
+
+
+def choice_flags() -> tuple[str, ...]:
+    return ("gradient_checkpointing", "gradient_checkpointing_every_n_layers", "gradient_checkpointing_offload")
+
+
+def test_the_line_names_the_choice() -> None:
+    assert chosen(180)[1].startswith("gradient_checkpointing: selective every 3 layers, predicted")
+    assert chosen(23)[1].startswith("gradient_checkpointing: full with offload, predicted")
+
+
+def test_each_way_needs_less_than_the_one_before() -> None:
+    sizes = [needs_of(flags_of(way)) for way in LADDER if not way.tiled_mlp]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    assert LADDER[-1] == replace(LADDER[-2], tiled_mlp=True)
+
+
+def test_a_cpu_has_the_ladder_without_offload() -> None:
+    assert ladder_on("cuda") == LADDER
+    ways = ladder_on("cpu")
+    assert [way for way in ways if way in LADDER] == [way for way in LADDER if not way.offloads_inputs]
+    assert ways[-1] == Recompute("full", tiled_mlp=True) and len(set(ways)) == len(ways)
+
+
+def test_a_cpu_has_no_other_memory_and_offload_that_was_asked_for_stays() -> None:
+    with pytest.raises(UserError, match=r"auto: full is predicted to need 24.0 MiB, and 23.0 MiB may be taken"):
+        chosen(23, "cpu")
+    assert chosen(48, offload=True)[0] == ("selective", 1, True)
+    assert chosen(240, offload=True)[0] == ("none", 1, False)  # nothing that could rest
+    assert chosen(20, "cpu", offload=True)[0] == ("full", 1, True)  # so that the same recipe resumes on a card
+
+
+def test_a_model_that_cannot_recompute_keeps_all_or_says_why() -> None:
+    def refuses(changes: dict[str, Any]) -> int:
+        if changes["gradient_checkpointing"] != "none":
+            raise UserError("gradient_checkpointing does not work with this model")
+        return 100
+
+    assert choose(refuses, 100, "cpu", False)[0]["gradient_checkpointing"] == "none"
+    with pytest.raises(UserError, match="auto: none is predicted to need"):
+        choose(refuses, 99, "cpu", False)
+
+    def dies(changes: dict[str, Any]) -> int:
+        raise UserError("cannot be predicted")
+
+    with pytest.raises(UserError, match="cannot be predicted"):
+        choose(dies, 99, "cpu", False)
+
+
+def step(device_type: str = "cuda", **changes: Any) -> Job:
+    values = {**to_values(Config()), "loss": "full", "model_config": {"model_type": "llama"}, **changes}
+    return Job(values, Target(device_type), "AutoModelForCausalLM", 9000, 4, 1024, False, eval_batch_size=4)
+
+
+def test_what_saves_memory_is_offered_in_the_order_of_the_remedies() -> None:
+    found = cheaper(step())
+    offered = [flags for flags, _, _ in found]
+    assert offered == [
+        "--loss chunked",
+        "--micro_batch_size 2",
+        "--gradient_checkpointing full",
+        "--optimizer_offload True",
+        "--optimizer adamw_8bit",
+        "--optimizer adafactor",
+        "--max_length 512",
+    ]
+    names = [remedy.name for remedy in REMEDIES]
+    positions = [names.index(flags.removeprefix("--").split()[0]) for flags in offered]
+    assert positions == sorted(positions)
+    for flags, note, job in found:
+        name, value = flags.removeprefix("--").split()
+        assert note and job.values[name] == to_values(parse(["--model", "x", f"--{name}", value]))[name]
+    half = found[1][2]
+    assert (half.micro_batch_size, half.accumulates, half.eval_batch_size) == (2, True, 2)
+    assert found[-1][2].length == 512
+
+
+def test_what_is_in_use_or_cannot_work_is_not_offered() -> None:
+    def offered(job: Job) -> set[str]:
+        return {flags.split()[0].removeprefix("--") for flags, _, _ in cheaper(job)}
+
+    everything = {"loss", "micro_batch_size", "gradient_checkpointing", "optimizer_offload", "optimizer", "max_length"}
+    assert offered(step()) == everything
+    assert offered(step("cpu")) == everything - {"optimizer_offload"}
+    assert offered(step(loss="chunked", gradient_checkpointing="full")) == everything - {
+        "loss",
+        "gradient_checkpointing",
+    }
+    assert "micro_batch_size" not in offered(step(optimizer_in_backward=True))
+    assert "loss" not in offered(replace(step(), num_labels=3))
+    assert not offered(step(optimizer="sgd")) & {"optimizer", "optimizer_offload"}
+    assert not offered(replace(step(), world_size=8, sharding="fsdp2")) & {"optimizer", "optimizer_offload"}
+    kahan = {flags: job for flags, _, job in cheaper(step(bf16_update="kahan", dtype="bfloat16"))}
+    assert kahan["--optimizer adafactor"].values["bf16_update"] == "nearest"
+    assert "--optimizer adamw_8bit" not in kahan

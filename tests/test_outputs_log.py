@@ -1,0 +1,248 @@
+"""The metrics log, the summary, what is said of the machine, and how values read."""
+
+import errno
+import getpass
+import json
+import math
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from train.records import UserError
+from train.outputs_log import (
+    MetricsLog,
+    count,
+    duration,
+    gib,
+    hardware,
+    number,
+    percent,
+    progress_text,
+    read_metrics,
+    versions,
+    without_secrets,
+    write_summary,
+    write_whole,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _log(folder: Path, steps: list[int]) -> MetricsLog:
+    log = MetricsLog(folder / "metrics.jsonl")
+    for step in steps:
+        log.write("train", step, {"loss": 1.0 / step})
+    return log
+
+
+def _steps(folder: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path):
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl")
+    log.write("train", 7, {"loss": 0.5, "confusion_matrix": torch.tensor([[1, 2], [3, 4]]), "best": torch.tensor(2.5)})
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert list(row)[:3] == ["kind", "step", "time"]
+    assert (row["kind"], row["step"], row["loss"]) == ("train", 7, 0.5)
+    assert row["confusion_matrix"] == [[1, 2], [3, 4]] and row["best"] == 2.5
+    assert row["time"].endswith("+00:00")
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write("train", 1, {"grad_norm": math.inf, "loss": math.nan, "all": [1.0, -math.inf]})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row["grad_norm"] is None and row["loss"] is None and row["all"] == [1.0, None]
+
+
+def test_a_log_that_is_not_enabled_writes_nothing(tmp_path: Path):
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl", enabled=False)
+    log.write("train", 1, {"loss": 1.0})
+    log.keep(lambda row: row["step"] <= 0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_keep_drops_later_steps_and_the_log_continues(tmp_path: Path):
+    log = _log(tmp_path, [1, 2, 3, 4])
+    log.keep(lambda row: row["step"] <= 2)
+    assert _steps(tmp_path) == [1, 2]
+    log.write("train", 3, {"loss": 9.0})
+    assert _steps(tmp_path) == [1, 2, 3]
+    log.keep(lambda row: row["step"] <= -1)
+    assert _steps(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "train", "st', '{"kind": "train"', "\u2028", "[1]"])
+def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: str):
+    _log(tmp_path, [1, 2])
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(torn)
+    assert _steps(tmp_path) == [1, 2]
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.keep(lambda row: row["step"] <= 5)
+    log.write("train", 3, {"note": "a line\u2028break\nor two"})
+    assert _steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\nhello\n{"kind": "train", "step": 2}\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_no_file_has_no_rows(tmp_path: Path):
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_message(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="output_dir"):
+        MetricsLog(tmp_path / "file" / "metrics.jsonl").write("train", 1, {})
+    with pytest.raises(UserError, match="output_dir"):
+        write_summary(tmp_path / "file", {})
+
+
+def test_summary_is_strict_json_and_replaces_the_old_one(tmp_path: Path):
+    write_summary(tmp_path, {"steps": 1})
+    path = write_summary(tmp_path, {"steps": 2, "loss": math.nan, "labels": ("a", "é"), "odd": "\udc80"})
+    assert json.loads(path.read_text()) == {"steps": 2, "loss": None, "labels": ["a", "é"], "odd": "\udc80"}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_whole(tmp_path / "file", "old")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"file: cannot be written: No space left on device\. Free space"):
+        write_whole(tmp_path / "file", "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:pw@host/x", "https://…@host/x"),
+        ("https://host/x?a=1&sig=abc&access_token=t", "https://host/x?a=1&sig=…&access_token=…"),
+        ("with hf_" + "a" * 30, "with hf_…"),
+        ("me@host key=4", "me@host key=4"),
+    ],
+)
+def test_without_secrets(text: str, shown: str):
+    assert without_secrets(text) == shown
+
+
+def test_hardware_names_neither_machine_nor_user(monkeypatch: pytest.MonkeyPatch):
+    gpu = SimpleNamespace(name="NVIDIA L4", total_memory=24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    found = hardware()
+    assert found["gpus"] == [{"name": "NVIDIA L4", "memory_bytes": 24 * 2**30}] * 2 and found["gpu_count"] == 2
+    assert found["cpu_cores"] >= 1 and found["memory_bytes"] > 2**28 and found["cpu"]
+    words = json.dumps(found).replace('"', " ").replace(",", " ").split()
+    assert platform.node() not in words and getpass.getuser() not in words
+
+
+def test_versions():
+    found = versions()
+    assert found["python"] == platform.python_version()
+    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"template", "transformers", "accelerate", "datasets", "evaluate"} <= set(found)
+
+
+def test_progress_text():
+    row = {
+        "loss": 2.3456,
+        "learning_rate": 3e-4,
+        "grad_norm": 0.9,
+        "tokens_per_second": 24123.0,
+        "mfu": 0.384,
+        "peak_allocated_bytes": 5 * 2**30,
+    }
+    assert progress_text(row) == "loss 2.346, lr 3.00e-04, grad 0.9, 24.1k tok/s, MFU 38.4%, 5.00 GiB"
+    assert progress_text({"loss": 1.0, "mfu": None, "grad_norm": math.inf}) == "loss 1, grad inf"
+    memory = {"peak_allocated_bytes": 5 * 2**30, "peak_reserved_bytes": 6 * 2**30}
+    assert progress_text(memory) == "5.00 GiB"
+    memory["peak_reserved_bytes"] = 7 * 2**30
+    assert progress_text(memory) == "5.00 GiB, 7.00 GiB reserved"
+
+
+def test_importing_the_log_does_not_load_torch():
+    code = "import sys, train.outputs_log; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(2**30, "1.00 GiB"), (int(139.8 * 2**30), "139.8 GiB"), (50 * 2**20, "50.0 MiB"), (0, "0.0 MiB")],
+)
+def test_gib(size: int, text: str):
+    assert gib(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.25, "0.25"),
+        (874, "874"),
+        (999.6, "1.00k"),
+        (24_123, "24.1k"),
+        (123_456, "123k"),
+        (1_843_200, "1.84M"),
+        (7.62e9, "7.62B"),
+        (15e12, "15.0T"),
+    ],
+)
+def test_count(value: float, text: str):
+    assert count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.345, "2.3 s"),
+        (59.4, "59 s"),
+        (59.7, "1 min"),
+        (92.4, "1 min 32 s"),
+        (3600, "1 h"),
+        (7325, "2 h 2 min"),
+        (90_061, "1 d 1 h"),
+    ],
+)
+def test_duration(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (12345, "12,345"),
+        (0.5, "0.5000"),
+        (1234.5, "1234"),
+        (98765.4, "98,765"),
+        ("x", "x"),
+        (True, "True"),
+    ],
+)
+def test_number(value: Any, text: str):
+    assert number(value) == text
+
+
+def test_percent():
+    assert percent(0.3812) == "38.1%"

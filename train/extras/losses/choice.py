@@ -1,0 +1,77 @@
+"""Which loss a model gets, by what it allows and what this machine has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from train.extras.losses.fused import Place, best_kernel, cce_sums_in_fp32, obstacle_to
+from train.extras.losses.loss_head import head_of, obstacle_to_chunks
+from train.loss import ModelWithLoss, Objective, cross_entropy_sum
+from train.records import UserError
+
+MIN_CHUNKED_CLASSES = 4096
+"""From here on ``auto`` never holds all logits; below, a position's are smaller than what the layers keep of it."""
+
+
+def choose_loss(asked: str, model: ModelWithLoss, place: Place, installed: bool | None = None) -> str:
+    """The loss that ``model`` is to work with: full, chunked, torch, cce or liger.
+
+    Args:
+        asked: one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
+        installed: whether the package of the one that is asked for is; None: look.
+
+    Raises:
+        UserError: what is asked for does not work with this model, on this device or without its package.
+    """
+    head = head_of(model.model)
+    many = isinstance(head, nn.Linear) and len(head.weight) >= MIN_CHUNKED_CLASSES
+    if asked == "full" or (asked == "auto" and not many):
+        return "full"
+    obstacle = obstacle_to_chunks(model.model)
+    if model.loss_sum not in (cross_entropy_sum, _default_loss()):
+        obstacle = "its task has a loss of its own"
+    if obstacle:
+        if asked == "auto":
+            return "full"
+        raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
+    has_bias = head.bias is not None
+    if asked == "auto":
+        return best_kernel(place, has_bias, model.objective)
+    if obstacle := obstacle_to(asked, place, has_bias, model.objective, installed):
+        raise UserError(f"loss: {asked} {obstacle}.")
+    return asked
+
+
+def _default_loss() -> object:
+    from train.tasks import Task
+
+    return Task.loss_sum
+
+
+def place_of(model: nn.Module, device: torch.device, precision: str, divides_classes: bool = False) -> Place:
+    """Where the loss of ``model`` is computed.
+
+    Args:
+        precision: no, fp16 or bf16, as accelerate says.
+        divides_classes: whether tensor parallelism divides the model.
+    """
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, own)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return Place(device.type, dtype, capability, divides_classes)
+
+
+def describe_loss(kind: str, objective: Objective, asked: str) -> str:
+    """A line about the loss that a run uses."""
+    how = {
+        "full": "all logits at once",
+        "chunked": "never all logits, in chunks",
+        "torch": "never all logits, by torch's linear_cross_entropy",
+        "cce": "never all logits, by Cut Cross-Entropy",
+        "liger": "never all logits, by Liger Kernel",
+    }[kind]
+    if kind == "cce" and not cce_sums_in_fp32():
+        how += " of a version that sums gradients in half precision (pip install '.[cce]' brings another)"
+    terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]
+    return f"loss: {kind}{' (auto)' if asked == 'auto' else ''}, {', '.join([how, *terms])}"

@@ -1,0 +1,95 @@
+"""NVIDIA cards by name: memory, bandwidth and arithmetic rates. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Card(NamedTuple):
+    """One model of card; None where there is no figure to rely on."""
+
+    memory_gib: float | None
+    """As torch reports it (``total_memory``, GiB of 2^30 bytes): less than what the card is sold with."""
+    compute_capability: tuple[int, int]
+    """(major, minor)."""
+    bytes_per_second: float | None
+    """Bandwidth of the memory."""
+    fp16: float
+    """Dense FLOP/s of matrix products with fp32 accumulation; of bf16 and fp32 likewise."""
+    bf16: float | None
+    """None: not supported in hardware."""
+    fp32: float | None
+    """Without tensor cores (TF32 off)."""
+
+
+# Rates and bandwidth: NVIDIA's data sheets and architecture white papers; rates that are printed only with sparsity are
+# halved. A100-80: SXM (PCIe: 1.935e12 bytes/s); B200 and GB200: 7.7e12, as bus width and clock give it
+# (github.com/pytorch/ao/pull/4002).
+# Memory: what torch printed on such cards in public issues and notes (_CudaDeviceProperties(total_memory=...), or "GPU
+# 0 has a total capacity of ..." of an out-of-memory error), rounded down; where drivers differ, the smaller figure.
+# H200 NVL: not observed, taken from the H200. GH200: the one with 96 GB.
+# A product is the first row whose words all occur in its name; rows without memory only tell products apart.
+CARDS: dict[str, Card] = {
+    "gb200": Card(184.3, (10, 0), 7.7e12, 2500e12, 2500e12, None),
+    "b200": Card(178.3, (10, 0), 7.7e12, 2250e12, 2250e12, None),
+    "gh200": Card(94.5, (9, 0), 4.0e12, 989.4e12, 989.4e12, 66.9e12),
+    "h200-nvl": Card(139.7, (9, 0), 4.8e12, 835.5e12, 835.5e12, 60e12),
+    "h200": Card(139.7, (9, 0), 4.8e12, 989.4e12, 989.4e12, 66.9e12),
+    "h100-nvl": Card(93.0, (9, 0), 3.9e12, 835.5e12, 835.5e12, 60e12),
+    "h100-pcie": Card(79.1, (9, 0), 2.0e12, 756.5e12, 756.5e12, 51.2e12),
+    "h100-hbm2e": Card(None, (9, 0), 2.0e12, 756.5e12, 756.5e12, 51.2e12),
+    "h100": Card(79.1, (9, 0), 3.35e12, 989.4e12, 989.4e12, 66.9e12),
+    "a100-80": Card(79.1, (8, 0), 2.039e12, 312e12, 312e12, 19.5e12),
+    "a100-40": Card(39.3, (8, 0), 1.555e12, 312e12, 312e12, 19.5e12),
+    "a100": Card(None, (8, 0), None, 312e12, 312e12, 19.5e12),
+    "a10g": Card(22.0, (8, 6), 0.6e12, 70e12, 70e12, 31.5e12),
+    "a10": Card(22.0, (8, 6), 0.6e12, 125e12, 125e12, 31.2e12),
+    "l40s": Card(44.3, (8, 9), 0.864e12, 362e12, 362e12, 91.6e12),
+    "l40": Card(44.3, (8, 9), 0.864e12, 181e12, 181e12, 90.5e12),
+    "l4": Card(22.0, (8, 9), 0.3e12, 121e12, 121e12, 30.3e12),
+    "t4": Card(14.5, (7, 5), 0.3e12, 65e12, None, 8.1e12),
+    "v100s": Card(None, (7, 0), 1.134e12, 130e12, None, 16.4e12),
+    "v100-pcie": Card(None, (7, 0), 0.9e12, 112e12, None, 14e12),
+    "v100-32": Card(31.7, (7, 0), 0.9e12, 125e12, None, 15.7e12),
+    "v100-16": Card(15.7, (7, 0), 0.9e12, 125e12, None, 15.7e12),
+    "v100": Card(None, (7, 0), None, 125e12, None, 15.7e12),
+    "rtx-6000-ada": Card(47.3, (8, 9), 0.96e12, 364.2e12, 364.2e12, 91.1e12),
+    "a6000": Card(47.4, (8, 6), 0.768e12, 154.8e12, 154.8e12, 38.7e12),
+    "rtx-5090": Card(31.3, (12, 0), 1.792e12, 209.5e12, 209.5e12, 104.8e12),
+    "rtx-4090": Card(23.5, (8, 9), 1.008e12, 165.2e12, 165.2e12, 82.6e12),
+    "rtx-3090-ti": Card(23.5, (8, 6), 1.008e12, 80e12, 80e12, 40e12),
+    "rtx-3090": Card(23.5, (8, 6), 0.936e12, 71e12, 71e12, 35.6e12),
+}
+_FIELD = {"fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_FIELD |= dict.fromkeys(("no", "fp32", "float32"), "fp32")
+_OTHER_CHIP = {"laptop", "max", "mig", "d", "super"}
+"""Words that mark a smaller chip, or a slice of one, sold under the name of a card above."""
+
+
+def find_card(device_name: str) -> Card | None:
+    """The card of a device named as ``torch.cuda.get_device_name`` names it, such as "NVIDIA A100-SXM4-80GB".
+
+    None for a device that is not in the table, and for part of one (MIG).
+    """
+    words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=\d)gb\b", "", device_name.lower())))
+    if words & _OTHER_CHIP:
+        return None
+    return next((card for name, card in CARDS.items() if words.issuperset(name.split("-"))), None)
+
+
+def peak_flops_per_second(device_name: str, precision: str) -> float | None:
+    """The published dense rate of matrix products of one device, in FLOP/s.
+
+    Args:
+        device_name: see :func:`find_card`.
+        precision: of the arithmetic: fp16, bf16, tf32, or no (fp32 with TF32 off).
+
+    Returns:
+        None for a device that is not known (:func:`find_card`), and for a type that it cannot multiply.
+    """
+    if precision == "tf32":  # half of bf16's rate in the data sheet of every card above that has both
+        half = peak_flops_per_second(device_name, "bf16")
+        return half and half / 2
+    card = find_card(device_name)
+    return None if card is None or precision not in _FIELD else getattr(card, _FIELD[precision])

@@ -1,0 +1,223 @@
+"""Datasets that 🤗 Datasets loads itself: by name on the Hub, or from a folder that ``save_to_disk`` wrote.
+
+Code that comes with a dataset never runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from train.extras.readers import rows
+from train.extras.readers.readers import file_key
+from train.records import UserError
+
+if TYPE_CHECKING:
+    from train.extras.readers import Source
+
+_SECRET = re.compile(r"hf_\w+|(?<=\?)\S+|(?i:(?<=bearer )\S+)")
+_LONGEST_REASON = 400
+
+
+def load_named(data: Source, labelled: bool) -> rows.Splits:
+    """The splits of the dataset ``data.dataset`` on the Hub; under ``data.streaming`` nothing is downloaded ahead.
+
+    Raises:
+        UserError: it cannot be reached or has no such configuration, split or column; or a bad record.
+    """
+    from datasets import get_dataset_split_names, load_dataset
+
+    name, configuration = data.dataset, data.dataset_config
+    chosen = _choose(_ask(data, lambda: get_dataset_split_names(name, configuration)), data, name)
+    if data.streaming:
+        # Its validation split comes over the network too, so it is cut short; a test split is not worth the wait.
+        chosen.pop("test", None)
+
+    def load_split(role: str, split: str) -> rows.Documents:
+        what = f"{name}[{split}]"
+        loaded = _ask(data, lambda: load_dataset(name, configuration, split=split, streaming=data.streaming))
+        if not data.streaming:
+            return _documents(loaded, data, labelled, what)
+        documents, _ = _ask(data, lambda: _documents(loaded, data, labelled, what))
+        if role == "train":
+            return documents, ()
+        head = _ask(data, lambda: list(islice(documents, data.max_eval_samples or rows.HELD_OUT_OF_STREAM)))
+        return rows.in_memory(head), (f"streaming: validating on the first {len(head)} documents of {what}",)
+
+    return _gather(chosen, load_split)
+
+
+def _ask(data: Source, question: Callable[[], Any]) -> Any:
+    """The answer to ``question``.
+
+    Raises:
+        UserError: whatever kept the dataset from being loaded, with advice.
+    """
+    from datasets import config
+
+    try:
+        return question()
+    except UserError:
+        raise
+    except Exception as error:
+        # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
+        reason = shorten(_SECRET.sub("***", str(error)), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
+        advice = "A local file or folder is given by its path; a configuration by --dataset_config."
+        if config.HF_HUB_OFFLINE:
+            advice = "HF_HUB_OFFLINE is set: unset it to download, or give a local file or folder."
+        elif isinstance(error, ConnectionError | TimeoutError):
+            advice = "Without a network, set HF_HUB_OFFLINE=1 for what is cached, or give a local file or folder."
+        elif "gated" in reason.lower() or "authent" in reason.lower():
+            advice = "A private or gated dataset needs `hf auth login` by someone who was granted access."
+    raise UserError(f"the dataset {data.dataset!r} on the Hub: {reason.rstrip('.')}. {advice}")
+
+
+def is_saved(path: Path) -> bool:
+    """Whether ``path`` was written by ``save_to_disk``."""
+    has_info = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    return has_info or (path / "dataset_dict.json").is_file()
+
+
+def load_saved(path: Path, data: Source, labelled: bool) -> rows.Splits:
+    """The splits of a folder written by ``save_to_disk``; only the training split of it is a stream.
+
+    Raises:
+        UserError: the folder cannot be loaded or has no such split or column; or a bad record.
+    """
+    saved = _from_disk(path)
+
+    def load_split(role: str, split: str) -> rows.Documents:
+        loaded = saved[split]
+        streams = role == "train" and data.streaming
+        return _documents(loaded.to_iterable_dataset() if streams else loaded, data, labelled, _shown(path, split))
+
+    return _gather({"train": ""} if "" in saved else _choose(list(saved), data, str(path)), load_split)
+
+
+def load_saved_validation(path: Path, data: Source, labelled: bool) -> rows.Documents:
+    """The documents to validate on of a folder written by ``save_to_disk``, and notes.
+
+    Raises:
+        UserError: as :func:`load_saved`.
+    """
+    saved = _from_disk(path)
+    split = data.validation_split or next((name for name in ("validation", *saved) if name in saved), "validation")
+    split = "" if "" in saved else split
+    if split not in saved:
+        raise UserError(f"{path}: no split {split!r}; it has {', '.join(saved)}. Name one with --validation_split.")
+    return _documents(saved[split], data, labelled, _shown(path, split))
+
+
+def _from_disk(path: Path) -> dict[Any, Any]:
+    """The splits of a saved DatasetDict by name; a Dataset is the only one, named ""."""
+    from datasets import load_from_disk
+
+    try:
+        loaded = load_from_disk(str(path))
+    except Exception as error:
+        # Whatever is wrong with a damaged folder comes up as an error of Arrow, JSON or the system.
+        raise UserError(f"{path}: cannot be loaded as saved by 🤗 Datasets: {' '.join(str(error).split())}") from None
+    return dict(loaded) if isinstance(loaded, dict) else {"": loaded}
+
+
+def _shown(path: Path, split: str) -> str:
+    return f"{path}[{split}]" if split else str(path)
+
+
+def _documents(loaded: Any, data: Source, labelled: bool, what: str) -> rows.Documents:
+    """The good records of a Dataset or an IterableDataset as documents, and notes on those left out."""
+    from datasets import Dataset, config
+    from datasets.fingerprint import Hasher
+
+    label_column = data.label_column if labelled else None
+    names = getattr((loaded.features or {}).get(label_column), "names", None)
+    key = {"text_column": data.text_column, "label_column": label_column, "names": names, "what": what}
+    wanted = None
+    if loaded.column_names is not None:  # a stream may not know them
+        wanted = [column for column in (data.text_column, label_column) if column is not None]
+        if missing := [column for column in wanted if column not in loaded.column_names]:
+            known = ", ".join(loaded.column_names)
+            raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {rows.NAME_COLUMNS}")
+        loaded = loaded.select_columns(wanted)
+    options: dict[str, Any] = {}
+    if isinstance(loaded, Dataset):
+        if len(loaded) == 0:
+            raise UserError(f"{what}: no document to learn from.")
+        # By default the rows of a saved dataset would be written into its folder, and a fingerprint that was saved
+        # with it would stand for its content.
+        files = [file_key(Path(file["filename"])) for file in loaded.cache_files]
+        digest = Hasher.hash([loaded._fingerprint, files, key, rows.FORMAT])
+        folder = Path(config.HF_DATASETS_CACHE) / "documents"
+        folder.mkdir(parents=True, exist_ok=True)
+        options = {"cache_file_name": str(folder / f"{digest}.arrow"), "new_fingerprint": digest}
+        options |= {"writer_batch_size": rows.ROWS_IN_MEMORY, "desc": f"Checking {what}"}
+    with rows.errors_of_people():
+        judged = loaded.map(
+            judge, with_indices=True, remove_columns=wanted, features=rows.features(), fn_kwargs=key, **options
+        )
+    return rows.settle(judged, data, labelled, what)
+
+
+def judge(
+    record: Mapping[str, Any],
+    index: int,
+    text_column: str,
+    label_column: str | None,
+    names: Sequence[str] | None,
+    what: str,
+) -> dict[str, Any]:
+    """One record of a dataset as a row, its class by name; a class out of range (-1: a hidden label) is empty."""
+    if names is not None and label_column is not None:
+        number = record[label_column]
+        known = isinstance(number, int) and 0 <= number < len(names)
+        record = {**record, label_column: names[number] if known else None}
+    return rows.row(record, what, index, text_column, label_column)
+
+
+def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
+    """Which of a dataset's splits (``names``) to train on, validate on and test on, as far as it has them.
+
+    Raises:
+        UserError: a split that is not there, or one that would be trained and validated on.
+    """
+    train = data.dataset_split
+    validation = data.validation_split
+    if validation is None and "validation" in names and "validation" not in _names_in(train):
+        validation = "validation"
+    for flag, split in (("--dataset_split", train), ("--validation_split", validation)):
+        if split is not None and not set(_names_in(split)) <= set(names):
+            raise UserError(f"{name}: no split {split!r}; it has {', '.join(names)}. Name one with {flag}.")
+    if train == validation:
+        raise UserError(f"{name}: --dataset_split and --validation_split both name {train!r}.")
+    used = {*_names_in(train), *_names_in(validation or "")}
+    test = "test" if "test" in names and "test" not in used else None
+    return {role: split for role, split in (("train", train), ("validation", validation), ("test", test)) if split}
+
+
+def _names_in(split: str) -> list[str]:
+    """The names in an expression such as ``train[:10%]+unsupervised``."""
+    return re.sub(r"\[.*?\]", "", split).split("+")
+
+
+def _gather(chosen: Mapping[str, str], load_split: Callable[[str, str], rows.Documents]) -> rows.Splits:
+    """The splits that ``load_split(role, split)`` gives, and all notes.
+
+    Raises:
+        UserError: ``load_split`` failed for training or validation.
+    """
+    loaded: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
+    for role, split in chosen.items():
+        try:
+            loaded[role], more = load_split(role, split)
+        except UserError as error:
+            # The test split of many public datasets has no labels; that must not stop a training.
+            if role != "test":
+                raise
+            more = (f"left out the test split: {error}",)
+        notes += more
+    return rows.Splits(**loaded, notes=notes)

@@ -1,0 +1,201 @@
+"""What a plan tells a person: the memory part by part, the fastest setting that fits, and the command to run it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import yaml
+
+from train.memory.plan import Outcome, Plan
+from train.memory.predict import ROOT
+from train.memory.question import MARGIN, OFFLOAD, STAND_IN, Question, Setting, has_known_speed
+from train.memory.zero import STAGE
+from train.outputs_log import count, duration, gib
+
+
+def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:
+    """A plan for the terminal, the verdict first.
+
+    Args:
+        command: what to type for the best setting, where there is one.
+        longest: whether ``max_length`` was found, not given.
+    """
+    shown = plan.asked or plan.best or plan.smallest
+    length = question.config.data.max_length
+    lines = []
+    if plan.problem is not None:
+        lines.append(f"Cannot run as it stands: {plan.problem}")
+    if longest:
+        lines.append(f"Longest that fits on {question.device.name}: {length:,} tokens.")
+    if plan.asked is not None or not longest:
+        lines.append(_verdict(question, shown))
+    lines += ["", *_parts(question, shown), ""]
+    lines += _proposal(question, plan, command) if plan.best is not None else _no_way(plan)
+    return "\n".join([*lines, *_notes(question, plan.best or shown)])
+
+
+def outcome_text(question: Question, outcome: Outcome) -> str:
+    """What is predicted of one setting, for the terminal."""
+    return "\n".join([_verdict(question, outcome), "", *_parts(question, outcome), *_notes(question, outcome)])
+
+
+def _verdict(question: Question, outcome: Outcome) -> str:
+    ranks = f"each of {question.world_size} × " if question.world_size > 1 else ""
+    what = f"{question.model_name}, {count(outcome.prediction.num_parameters)} parameters, "
+    what += f"{outcome.setting.micro_batch_size} × {outcome.length:,} tokens on {ranks}{question.device.name}"
+    if outcome.fits:
+        return f"Fits: {what}: {gib(outcome.needed_bytes)} of {gib(question.room_bytes)}."
+    over = outcome.needed_bytes - question.room_bytes
+    return f"Does not fit: {what}: {gib(outcome.needed_bytes)}, {gib(over)} more than there is room."
+
+
+def _parts(question: Question, outcome: Outcome) -> list[str]:
+    prediction, device = outcome.prediction, question.device
+    margin = f"{gib(device.total_bytes)} less {100 * MARGIN:.0f} %"
+    rows = [(f"  {kind}", size, "") for kind, size in prediction.bytes_by_kind.items()]
+    rows.append(("peak", prediction.peak_bytes, f"in {prediction.phase} ({prediction.operator})"))
+    if not question.on_cpu:
+        rows.append(("reserved", prediction.reserved_bytes, "by the caching allocator for that peak"))
+        rows.append(("CUDA context", device.context_bytes, "driver and kernels"))
+        rows.append(("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"))
+        rows.append(("needed", outcome.needed_bytes, "reserved memory plus all that is outside of it"))
+    rows.append(("room", question.room_bytes, margin))
+    rows.append(("host memory", outcome.host_bytes, "for what is offloaded, per process"))
+    lines = [f"{outcome.setting}:"]
+    lines += [f"{label:<18}{gib(size):>12}  {note}".rstrip() for label, size, note in rows if size]
+    if has_known_speed(device) and prediction.seconds:
+        seconds = prediction.seconds + outcome.link_seconds
+        taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
+        rate = count(question.world_size / outcome.seconds_per_token)
+        lines.append(f"{'time, estimated':<18}{taken:>12}  forward and backward of a micro-batch: {rate} tokens/s")
+    return lines
+
+
+def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
+    best = plan.best
+    assert best is not None
+    if plan.asked == best:
+        return ["Nothing that fits is estimated to be faster. To run it:", f"  {command}"]
+    gain = ""
+    if plan.asked is not None and best.seconds_per_token:
+        gain = f", {plan.asked.seconds_per_token / best.seconds_per_token:.2f} × the speed of the above (estimated)"
+    elif has_known_speed(question.device) and best.seconds_per_token:
+        gain = f", {count(question.world_size / best.seconds_per_token)} tokens/s (estimated)"
+    return [
+        f"Fastest that fits, global batch {question.global_batch_size} kept: {gib(best.needed_bytes)}{gain}",
+        f"  {best.setting}",
+        *([f"  host memory for what is offloaded: {gib(best.host_bytes)} per process"] if best.host_bytes else []),
+        f"  {command}",
+    ]
+
+
+def _no_way(plan: Plan) -> list[str]:
+    smallest = plan.smallest
+    kind, size = max(smallest.prediction.bytes_by_kind.items(), key=lambda entry: entry[1])
+    longest = f"up to --max_length {plan.longest}" if plan.longest else "not even 1,024 tokens"
+    return [
+        f"Nothing fits. The least is {gib(smallest.needed_bytes)}, {gib(size)} of it {kind}:",
+        f"  {smallest.setting}",
+        f"  With it {longest} would fit.",
+        f"  A device of {math.ceil(smallest.needed_bytes / (1 - MARGIN) / 2**30)}GiB would hold it.",
+    ]
+
+
+def _notes(question: Question, outcome: Outcome) -> list[str]:
+    name, notes = question.device.name, list(outcome.prediction.notes)
+    if outcome.padded:
+        notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
+    if question.on_cpu:
+        notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
+    elif not has_known_speed(question.device):
+        notes.append(f"the speed of {name} is unknown: settings are ranked by rates of {STAND_IN}")
+    if question.world_size > 1:
+        notes.append("estimates leave out the communication between devices")
+    return ["", *(f"Note: {note}." for note in notes)] if notes else []
+
+
+def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str, Any]:
+    """A plan as plain values for JSON."""
+    return {
+        "device": asdict(question.device),
+        "world_size": question.world_size,
+        "global_batch_size": question.global_batch_size,
+        "max_length": question.config.data.max_length,
+        "asked": plan.asked and outcome_values(question, plan.asked),
+        "problem": plan.problem,
+        "best": plan.best and outcome_values(question, plan.best),
+        "command": command,
+        "smallest": outcome_values(question, plan.smallest),
+        "longest_max_length": plan.longest,
+        "num_predictions": plan.num_predictions,
+    }
+
+
+def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
+    """An outcome as plain values for JSON."""
+    prediction = outcome.prediction
+    if not has_known_speed(question.device):
+        prediction = replace(prediction, seconds=None)
+    return {
+        "fits": outcome.fits,
+        "needed_bytes": outcome.needed_bytes,
+        "room_bytes": question.room_bytes,
+        "context_bytes": question.device.context_bytes,
+        "nccl_bytes": question.nccl_bytes,
+        "setting": asdict(outcome.setting),
+        "max_length": outcome.length,
+        "prediction": asdict(prediction),
+    }
+
+
+def command(question: Question, setting: Setting, words: Sequence[str], said: dict[str, Any] | None = None) -> str:
+    """The command that trains with ``setting``.
+
+    Args:
+        words: the training flags that the person gave; they stay unless ``setting`` replaces them.
+        said: flags to give even if the configuration already has these values.
+    """
+    changes = {**question.changes(setting), **(said or {})}
+    if question.config.optimization.mixed_precision is None:
+        changes.pop("mixed_precision", None)  # then the launcher alone chooses it
+    dropped = {name for name, value in changes.items() if value is None}
+    kept = without_flags(words, set(changes))
+    flags = [word for name, value in changes.items() if name not in dropped for word in (f"--{name}", str(value))]
+    launch = launcher_words(question.on_cpu, question.world_size, setting.sharding, setting.mixed_precision or "no")
+    return shlex.join(["accelerate", "launch", *launch, "train/main.py", *kept, *flags])
+
+
+def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
+    """``words`` without the flags called ``names`` and their values."""
+    kept: list[str] = []
+    drops = False
+    for word in words:
+        if word.startswith("--"):
+            name, equals, _ = word[2:].partition("=")
+            drops = name.replace("-", "_") in names
+            if not drops:
+                kept.append(word)
+            drops = drops and not equals
+        elif not drops:
+            kept.append(word)
+    return kept
+
+
+def launcher_words(on_cpu: bool, world_size: int, sharding: str, precision: str) -> list[str]:
+    """Arguments of ``accelerate launch``: a file of ``accelerate_configs/``, and flags for values that it lacks."""
+    if sharding in STAGE:
+        stage = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])]
+        return [*stage, "--num_processes", str(world_size), "--mixed_precision", precision]
+    alone = world_size == 1 and sharding != OFFLOAD
+    name = ("cpu" if on_cpu else "single_gpu") if alone else sharding
+    values = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    words = ["--config_file", f"accelerate_configs/{name}.yaml"]
+    if values["num_processes"] != world_size:
+        words += ["--num_processes", str(world_size)]
+    if values["mixed_precision"] != precision:
+        words += ["--mixed_precision", precision]
+    return words

@@ -1,0 +1,96 @@
+"""Model and optimizer of a job, built as a run builds them: on fake tensors to predict, on real ones to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train import extras
+from train.config import Config
+from train.launch import Launch, StopRequest, accelerator_options, init_gloo, resolve_precision, shard_by_layer
+from train.memory import ranks
+from train.memory.predict import Job
+from train.records import Run
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from torch import nn
+
+    from train.loss import ModelWithLoss
+
+
+class _Tokenizer:
+    """The part of a tokenizer that the builder uses."""
+
+    def __init__(self, job: Job) -> None:
+        self._size = job.vocab_size
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = job.special_tokens
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def run_of(job: Job, config: Config) -> Run:
+    """A run of ``config`` as rank 0 of the job's ranks sees it, before anything is built; nothing is written."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from train.outputs import Outputs
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    device = torch.device(job.target.device_type)
+    ranks.leave()  # those of the prediction before
+    precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
+    shards = ranks.shards_weights(job.sharding)
+    ranks.join(job.world_size, shards, device.type, precision, offloads=job.sharding == "fsdp2_offload")
+    launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
+    if device.type == "cpu":
+        init_gloo(launch)
+    accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, precision, device))
+    outputs = Outputs(config, accelerator, is_silent=True)
+    config = config.changed(max_length=job.length)
+    return Run(config, launch, accelerator, extras.join(), outputs, StopRequest(), is_planned=True)
+
+
+def build(
+    job: Job, run: Run, initialised: bool = False, divide: Callable[[ModelWithLoss], None] | None = None
+) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
+    """Prepared model, prepared optimizer, and the network inside the model.
+
+    Args:
+        initialised: with real weights; fake ones are not initialised, because some initialisations repeat until
+            the data meets a condition.
+        divide: called before the optimizer is built, such as to leave a rank its part of the weights.
+    """
+    from transformers.initialization import no_init_weights
+
+    from train.memory.eight_bit import EightBitState
+    from train.memory.fakes import fake_adapters
+    from train.model import build_model
+    from train.optim import build_optimizer, parameter_groups
+    from train.tasks import load_task
+
+    labels = [str(number) for number in range(job.num_labels)]
+    tokenizer: Any = _Tokenizer(job)
+    with ExitStack() as stack:
+        if not initialised:
+            stack.enter_context(run.accelerator.device)
+            stack.enter_context(no_init_weights())
+            stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
+        with_loss = build_model(run, load_task(job.task), tokenizer, labels, has_weights=False)
+        with_loss.tie_weights()  # left out with the initialisation
+    if divide is not None:
+        divide(with_loss)
+    shard_by_layer(run.accelerator, with_loss.model)
+    optim = run.config.optimization
+    if optim.optimizer == "adamw_8bit" and not initialised:
+        optimizer: Any = EightBitState(parameter_groups(with_loss.model, optim), {})
+    else:
+        optimizer = build_optimizer(run, with_loss.model)
+    placed = [initialised, initialised]
+    model, optimizer = run.accelerator.prepare(with_loss, optimizer, device_placement=placed)
+    return model, optimizer, with_loss.model

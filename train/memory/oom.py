@@ -1,0 +1,192 @@
+"""Out-of-memory messages: which they are, and the figures in them.
+
+The figures are read from the wordings of torch's CUDA allocators from version 2.11 on
+(c10/cuda/CUDACachingAllocator.cpp, c10/cuda/CUDAMallocAsyncAllocator.cpp). Of any other message only the size that was
+asked for is read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The figures of one message in bytes; None where it does not give them."""
+
+    backend: str
+    """CUDA, host, or GPU: some other device."""
+    device_index: int | None = None
+    library: str | None = None
+    """Who asked, where it was not PyTorch's allocator: the driver, cuBLAS, cuDNN or NCCL."""
+    requested_bytes: int | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    process_bytes: int | None = None
+    """This process: what PyTorch reserved, the driver's context and libraries."""
+    allocated_bytes: int | None = None
+    """In tensors."""
+    reserved_unallocated_bytes: int | None = None
+    """Held by PyTorch, in no tensor."""
+    private_pools_bytes: int | None = None
+    """The share of ``allocated_bytes`` that CUDA graphs keep."""
+    other_processes: tuple[tuple[int, int], ...] = ()
+    """(process id, bytes) of each process that the message names."""
+    allowed_bytes: int | None = None
+    """A limit below the whole device: torch's memory fraction."""
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Held by PyTorch, in tensors or not."""
+        if self.allocated_bytes is None or self.reserved_unallocated_bytes is None:
+            return None
+        return self.allocated_bytes + self.reserved_unallocated_bytes
+
+    @property
+    def other_processes_bytes(self) -> int | None:
+        """Held by the processes that the message names, or else what this process does not explain."""
+        if self.other_processes:
+            return sum(size for _, size in self.other_processes)
+        if self.total_bytes is None or self.free_bytes is None or self.process_bytes is None:
+            return None
+        return max(0, self.total_bytes - self.free_bytes - self.process_bytes)
+
+    @property
+    def available_bytes(self) -> int | None:
+        """What PyTorch could have of the device as it was: its own reserve and the free rest."""
+        if self.reserved_bytes is None or self.free_bytes is None:
+            return None
+        room = self.free_bytes + self.reserved_bytes
+        return room if self.allowed_bytes is None else min(room, self.allowed_bytes)
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """Neither free nor reserved by this PyTorch: the driver's context, libraries and other processes."""
+        if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
+            return None
+        return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory was full: the device's or the machine's."""
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and parse_oom(str(error)) is not None
+
+
+_ANSI = re.compile(r"\x1b\[[\d;?]*[ -/]*[@-~]|\[\d+(?:;\d+)*m")
+_LOG_PREFIX = re.compile(
+    r"""^(?: \s+ | [#>|"'`-]+ | \[[^\]]*\]:? | \d+:\s | \([^()]*\b(?:pid|rank)=\d+[^()]*\)
+      | (?:\d{4}-)?\d\d-\d\d[T\s] | \d\d:\d\d:\d\d[.,\d]*Z? | (?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b:? )+""",
+    re.VERBOSE,
+)
+_SIZE = r"(\d+(?:\.\d+)?)(bytes?|[KMGTPE]i?B)"
+# All patterns are for text without white space, see _squeezed.
+_CUDA_START = r"CUDAoutofmemory(?:\.Triedtoallocate|\.|$)"
+_CUDA_FIGURES = {
+    "requested_bytes": "Triedtoallocate(?:morethan)?SIZE",
+    "total_bytes": "totalcapacityofSIZE",
+    "free_bytes": "ofwhichSIZEisfree",
+    "process_bytes": "thisprocesshasSIZEmemoryinuse",
+    "allocated_bytes": "SIZEisallocatedbyPyTorch",
+    "reserved_unallocated_bytes": "SIZEisreservedbyPyTorchbutunallocated",
+    "private_pools_bytes": "SIZEallocatedinprivatepools",
+    "allowed_bytes": "SIZEallowed",
+}
+_ASYNC_START = r"Allocationondevice(\d+)wouldexceedallowedmemory"
+_ASYNC_FIGURES = {
+    "requested_bytes": "Requested:SIZE",
+    "total_bytes": "Devicelimit:SIZE",
+    "free_bytes": r"accordingtoCUDA\):SIZE",
+    "allocated_bytes": "Currentlyallocated:SIZE",
+    "allowed_bytes": r"memoryfraction\):SIZE",
+}
+_HOST = r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
+_ANY = (  # not the bare words: advice about memory is not a message about it
+    rf"{_HOST}|(?:^|[A-Z0-9:.\])]|(?i:error|failure|backend))(?i:outofmemory)|(?i:out_of_(?:device_)?memory|alloc_failed)"
+    "|(?i:(?:tried|unable|failed)to(?:cuda)?(?:c|m)?alloc|can(?:no)?tallocate|notenoughmemory)"
+)
+_ANY_REQUEST = r"(?:allocate(?!d)|calloc|malloc)\D{0,20}?SIZE"
+
+
+def parse_oom(message: str) -> OutOfMemory | None:
+    """The figures of an out-of-memory message, also from within a traceback or a log; None where there is none.
+
+    Of several messages the first one counts. Sizes are as exact as the message: two decimals of their unit.
+    """
+    text = _squeezed(message)
+    starts = [found.start() for found in re.finditer(_CUDA_START, text)]
+    if starts:
+        return _read_cuda(text[starts[0] : starts[1] if len(starts) > 1 else None])
+    if found := re.search(_ASYNC_START, text):
+        oom = OutOfMemory("CUDA", int(found[1]), **_sizes(text, _ASYNC_FIGURES))
+        limited = (oom.allowed_bytes or 0) < (oom.total_bytes or 0)  # 2^64 stands for no limit
+        return oom if limited else replace(oom, allowed_bytes=None)
+    found = re.search(_ANY, text)
+    return None if found is None else _read_any(text[max(0, found.start() - 80) : found.start() + 400])
+
+
+def _squeezed(message: str) -> str:
+    """``message`` without colours, log prefixes, quotes and any white space.
+
+    Terminals, loggers and web pages break these long lines anywhere, also within a word or a number.
+    """
+    lines = _ANSI.sub("", message.replace("\\n", "\n")).splitlines()
+    return re.sub(r"[\s\"'`\\]+", "", "\n".join(_LOG_PREFIX.sub("", line) for line in lines))
+
+
+def _bytes(number: str, unit: str) -> int:
+    # Allocators mean powers of two by GB and MB too.
+    return round(float(number) * 2 ** (10 * "bKMGTPE".index("b" if unit.startswith("b") else unit[0].upper())))
+
+
+def _sizes(text: str, patterns: dict[str, str]) -> dict[str, Any]:
+    """By name the size at ``SIZE`` of each of ``patterns`` that ``text`` holds."""
+    found = {name: re.search(pattern.replace("SIZE", _SIZE), text, re.I) for name, pattern in patterns.items()}
+    return {name: _bytes(*match.groups()) for name, match in found.items() if match}
+
+
+def _read_cuda(text: str) -> OutOfMemory:
+    device = re.search(r"GPU(\d+)has", text)
+    processes = re.findall(rf"Process(\d+)has{_SIZE}memoryinuse", text)
+    oom = OutOfMemory(
+        "CUDA",
+        int(device[1]) if device else None,
+        other_processes=tuple((int(process), _bytes(*size)) for process, *size in processes),
+        **_sizes(text, _CUDA_FIGURES),
+    )
+    return _own_process_found(oom)
+
+
+def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
+    """Takes this process out of the list of the others.
+
+    In a container the driver knows it by another process id than it knows itself, so that the message lists it as a
+    stranger. It must be among them if what no listed process holds is too little for what PyTorch has reserved.
+    """
+    if oom.process_bytes is not None or oom.outside_bytes is None:
+        return oom
+    reserved = oom.reserved_bytes or 0
+    large_enough = [entry for entry in oom.other_processes if entry[1] >= 0.99 * reserved]
+    unlisted = oom.outside_bytes + reserved - sum(size for _, size in oom.other_processes)
+    if not large_enough or unlisted >= 0.9 * reserved:
+        return oom
+    own = min(large_enough, key=lambda entry: entry[1])
+    return replace(oom, process_bytes=own[1], other_processes=tuple(e for e in oom.other_processes if e is not own))
+
+
+def _read_any(text: str) -> OutOfMemory:
+    """A message of another allocator or library, with a little of what stands around it."""
+    requested = _sizes(text, {"requested_bytes": _ANY_REQUEST})
+    if re.search(_HOST, text):
+        return OutOfMemory("host", **requested)
+    named = re.search("cublas|cudnn|nccl|cuda|triton", text, re.I)
+    if named is None:  # the message may not say which device
+        return OutOfMemory("GPU" if re.search("outofmemory|GPU", text, re.I) else "host", **requested)
+    libraries = {"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL"}
+    word = next((word for word in libraries if word in text.lower()), "")
+    return OutOfMemory("CUDA", library=libraries.get(word, "the driver"), **requested)

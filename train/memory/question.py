@@ -1,0 +1,381 @@
+"""A configuration on a device, the settings that may be chosen for it, and the step to predict for each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from train import extras
+from train.config import Config, to_values
+from train.launch import Launch
+from train.memory.devices import Device, find_device, nccl_buffer_bytes
+from train.memory.ladder import FLAGS, LADDER, Recompute, flags_of, ladder_on
+from train.memory.predict import Job, Target
+from train.memory.zero import STAGE
+from train.records import UsageError, UserError
+
+MARGIN = 0.02
+"""Share of the device left free: for the display, other processes, and kernels that are loaded later."""
+OFFLOAD = "fsdp2_offload"
+"""Tried only where nothing else fits: its copies between host and device nearly always take longest."""
+STAND_IN = "a100-80"
+"""Its rates and kernels rank settings for a card of which only the memory is known."""
+CHECKPOINTING = tuple(way for way in LADDER if way.every_n_layers <= 2 and not way.offloads_inputs)
+"""The ways to recompute that are tried for any device."""
+
+
+def target_of(device: Device) -> Target:
+    """``device`` as a prediction needs it, with no rates where its speed is unknown."""
+    if device.name == "cpu":
+        return Target("cpu")
+    capability = device.compute_capability or find_device(STAND_IN).compute_capability or (8, 0)
+    rates = {precision: device.peak_flops_per_second(precision) for precision in ("no", "fp16", "bf16")}
+    return Target(
+        device_type="cuda",
+        capability=capability,
+        prefers_cudnn=capability in ((9, 0), (10, 0), (10, 3)),  # wheels for them bring a cuDNN newer than 9.15
+        flops_per_second={precision: rate for precision, rate in rates.items() if rate},
+        bytes_per_second=device.memory_bytes_per_second,
+    )
+
+
+def has_known_speed(device: Device) -> bool:
+    """Whether times can be estimated for ``device``."""
+    target = target_of(device)
+    return bool(target.bytes_per_second and target.flops_per_second)
+
+
+def _ranking_target(device: Device) -> Target:
+    """:func:`target_of` with rates that rank settings where those of ``device`` are unknown."""
+    target = target_of(device)
+    if target.device_type == "cpu":  # any rates with the ratio of a common processor
+        return replace(target, flops_per_second=dict.fromkeys(("no", "fp16", "bf16"), 1e12), bytes_per_second=1e11)
+    if has_known_speed(device):
+        return target
+    known = target_of(find_device(STAND_IN))
+    return replace(target, flops_per_second=known.flops_per_second, bytes_per_second=known.bytes_per_second)
+
+
+def job_of(
+    config: Config,
+    target: Target,
+    vocab_size: int,
+    num_labels: int = 0,
+    padded: bool | None = None,
+    world_size: int = 1,
+) -> Job:
+    """The step of ``config`` with its longest examples.
+
+    Args:
+        vocab_size: tokens that the tokenizer knows, see :func:`vocabulary_size`.
+        num_labels: classes of a classifier.
+        padded: whether micro-batches come with an attention mask; None: if the task makes one for examples of
+            different lengths, and there can be any.
+        world_size: ranks.
+
+    Raises:
+        UsageError: the sizes of the batch contradict each other, or there is no such task.
+    """
+    from train.batching import batch_arithmetic
+    from train.tasks import load_task
+
+    data, optim, task = config.data, config.optimization, load_task(config.data.task)
+    size = _micro_batch_size(config, world_size)
+    given = optim.micro_batch_size if optim.max_tokens_per_micro_batch else size
+    assert given != "auto"
+    arithmetic = batch_arithmetic(given, optim.gradient_accumulation_steps, optim.global_batch_size, world_size)
+    if padded is None:
+        padded = not task.is_causal and size > 1 and not config.get("packing")
+    return Job(
+        values=to_values(config),
+        target=target,
+        task=data.task,
+        vocab_size=vocab_size,
+        micro_batch_size=size,
+        length=data.max_length,
+        accumulates=arithmetic.global_batch_size > size * world_size,
+        num_labels=num_labels,
+        padded=padded,
+        eval_batch_size=config.output.eval_batch_size or size,
+        world_size=world_size,
+    )
+
+
+def _micro_batch_size(config: Config, world_size: int) -> int:
+    """Examples of a micro-batch; where tokens form it, as many of the longest as it may hold."""
+    optim = config.optimization
+    if optim.max_tokens_per_micro_batch is not None:
+        most = (optim.global_batch_size or world_size) - world_size + 1
+        return max(1, min(optim.max_tokens_per_micro_batch // config.data.max_length, most))
+    if optim.micro_batch_size == "auto":
+        raise UsageError("micro_batch_size: auto does not give a size yet. Give one here.")
+    return optim.micro_batch_size
+
+
+def vocabulary_size(config: Config) -> int:
+    """Tokens of the model's vocabulary, known without any data.
+
+    Raises:
+        UserError: only the data tells, or the model or tokenizer cannot be loaded.
+    """
+    architecture = config.architecture
+    size = (architecture.model_config or {}).get("vocab_size")
+    if size is None and (stored := _stored_config(config)) is not None:
+        size = getattr(stored.get_text_config(), "vocab_size", None)
+    if size is not None:
+        return int(size)
+    spec = config.data.tokenizer or architecture.model or ""
+    if spec == "words":
+        raise UsageError(
+            "tokenizer: words: its size depends on the training text. Give it, such as --vocab_size 20000."
+        )
+    if spec.startswith("train:"):
+        return int(spec.removeprefix("train:"))
+    from train.data import load_tokenizer
+
+    try:
+        return len(load_tokenizer(spec, (), trust_remote_code=architecture.trust_remote_code))
+    except UserError as error:
+        raise UserError(f"{error} Or give the size of its vocabulary: --vocab_size 32000.") from None
+
+
+def position_limit(config: Config) -> int | None:
+    """Tokens that the model takes at most; None: as many as ``max_length`` says."""
+    limit, factor = _own_positions(config), config.get("rope_scaling_factor")
+    if limit is None or config.get("rope_scaling", "none") == "none":
+        return limit
+    return None if factor is None else math.ceil(limit * factor)
+
+
+def _own_positions(config: Config) -> int | None:
+    """Positions of the model before ``rope_scaling``."""
+    name = "max_position_embeddings"
+    if (stored := _stored_config(config)) is not None:
+        return getattr(stored, name, None)
+    given = config.architecture.model_config
+    if given is None:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        other_name = AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name)
+    except (KeyError, ValueError):  # the builder reports it
+        return None
+    return given.get(name, given.get(other_name))
+
+
+def _stored_config(config: Config) -> Any:
+    """transformers' configuration of a model by name, None for others."""
+    name = config.architecture.model
+    if name is None or ":" in name:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=config.architecture.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model {name!r}: its configuration cannot be loaded: {' '.join(str(error).split())[:300]} Give a folder "
+            "with a model, a Hub name (and a connection; weights are not needed), or a model_config."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search may choose; the fields' flags are those of :func:`train.memory.ladder.flags_of`."""
+
+    micro_batch_size: int
+    gradient_checkpointing: str
+    mixed_precision: str | None
+    loss: str
+    sharding: str = "none"
+    every_n_layers: int = 1
+    offloads_inputs: bool = False
+    """Those of checkpointed layers."""
+    tiled_mlp: bool = False
+
+    def __str__(self) -> str:
+        precision = "fp32" if self.mixed_precision in (None, "no") else self.mixed_precision
+        tiled = ", tiled MLP" if self.tiled_mlp else ""
+        sharding = "" if self.sharding == "none" else f", {self.sharding}"
+        return (
+            f"micro-batch {self.micro_batch_size}, checkpointing {self.way}{tiled}, precision {precision}, "
+            f"loss {self.loss}{sharding}"
+        )
+
+    @property
+    def way(self) -> Recompute:
+        """How its layers recompute."""
+        return Recompute(*(getattr(self, field.name) for field in fields(Recompute)))
+
+    def recomputing(self, way: Recompute) -> Setting:
+        """This setting with another way to recompute; tiles that were asked for stay."""
+        changes = {field.name: getattr(way, field.name) for field in fields(Recompute)}
+        return replace(self, **{**changes, "tiled_mlp": self.tiled_mlp or way.tiled_mlp})
+
+
+@dataclass(frozen=True)
+class Question:
+    """A configuration on a device."""
+
+    config: Config
+    device: Device
+    vocab_size: int
+    num_labels: int = 0
+    padded: bool | None = None
+    """See :func:`job_of`."""
+    world_size: int = 1
+    sharding: str | None = None
+    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: ddp or fsdp2, whichever does better, else fsdp2_offload."""
+
+    @property
+    def model_name(self) -> str:
+        architecture = self.config.architecture
+        return architecture.model or (architecture.model_config or {}).get("model_type", "model")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.name == "cpu"
+
+    @property
+    def room_bytes(self) -> int:
+        """What a rank may take of its device, without the margin; no more than the configuration's own budget."""
+        budget = self.config.get("memory_budget_gib")
+        total = self.device.total_bytes if budget is None else min(self.device.total_bytes, budget * 2**30)
+        return int(total * (1 - MARGIN))
+
+    @property
+    def nccl_bytes(self) -> int:
+        return 0 if self.on_cpu else nccl_buffer_bytes(self.world_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Examples of an optimizer step, over all ranks.
+
+        Raises:
+            UsageError: the sizes of the batch contradict each other.
+        """
+        from train.batching import batch_arithmetic
+
+        optim = self.config.optimization
+        size = 1 if optim.max_tokens_per_micro_batch else _micro_batch_size(self.config, self.world_size)
+        return batch_arithmetic(
+            size, optim.gradient_accumulation_steps, optim.global_batch_size, self.world_size
+        ).global_batch_size
+
+    @property
+    def asked(self) -> Setting:
+        """The configuration as it stands."""
+        values = to_values(self.config)
+        values["micro_batch_size"] = _micro_batch_size(self.config, self.world_size)
+        values["loss"] = self.automatic_loss if values["loss"] == "auto" else values["loss"]
+        values["sharding"] = self.shardings[0]
+        return Setting(**{field.name: values[FLAGS.get(field.name, field.name)] for field in fields(Setting)})
+
+    @property
+    def last_resort(self) -> tuple[Recompute, ...]:
+        """Ways to recompute that are tried where nothing else fits."""
+        return tuple(way for way in ladder_on(self.device.name) if way.offloads_inputs or way.tiled_mlp)
+
+    @property
+    def automatic_loss(self) -> str:
+        """What ``auto`` stands for with most models; :func:`train.loss.choose_loss` has the last word."""
+        from train.extras.losses.choice import MIN_CHUNKED_CLASSES
+
+        return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """From fast and large to slow and small."""
+        if self.num_labels:
+            return ("full",)
+        asked = self.config.get("loss")
+        return "full", self._best_loss if asked in ("auto", "full") else asked
+
+    @property
+    def _best_loss(self) -> str:
+        """The loss without all logits that a run would choose, with the packages that are installed here."""
+        import torch
+
+        from train.extras.losses.fused import Place, best_kernel
+        from train.loss import Objective
+
+        target, optim = target_of(self.device), self.config.optimization
+        names = {"fp16": "float16", "bf16": "bfloat16"}
+        dtype = getattr(torch, names.get(self.precision or "no", self.config.architecture.dtype))
+        objective = Objective(optim.label_smoothing, optim.z_loss)
+        return best_kernel(Place(target.device_type, dtype, target.capability), has_bias=False, objective=objective)
+
+    @property
+    def shardings(self) -> tuple[str, ...]:
+        """Ways to divide the work that may be chosen, the one that communicates least first."""
+        if self.sharding is not None:
+            return (self.sharding,)
+        if self.world_size == 1:
+            return ("none",)
+        return ("ddp",) if self.needs_whole_weights else ("ddp", "fsdp2")
+
+    @property
+    def needs_whole_weights(self) -> bool:
+        """Whether the optimizer works on whole weights alone, as the checks of the optimizers say."""
+        config = self.config
+        unusual = config.optimization.optimizer in ("adamw_8bit", "adafactor")
+        unusual = unusual or config.get("bf16_update", "nearest") != "nearest"
+        return unusual or bool(config.get("optimizer_offload") or config.get("optimizer_in_backward"))
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether weights, gradients and optimizer state may go to host memory if nothing else helps."""
+        return self.sharding is None and not self.on_cpu and not self.needs_whole_weights
+
+    @property
+    def precision(self) -> str | None:
+        """The precision asked for; where none is, or the device lacks it, the best that the device has."""
+        asked = self.config.optimization.mixed_precision
+        if self.on_cpu:
+            return asked
+        half = "bf16" if target_of(self.device).capability >= (8, 0) else "fp16"
+        own_type = self.config.architecture.dtype != "float32"
+        return half if asked == "bf16" or (asked is None and not own_type) else asked
+
+    def job(self, setting: Setting) -> Job:
+        """The step with ``setting``; on a device of unknown speed with rates that rank.
+
+        Raises:
+            UsageError: the optimizer asked for does not work with it.
+        """
+        config = self.configured(setting)
+        engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
+        extras.check(config, Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")))
+        target = _ranking_target(self.device)
+        job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
+        return replace(job, sharding=setting.sharding)
+
+    def configured(self, setting: Setting) -> Config:
+        """The configuration with ``setting`` and the same global batch."""
+        return self.config.changed(**self.changes(setting))
+
+    def changes(self, setting: Setting) -> dict[str, Any]:
+        """What has to change in the configuration for ``setting``, by flag."""
+        values, wanted = to_values(self.config), flags_of(setting)
+        del wanted["sharding"]  # the launcher's
+        if values["loss"] == "auto" and setting.loss == self.automatic_loss:
+            wanted["loss"] = "auto"
+        if values["max_tokens_per_micro_batch"] is not None:
+            del wanted["micro_batch_size"]
+            if setting.micro_batch_size != self.asked.micro_batch_size:
+                wanted["max_tokens_per_micro_batch"] = setting.micro_batch_size * values["max_length"]
+        elif setting.micro_batch_size != values["micro_batch_size"]:
+            wanted |= {"global_batch_size": self.global_batch_size, "gradient_accumulation_steps": None}
+        return {name: value for name, value in wanted.items() if value != values[name]}
+
+
+def replace_length(question: Question, length: int) -> Question:
+    """``question`` with another ``max_length``."""
+    config = question.config.changed(max_length=length)
+    if config.get("rope_scaling", "none") != "none" and config.get("rope_scaling_factor") is None:
+        # The factor follows the length, and takes no memory; but it is never below one.
+        factor = max(2.0, length / (_own_positions(config) or length))
+        config = config.changed(rope_scaling_factor=factor)
+    return replace(question, config=config)
