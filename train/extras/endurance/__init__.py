@@ -59,15 +59,10 @@ class Room(Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where there is nothing to go back to, or a step that cannot be made again."""
+        """Raises UsageError where there would be nothing to go back to."""
         options = config.of(Options)
         if options.max_rollbacks and config.output.save_every_steps is None:
             raise UsageError(f"max_rollbacks: {options.max_rollbacks} needs save_every_steps: nothing to go back to.")
-        if options.on_oom in ("split", "adapt") and config.get("optimizer_in_backward"):
-            raise UsageError(
-                f"optimizer_in_backward with on_oom: {options.on_oom}: a step whose weights are partly updated cannot "
-                "be made again. Give on_oom: stop, or leave it at auto."
-            )
 
     @contextmanager
     def open(self, config: Config, launch: Launch) -> Iterator[None]:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -169,24 +170,16 @@ class Recovering(Engine):
         self._totals = super().total(count(micro_batches, stop))
         try:
             while True:
-                result = self._attempt(optimizer, split(micro_batches, self._too_many), stop)
-                if isinstance(result, StepOutcome):
+                pieces = split(micro_batches, self._too_many)
+                self._writes, self.mark = None, _Where(self._tell, pieces)
+                result = self._guarded(partial(super().step, self._network, optimizer, pieces, stop), self.mark)
+                if not isinstance(result, Fault):
                     return result
                 first_words = first_words or result.error
                 self._rewind()
                 self._prepare_another(replace(result, error=first_words))
         finally:
             self._totals, self.mark = None, self._tell
-
-    def _attempt(self, optimizer: AcceleratedOptimizer, pieces: list[MicroBatch], stop: bool) -> StepOutcome | Fault:
-        self._writes, self.mark = None, (where := _Where(self._tell))
-        try:
-            return super().step(self._network, optimizer, pieces, stop)
-        except Exception as error:
-            # Once the ranks have averaged, none can go back alone.
-            if self._writes is not None or not is_out_of_memory(error):
-                raise
-            return Fault(where.phase, pieces[max(where.forwards, 1) - 1].shape, _words(error), self._ranks.rank)
 
     def _prepare_another(self, fault: Fault) -> None:
         batch_size, length = fault.shape
@@ -268,32 +261,33 @@ class Recovering(Engine):
 
     def _once_more(self, phase: str, work: Callable[[], T]) -> T | Fault:
         """``work()``, and again if it ran out of memory before it had written anything."""
-        writes = self._writes
+        writes, first = self._writes, None
         assert writes is not None
         gradients = writes.gradient_versions()
-        result = self._guarded(phase, work)
-        if not isinstance(result, Fault) or writes.to_weights_or_state():
-            return result
-        writes.forget_new_state()
-        if writes.gradient_versions() != gradients:
-            return result
-        free_memory(self.accelerator.device)
-        self._recovered(result, "nothing had been written yet, so it is tried once more")
-        again = self._guarded(phase, work)
-        if not isinstance(again, Fault):
-            return again
-        if not writes.to_weights_or_state():
+        while True:
+            result = self._guarded(work, phase)
+            if not isinstance(result, Fault):
+                return result
+            if writes.to_weights_or_state():
+                return first or result
             writes.forget_new_state()
-        return result
+            if first is not None or writes.gradient_versions() != gradients:
+                return first or result
+            first = result
+            free_memory(self.accelerator.device)
+            self._recovered(first, "nothing had been written yet, so it is tried once more")
 
-    def _guarded(self, phase: str, work: Callable[[], T]) -> T | Fault:
-        """``work()``, or where memory ran out."""
+    def _guarded(self, work: Callable[[], T], where: _Where | str) -> T | Fault:
+        """``work()``, or the fault where memory ran out, in a whole attempt or in a phase after its last backward."""
         try:
             return work()
         except Exception as error:
-            if not is_out_of_memory(error):
+            # Once the ranks have averaged, none can go back to the start alone.
+            is_too_late = isinstance(where, _Where) and self._writes is not None
+            if is_too_late or not is_out_of_memory(error):
                 raise
-            return Fault(phase, self._largest, _words(error), self._ranks.rank)
+            phase, shape = (where.phase, where.shape) if isinstance(where, _Where) else (where, self._largest)
+            return Fault(phase, shape, str(error) or type(error).__name__, self._ranks.rank)
 
     def _rewind(self) -> None:
         """Back to the start: no gradients, the random state and the persistent buffers of then."""
@@ -308,20 +302,21 @@ class Recovering(Engine):
 
 
 class _Where:
-    """Passes marks on, and remembers the last."""
+    """Passes marks on, and remembers where the attempt at these micro-batches is."""
 
-    def __init__(self, mark: Mark) -> None:
-        self.phase, self.forwards = "forward", 0
-        self._mark = mark
+    def __init__(self, mark: Mark, pieces: Sequence[MicroBatch]) -> None:
+        self._mark, self._pieces = mark, pieces
+        self.phase, self._forwards = "forward", 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, S) of the micro-batch at work."""
+        return self._pieces[max(self._forwards, 1) - 1].shape
 
     def __call__(self, phase: str) -> None:
         self.phase = phase
-        self.forwards += phase == "forward"
+        self._forwards += phase == "forward"
         self._mark(phase)
-
-
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[MicroBatch]:
