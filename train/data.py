@@ -122,7 +122,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
         if source.endswith(".py"):
             found = importlib.util.spec_from_file_location(Path(source).stem, source)
             assert found is not None and found.loader is not None
-            module = importlib.util.module_from_spec(found)
+            module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
             found.loader.exec_module(module)
         else:
             module = importlib.import_module(source)

@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from train import extras
 from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def check_launch(launch: Launch, config: Config) -> None:
         )
     if config.optimization.optimizer == "adafactor" and launch.engine == "fsdp2":
         raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
+    extras.check(config, launch)
 
 
 def refuse(where: str, *cases: tuple[str, bool, str]) -> None:
@@ -233,17 +235,6 @@ def cpu_has_fast_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def set_fp32_products(tf32: bool, device: torch.device) -> None:
-    """Whether fp32 matrices are multiplied in TF32 from now on, where the card can."""
-    import torch
-
-    if device.type == "cuda":
-        tf32 = tf32 and torch.cuda.get_device_capability() >= (8, 0)
-        # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
-        # when it is read, as torch.compile does.
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-
-
 def arithmetic_in_use(accelerator: Any) -> str:
     """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
     import torch
@@ -254,10 +245,17 @@ def arithmetic_in_use(accelerator: Any) -> str:
     return "tf32" if is_tf32 else "no"
 
 
-def set_up_cpu(launch: Launch, config: Config) -> str:
-    """Threads, memory and process group of a process without an accelerator; returns a word about the threads."""
+def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
+    """TF32 on cards that have it; threads, memory and process group of a process on a CPU."""
     import torch
 
+    if device.type == "cuda":
+        tf32 = config.optimization.tf32 and torch.cuda.get_device_capability() >= (8, 0)
+        # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
+        # when it is read, as torch.compile does.
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if device.type != "cpu":
+        return
     chosen, asked = os.environ.get("OMP_NUM_THREADS", "1"), config.optimization.cpu_threads
     if asked is not None:
         torch.set_num_threads(asked)
@@ -269,7 +267,6 @@ def set_up_cpu(launch: Launch, config: Config) -> str:
         libc.mallopt(trim_threshold, 2**31 - 1)
         libc.mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
     init_gloo(launch, timedelta(seconds=config.optimization.distributed_timeout_seconds))
-    return f", {torch.get_num_threads()} threads each"
 
 
 def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -325,9 +322,12 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
 
 
-def describe_device(accelerator: Any, launch: Launch, threads: str) -> str:
+def describe_device(accelerator: Any, launch: Launch) -> str:
     """The first line of a run."""
-    where = f"{accelerator.num_processes} × {device_name(accelerator.device)}{threads}"
+    import torch
+
+    where = f"{accelerator.num_processes} × {device_name(accelerator.device)}"
+    where += f", {torch.get_num_threads()} threads each" if accelerator.device.type == "cpu" else ""
     where += f", {launch}" if str(launch) else ""
     where += ", expandable segments" if accelerator.device.type == "cuda" and uses_expandable_segments() else ""
     arithmetic = arithmetic_in_use(accelerator)
