@@ -675,7 +675,7 @@ def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int) -> Non
     """A copy runs out of memory in the first forward or backward: the update is the same, no memory stays taken."""
     pytest.importorskip("train.extras.activations.recompute")
     from test_model import LLAMA, built
-    from test_recompute import LazyCopies, offloaded
+    from test_recompute import LazyCopies, offloaded  # pyright: ignore[reportMissingImports]
 
     def update(guard: Callable[[Engine], Engine], transfers: LazyCopies | None) -> tuple[dict[str, Tensor], Any]:
         network = built({**LLAMA, "num_hidden_layers": 3}, tiled_mlp=True, mlp_tile_tokens=3).double()

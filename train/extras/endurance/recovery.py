@@ -14,11 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.extras.endurance.agreement import Ranks
-from train.extras.endurance.rewind import PersistentBuffers, Start, Writes, free_memory, reset_scaler
+from train.extras.endurance.rewind import Start, Writes, free_memory, persistent_buffers, reset_scaler
 from train.records import IGNORE, Mark, MicroBatch, StepError, StepOutcome
 from train.step import Counts, Engine, count
 
@@ -142,7 +143,6 @@ class Recovering(Engine):
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark
         self._ranks = Ranks(engine.accelerator)
         self._measures: list[Measure] | None = None
-        self._buffers: PersistentBuffers | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
         self._totals: Counts | None = None  # of the step that is being made
         self._writes: Writes | None = None  # of its update, once the gradients are averaged
@@ -159,13 +159,13 @@ class Recovering(Engine):
         """
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
         self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        self._buffers = self._buffers or PersistentBuffers(self._network)
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-            self._buffers.broadcast()
+            for buffer in persistent_buffers(self._network):
+                dist.broadcast(buffer, src=0)
         several = self._ranks.size > 1
         self._shared = [p for p in self._network.parameters() if p.requires_grad] if several else []
         self._optimizer, self._largest = optimizer.optimizer, max((b.shape for b in micro_batches), key=math.prod)
-        self._start, first_words = Start(self.accelerator.device, self._buffers), ""
+        self._start, first_words = Start(self.accelerator.device, self._network), ""
         # A rank that makes its step again must not ask for the totals again: that is a collective.
         self._totals = super().total(count(micro_batches, stop))
         try:

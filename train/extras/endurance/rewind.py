@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -18,36 +17,23 @@ def free_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-class PersistentBuffers:
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers of a model that its checkpoints hold, such as BatchNorm's averages; most language models have none.
 
     Other buffers are constants, or every forward computes them.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        names = [name for name, _ in model.named_buffers()]
-        saved = model.state_dict().keys() if names else ()
-        self._places = [
-            (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names if name in saved
-        ]
-
-    def tensors(self) -> list[Tensor]:
-        return [getattr(module, name) for module, name in self._places]
-
-    def broadcast(self) -> None:
-        """Rank 0's to all ranks, as DistributedDataParallel does before a step's first forward."""
-        for tensor in self.tensors():
-            dist.broadcast(tensor, src=0)
+    owned = ((module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items())
+    return [b for module, name, b in owned if b is not None and name not in module._non_persistent_buffers_set]
 
 
 class Start:
     """The random state of Python, numpy, the host and ``device``, and persistent buffers, at the start of a step."""
 
-    def __init__(self, device: torch.device, buffers: PersistentBuffers) -> None:
-        self._device, self._buffers = device, buffers
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        self._device, self._model = device, model
         self._python, self._numpy, self._host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
         self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-        self._values = [tensor.clone() for tensor in buffers.tensors()]
+        self._buffers = [buffer.clone() for buffer in persistent_buffers(model)]
 
     def restore(self) -> None:
         """Sets them as they were."""
@@ -57,8 +43,8 @@ class Start:
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device)
         with torch.no_grad():
-            for tensor, value in zip(self._buffers.tensors(), self._values, strict=True):
-                tensor.copy_(value)
+            for buffer, value in zip(persistent_buffers(self._model), self._buffers, strict=True):
+                buffer.copy_(value)
 
 
 class Writes:
