@@ -102,8 +102,12 @@ def _examples_to(folder: Path, rank: int) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / f"{rank}.jsonl").open("a")
-    step, advance = Engine.step, loop.advance
+    seed_step, step, advance = loop.seed_step, Engine.step, loop.advance
     seen: list[int] = []
+
+    def begins(*arguments: Any) -> None:
+        seen.clear()  # of a rehearsal
+        seed_step(*arguments)
 
     def keep_ids(self: Any, model: Any, optimizer: Any, micro_batches: Any, stop: bool = False) -> Any:
         seen.extend(i for batch in micro_batches for i in batch.example_ids)
@@ -112,10 +116,9 @@ def _examples_to(folder: Path, rank: int) -> None:
     def write(progress: Any, outcome: Any) -> Any:
         file.write(json.dumps([progress.step, sorted(seen)]) + "\n")
         file.flush()
-        seen.clear()
         return advance(progress, outcome)
 
-    Engine.step, loop.advance = keep_ids, write
+    loop.seed_step, Engine.step, loop.advance = begins, keep_ids, write
 
 
 def _shown(path: str | Path) -> str:

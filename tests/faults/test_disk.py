@@ -222,4 +222,4 @@ def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int,
     assert_no_traceback(ended)
     assert ended[0].status == EXIT_ERROR
     assert ended[-1].status == EXIT_ERROR or "final" in what  # where the other ranks have nothing left to do
-    assert "cannot be written: No space left on device. Restart with the same command" in ended[0].said
+    assert "cannot be written: No space left on device. Run the same command again" in ended[0].said
