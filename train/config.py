@@ -48,7 +48,6 @@ class Data:
     dataset: str = option("stdlib", "Where documents come from; module:function returns 🤗 datasets.", everyday=True)
     dataset_options: dict[str, Any] | None = option(None, "Options for a module:function, as JSON.")
     validation_fraction: float = option(0.05, "Share held out where there is no validation data.", gt=0, lt=1)
-    shuffle_buffer_size: int = option(1000, "Documents of a stream that are shuffled together.", ge=1)
     tokenizer: str | None = option(
         None, "Hub name, folder, bytes, words, train:8192; default: the model's.", is_path=True
     )
@@ -98,12 +97,6 @@ class Optimization:
     )
     global_batch_size: int | None = option(
         None, "Examples per step, all devices together.", ge=1, replaces=("gradient_accumulation_steps",), everyday=True
-    )
-    max_tokens_per_micro_batch: int | None = option(
-        None,
-        "Form micro-batches by tokens, padding included; needs global_batch_size.",
-        ge=1,
-        replaces=("micro_batch_size", "gradient_accumulation_steps"),
     )
     max_steps: int | None = option(
         None, "Optimizer steps; or num_epochs.", ge=1, replaces=("num_epochs",), everyday=True
@@ -424,7 +417,7 @@ def _check_bounds(name: str, value: float, hint: Any, entry: dataclasses.Field[A
 
 def _check_optimization(config: Config) -> None:
     """The part of :func:`check` about batch sizes, steps and the optimizer."""
-    data, optim = config.data, config.optimization
+    optim = config.optimization
     if optim.max_grad_norm is not None and optim.max_grad_value is not None:
         raise UsageError(
             "max_grad_norm and max_grad_value clip the same gradient: give one and set the other to null "
@@ -438,23 +431,6 @@ def _check_optimization(config: Config) -> None:
         raise UsageError(
             f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
             "the global batch that learning_rate was chosen for."
-        )
-    if (max_tokens := optim.max_tokens_per_micro_batch) is None:
-        return
-    if optim.micro_batch_size != 1:
-        raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both form "
-            "micro-batches: give one of them."
-        )
-    if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
-        raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} makes as many micro-batches as it takes: give "
-            "global_batch_size, the examples of a step, and no gradient_accumulation_steps."
-        )
-    if max_tokens < data.max_length:
-        raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} does not hold one example of max_length {data.max_length}: "
-            f"give {data.max_length} or more, or a smaller max_length."
         )
 
 

@@ -1,12 +1,12 @@
 """What the launcher decided, and this process's device, precision, threads and signals.
 
-World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags. Nothing
-here imports torch before it has to.
+World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import resource
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of the CUDA allocator; the second is its older name."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 
 
 @dataclass(frozen=True)
@@ -93,36 +92,26 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         UsageError: the launch file asks for something that this template does not do.
     """
 
-    def says(name: str, default: str = "false") -> str:
-        return environment.get(name, default).lower()
+    def says(name: str) -> bool:
+        return environment.get(name, "false").lower() == "true"
 
     world_size = int(environment.get("WORLD_SIZE", "1"))
     _refuse_strangers(environment, world_size)
-    if says("ACCELERATE_USE_MEGATRON_LM") == "true":
+    if says("ACCELERATE_USE_MEGATRON_LM"):
         raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
-    engine = "ddp"
-    if says("ACCELERATE_USE_DEEPSPEED") == "true":
-        engine = "deepspeed"
-    elif says("ACCELERATE_USE_FSDP") == "true":
-        engine = "fsdp2"
-        if says("FSDP_VERSION", "1") != "2":
-            raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
-    sizes = {
-        name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
-        if says("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
-        else 1
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
-    launch = Launch(
-        world_size=world_size,
-        rank=int(environment.get("RANK", "0")),
-        engine=engine,
-        precision=says("ACCELERATE_MIXED_PRECISION", "no"),
-        **{f"{name}_size": sizes[name] for name in ("tp", "cp", "sp")},
-    )
-    product = launch.copies * (1 if engine == "deepspeed" else sizes["dp_replicate"] * sizes["dp_shard"])
-    if world_size % launch.copies or (max(sizes.values()) > 1 and engine != "deepspeed" and product != world_size):
-        given = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size > 1)
+    engine = "deepspeed" if says("ACCELERATE_USE_DEEPSPEED") else "fsdp2" if says("ACCELERATE_USE_FSDP") else "ddp"
+    if engine == "fsdp2" and environment.get("FSDP_VERSION", "1") != "2":
+        raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
+    sizes = {f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
+    own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    launch = Launch(world_size, int(environment.get("RANK", "0")), engine, precision, **own)
+    product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
+    if world_size % launch.copies or (
+        max(sizes.values(), default=1) > 1 and engine != "deepspeed" and product != world_size
+    ):
+        given = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise UsageError(
             f"parallelism_config in the launch file: {given} make {product} processes, num_processes is {world_size}. "
             "Their product must be num_processes: change one of them."
@@ -132,15 +121,13 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    if world_size > 1:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-        if missing:
-            raise UserError(
-                f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not "
-                "set. Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
-            )
-        return
-    if "RANK" in environment:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if world_size > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not set. "
+            "Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
+        )
+    if world_size > 1 or "RANK" in environment:
         return
     started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     if started > 1:

@@ -83,9 +83,11 @@ def train(run: Run) -> int:
 
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.
     optimizer: Any = build_optimizer(run, with_loss.model)
-    model, optimizer = accelerator.prepare(with_loss, optimizer)
+    model: Any = with_loss
+    model, optimizer = accelerator.prepare(model, optimizer)
     identity = run_identity(run, data.tokenizer, data.training_digest, arithmetic.global_batch_size)
-    held = accelerator.unwrap_model(model).model, optimizer.optimizer, identity, accelerator.scaler
+    unwrapped: Any = accelerator.unwrap_model(model)
+    held = unwrapped.model, optimizer.optimizer, identity, accelerator.scaler
     state = joined.first("state", *held) or TrainingState(*held)
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, joined.mark))
 

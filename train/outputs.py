@@ -22,10 +22,8 @@ from train.outputs_log import (
     count,
     duration,
     gib,
-    hardware,
     number,
     progress_text,
-    versions,
     without_secrets,
     write_summary,
     write_whole,
@@ -308,9 +306,6 @@ class Outputs:
         """The last lines a person sees."""
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_figures(metrics)}")
-        if summary["references"]:
-            known = ", ".join(f"{name} {value:.3f}" for name, value in summary["references"].items())
-            self.say(f"for comparison, bits per byte of the same text: {known}")
         self.say(
             f"{summary['steps']:,} steps, {count(summary['tokens'])} tokens in "
             f"{duration(summary['training_seconds'])}: {count(summary['tokens_per_second'])} tokens/s, peak memory "
@@ -337,10 +332,7 @@ class Outputs:
     ) -> dict[str, Any]:
         """What ``summary.json`` holds, figures of the extras included."""
         config, data, arithmetic, per_epoch = run.config, parts.data, parts.arithmetic, parts.batches.steps_per_epoch
-        metric, by_tokens = (
-            config.output.metric_for_best or data.task.headline_metric,
-            arithmetic.max_tokens is not None,
-        )
+        metric = config.output.metric_for_best or data.task.headline_metric
         return {
             "status": "done",
             "task": data.task.name,
@@ -355,15 +347,13 @@ class Outputs:
             "metric_name": metric,
             "metric_value": evaluations[0].metrics[metric],
             "result": {e.split: e.metrics for e in evaluations},
-            "references": data.task.references(list(data.corpus.validation["text"])) if self.is_main else {},
             "final_step": evaluations[0].step,
             "best_step": progress.best_step,
             "best_metric": progress.best_metric,
             "max_length": config.data.max_length,
             "global_batch_size": arithmetic.global_batch_size,
-            "micro_batch_size": None if by_tokens else arithmetic.micro_batch_size,
-            "gradient_accumulation_steps": None if by_tokens else arithmetic.accumulation_steps,
-            "max_tokens_per_micro_batch": arithmetic.max_tokens,
+            "micro_batch_size": arithmetic.micro_batch_size,
+            "gradient_accumulation_steps": arithmetic.accumulation_steps,
             "world_size": run.launch.world_size,
             "launch": str(run.launch),
             "mixed_precision": {"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
@@ -377,8 +367,6 @@ class Outputs:
             "label_names": list(data.examples.label_names),
             "notes": self.notes,
             "extras": list(run.extras.by_name),
-            "hardware": hardware(),
-            "versions": versions(),
             **run.extras.merged("summary", run),
         }
 

@@ -133,7 +133,8 @@ def optimizer_step(
             optimizer.zero_grad()
     max_norm = engine.config.optimization.max_grad_norm
     clipped = not skipped and max_norm is not None and norm > max_norm
-    return StepOutcome(loss_sum * engine.loss_share, *counts[:3], norm, clipped, skipped, stop_requested=counts[3] > 0)
+    targets, tokens, positions, stops = counts
+    return StepOutcome(loss_sum * engine.loss_share, targets, tokens, positions, norm, clipped, skipped, stops > 0)
 
 
 def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int]:

@@ -149,14 +149,6 @@ class Task:
         """Lines about the tokenised data that a person should read before training."""
         return ()
 
-    def references(self, texts: Sequence[str]) -> dict[str, float]:
-        """Figures to hold the result against, by name."""
-        return {}
-
-    def sample(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
-        """Something the trained model makes, to look at."""
-        return None
-
     def token_ids(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
         """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""
         for piece in _pieces(texts):

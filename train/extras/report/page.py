@@ -14,7 +14,7 @@ from train.extras.report.words import machine_facts, scalars, shown, words
 from train.outputs_log import count, duration, gib, number, percent, read_metrics, write_whole
 
 if TYPE_CHECKING:
-    from train.tasks.base import Task
+    from train.tasks import Task
 
 CSS = """
 :root { color-scheme: light dark; --page: #f6f8fa; --card: #ffffff; --ink: #1b1f24; --muted: #656d76; --line: #d8dee4;
