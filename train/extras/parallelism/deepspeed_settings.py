@@ -1,8 +1,8 @@
 """DeepSpeed's own configuration, made from the launcher's and the training configuration, which must agree.
 
-DeepSpeed wants to be told things that the training configuration also says: accumulation, clipping, batch size,
-precision, optimizer. They are taken from the training configuration, and a launch file or a DeepSpeed JSON that says
-otherwise stops the run. What is DeepSpeed's alone (stage, offload, buckets, overlap) is taken from there.
+DeepSpeed wants to know things that the training configuration also says: accumulation, clipping, batch size,
+precision, optimizer. They come from the training configuration, and a launch file or a DeepSpeed JSON that says
+otherwise stops the run. Settings of DeepSpeed alone (stage, offload, buckets, overlap) come from those files.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config
-from train.errors import UsageError
-from train.launch import Launch
+from train.launch import Launch, refuse
+from train.records import UsageError
 
 LAUNCH_FILE = "the launch file"
-_TAKEN = {  # from a DeepSpeed JSON, as they stand
+_TAKEN = {  # unchanged from a DeepSpeed JSON
     "zero_optimization",
     "communication_data_type",
     "data_types",
@@ -29,7 +29,7 @@ _TAKEN = {  # from a DeepSpeed JSON, as they stand
     "comms_logger",
     "flops_profiler",
 }
-_OURS = {  # in it, compared with the training configuration
+_OURS = {  # there, but compared with the training configuration
     "gradient_accumulation_steps",
     "gradient_clipping",
     "train_micro_batch_size_per_gpu",
@@ -38,8 +38,9 @@ _OURS = {  # in it, compared with the training configuration
     "fp16",
 }
 _UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
-"""Kinds of ZeRO that round gradients or hold them elsewhere than checkpoints of this template look for them."""
+"""Kinds of ZeRO that round gradients, or hold them where checkpoints of this template do not look for them."""
 
+_CLIPPING = "it clips by the 2-norm alone (max_grad_norm)"
 MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients that are summed over the ranks at once: 100 or 200 MB, which keeps a network busy."""
 
@@ -47,11 +48,11 @@ MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
 def engine_settings(
     config: Config, launch: Launch, accumulation_steps: int, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` is to be configured with, but for the batch size, which may not be known yet.
+    """The configuration of ``deepspeed.initialize``, except for the batch size, which may not be known yet.
 
     Args:
-        accumulation_steps: as far as it is known: with ``micro_batch_size: auto`` no other number agrees with it.
-        environment: where ``accelerate launch`` leaves what its file says.
+        accumulation_steps: with ``micro_batch_size: auto`` it is not known, and no number elsewhere agrees with it.
+        environment: where ``accelerate launch`` leaves the contents of its file.
 
     Raises:
         UsageError: two places contradict each other, or something was asked for that does not work with DeepSpeed.
@@ -95,12 +96,12 @@ def _compare(
     settings: Mapping[str, Any],
     where: str,
 ) -> None:
-    """Compares what both sides say."""
+    """Stops where the training configuration says one thing, and the launch file or DeepSpeed JSON another."""
     optim = config.optimization
     half = optim.mixed_precision or launch.precision
     micro, steps = optim.micro_batch_size, accumulation_steps
     known = micro != "auto"
-    whole = micro * steps * launch.data_size if isinstance(micro, int) else "auto"
+    whole = micro * steps * launch.dp_size if isinstance(micro, int) else "auto"
     accumulation = ("gradient_accumulation_steps", "gradient_accumulation_steps", steps if known else "auto")
     clipping = ("gradient_clipping", "max_grad_norm", optim.max_grad_norm or 0.0)
     for (name, ours, value), variable in (
@@ -147,7 +148,7 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
         raise UsageError(f"zero_stage: {stage} in {LAUNCH_FILE}, zero_optimization.stage: {zero['stage']} in {where}.")
     if zero.setdefault("stage", 2) not in (2, 3):
         raise UsageError(
-            f"zero_stage: {zero['stage']} in {where}: take 2 or 3, or accelerate_configs/ddp.yaml for no sharding."
+            f"zero_stage: {zero['stage']} in {where}: use 2 or 3, or accelerate_configs/ddp.yaml for no sharding."
         )
     for part in ("offload_optimizer", "offload_param"):
         device = environment.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_DEVICE")
@@ -156,13 +157,15 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
             raise UsageError(f"{part}_device: {device} in {LAUNCH_FILE}, {section['device']} in {where}.")
         zero[part] = {"device": "none", **section}
         if zero[part]["device"] not in ("none", "cpu"):
-            raise UsageError(f"{part}_device: {zero[part]['device']} in {where}: checkpoints know none and cpu alone.")
+            raise UsageError(
+                f"{part}_device: {zero[part]['device']} in {where}: checkpoints work with none and cpu alone."
+            )
     if zero["offload_param"]["device"] != "none" and zero["stage"] != 3:
         raise UsageError(f"offload_param_device: cpu in {where}: only stage 3 shards parameters; set zero_stage: 3.")
     if environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
         raise UsageError(
             "zero3_init_flag: true in the launch file would draw other initial weights than one process does. Set it "
-            "to false: each process builds the model in host memory, and then keeps its part."
+            "to false: each process then builds the model in host memory and keeps its part."
         )
     if untried := [name for name in zero if name.startswith(_UNTRIED) and zero[name] not in (False, None, 1)]:
         raise UsageError(f"zero_optimization.{untried[0]} in {where}: not tried with this template. Leave it out.")
@@ -170,28 +173,32 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
 
 
 def _refuse(config: Config, stage: int) -> None:
-    """Stops for what the engine would not do as it is described."""
-    optim = config.optimization
-    if optim.optimizer == "adafactor":
-        raise UsageError(
-            f"optimizer: adafactor with ZeRO stage {stage}: it factors matrices, and DeepSpeed hands it flat pieces of "
-            "them. Take adamw or sgd, or accelerate_configs/fsdp2.yaml."
-        )
-    if optim.max_grad_value is not None or (optim.max_grad_norm is not None and optim.grad_norm_type != "2"):
-        name = "max_grad_value" if optim.max_grad_value is not None else "grad_norm_type"
-        raise UsageError(f"{name}: {getattr(optim, name)}: DeepSpeed clips by the 2-norm alone (max_grad_norm).")
-    if config.architecture.dtype != "float32":
-        raise UsageError(
-            f"dtype: {config.architecture.dtype}: DeepSpeed computes in half precision by mixed_precision, and keeps "
-            "fp32 weights beside. Leave dtype out and give --mixed_precision bf16."
-        )
+    """Stops for what DeepSpeed would do otherwise than the training configuration says."""
+    optim, dtype = config.optimization, config.architecture.dtype
+    norm_type = optim.grad_norm_type if optim.max_grad_norm is not None else "2"
+    refuse(
+        f"DeepSpeed's ZeRO stage {stage}",
+        (
+            "optimizer: adafactor",
+            optim.optimizer == "adafactor",
+            "it factors matrices, and DeepSpeed hands it flat pieces of them. Use adamw or sgd, or "
+            "accelerate_configs/fsdp2.yaml",
+        ),
+        (f"max_grad_value: {optim.max_grad_value}", optim.max_grad_value is not None, _CLIPPING),
+        (f"grad_norm_type: {norm_type}", norm_type != "2", _CLIPPING),
+        (
+            f"dtype: {dtype}",
+            dtype != "float32",
+            "it keeps fp32 weights, and computes in half precision if --mixed_precision bf16 says so. Leave dtype out",
+        ),
+    )
 
 
 def _refuse_sequences(
     config: Config, launch: Launch, environment: Mapping[str, str], zero: Mapping[str, Any], where: str
 ) -> None:
-    """Stops where sequence parallelism would use another attention, or scale gradients otherwise, than is said."""
-    if launch.sequence_size == 1:
+    """Stops where Ulysses would use another attention, or scale gradients in another way, than expected."""
+    if launch.sp_size == 1:
         return
     given, ours = environment.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"), config.architecture.attn_implementation
     if given not in (None, "None") and ours is not None and given != ours:
@@ -200,6 +207,6 @@ def _refuse_sequences(
         )
     if zero["stage"] == 3 and zero.get("reduce_scatter") is False:
         raise UsageError(
-            f"zero_optimization.reduce_scatter: false in {where}: with sequence parallelism stage 3 then scales "
-            "gradients otherwise than this template undoes. Leave it out."
+            f"zero_optimization.reduce_scatter: false in {where}: with sequence parallelism, stage 3 then scales "
+            "gradients in a way that this template does not undo. Leave it out."
         )
