@@ -6,7 +6,7 @@ parallelism divides each layer. Each is a small engine behind the one optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from train.extras import Extra
@@ -69,25 +69,9 @@ class Room(Extra):
         Raises:
             UserError: the model cannot be divided so.
         """
-        launch = run.launch
-        if launch.cp_size > 1:
-            from train.extras.parallelism.context import check_model
-
-            check_model(model.model)
-        if launch.tp_size > 1:
-            from train.extras.parallelism.tensor import split_weights
-
-            assert run.accelerator.torch_device_mesh is not None
-            split_weights(model, run.accelerator.torch_device_mesh["tp"])
-        if launch.engine == "deepspeed":
-            from train.extras.parallelism.deepspeed_engine import complete_settings
-
-            complete_settings(run, model)
-        if launch.sp_size > 1:
-            from train.extras.parallelism.ulysses import set_attention
-
-            self._sp_size = launch.sp_size
-            set_attention(run, model)
+        if (kind := _kind(run.launch)) is not None:
+            self._sp_size = run.launch.sp_size
+            kind[0](run, model)
         return []
 
     def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any]) -> RunState | None:
@@ -99,19 +83,11 @@ class Room(Extra):
         return DeepSpeedState(network, optimizer, identity)
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
-        """The engine of the one kind that the launch file asks for; Ulysses includes DeepSpeed."""
-        self._sp_size, launch = 1, run.launch
-        if launch.sp_size > 1:
-            from train.extras.parallelism.ulysses import Ulysses as Divided
-        elif launch.engine == "deepspeed":
-            from train.extras.parallelism.deepspeed_engine import DeepSpeed as Divided
-        elif launch.tp_size > 1:
-            from train.extras.parallelism.tensor import TensorParallel as Divided
-        elif launch.cp_size > 1:
-            from train.extras.parallelism.context import ContextParallel as Divided
-        else:
+        """The engine of the kind that the launch file asks for."""
+        self._sp_size, launch, kind = 1, run.launch, _kind(run.launch)
+        if kind is None:
             return engine
-        divided = Divided(engine.accelerator, engine.config, engine.mark)
+        divided = kind[1](engine.accelerator, engine.config, engine.mark)
         divided.copies, divided.loss_share = launch.copies, 1 / launch.tp_size
         return divided
 
@@ -126,22 +102,39 @@ class Room(Extra):
         )
 
 
+def _kind(launch: Launch) -> tuple[Callable[[Run, ModelWithLoss], None], type[Engine]] | None:
+    """What makes a model ready, and the engine, of the kind that ``launch`` asks for; Ulysses includes DeepSpeed."""
+    if launch.sp_size > 1:
+        from train.extras.parallelism.ulysses import Ulysses, set_attention
+
+        return set_attention, Ulysses
+    if launch.engine == "deepspeed":
+        from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
+
+        return complete_settings, DeepSpeed
+    if launch.tp_size > 1:
+        from train.extras.parallelism.tensor import TensorParallel, split_weights
+
+        return split_weights, TensorParallel
+    if launch.cp_size > 1:
+        from train.extras.parallelism.context import ContextParallel, check_model
+
+        return lambda run, model: check_model(model.model), ContextParallel
+    return None
+
+
 def _check_tensors(config: Config, launch: Launch) -> None:
     """Stops for what does not work with tensor parallelism."""
     optim, loss, size = config.optimization, config.get("loss"), launch.tp_size
+    is_alone = launch.engine == "ddp" and launch.world_size == size
+    is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
+    alone = (
+        f"set num_processes: {size} without fsdp_config or other sizes, as in accelerate_configs/tensor_parallel.yaml"
+    )
     refuse(
         f"parallelism_config_tp_size: {size} in the launch file",
-        (
-            "sharding or data parallelism",
-            launch.engine != "ddp" or launch.world_size != size,
-            f"set num_processes: {size} and leave fsdp_config and other sizes out, as "
-            "accelerate_configs/tensor_parallel.yaml does",
-        ),
-        (
-            "mixed_precision: fp16",
-            (optim.mixed_precision or launch.precision) == "fp16",
-            "use bf16: each rank would scale its loss by itself",
-        ),
+        ("sharding or data parallelism", not is_alone, alone),
+        ("mixed_precision: fp16", is_fp16, "use bf16: each rank would scale its loss by itself"),
         ("optimizer: adafactor", optim.optimizer == "adafactor", "use adamw or sgd: it needs whole weights"),
         ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
         (f"loss: {loss}", loss in ("torch", "cce", "liger"), "use auto or chunked, which divide the classes"),
@@ -153,31 +146,19 @@ def _check_sequences(config: Config, launch: Launch) -> None:
     """Stops for what does not work where sequences are divided, by context parallelism or Ulysses."""
     from train.tasks import load_task, task_names
 
+    is_ulysses, size = launch.sp_size > 1, max(launch.cp_size, launch.sp_size)
+    name, engine, other = ("sp", "deepspeed", "deepspeed_zero2.yaml") if is_ulysses else ("cp", "fsdp2", "fsdp2.yaml")
+    example = "ulysses_sequence_parallel.yaml" if is_ulysses else "fsdp2_context_parallel.yaml"
     attention, tokens = config.architecture.attn_implementation, config.optimization.max_tokens_per_micro_batch
-    name, engine, needed, example, other = (
-        ("cp", "fsdp2", "FSDP with fsdp_version: 2", "fsdp2_context_parallel", "fsdp2.yaml")
-        if launch.cp_size > 1
-        else ("sp", "deepspeed", "DeepSpeed", "ulysses_sequence_parallel", "deepspeed_zero2.yaml")
-    )
-    causal = [task for task in task_names() if load_task(task).is_causal]
+    task, causal = config.data.task, [name for name in task_names() if load_task(name).is_causal]
+    a_causal_task = f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}"
+    fixed_rows = "give micro_batch_size: exchanges need a fixed number of rows"
     refuse(
-        f"parallelism_config_{name}_size: {max(launch.cp_size, launch.sp_size)} in the launch file",
-        (
-            f"the engine {launch.engine}",
-            launch.engine != engine,
-            f"use {needed}, as accelerate_configs/{example}.yaml does",
-        ),
-        (
-            f"task: {config.data.task}",
-            not load_task(config.data.task).is_causal,
-            f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}",
-        ),
-        (f"attn_implementation: {attention}", name == "cp" and attention not in (None, "sdpa"), "use sdpa"),
-        (
-            f"max_tokens_per_micro_batch: {tokens}",
-            name == "sp" and tokens is not None,
-            "give micro_batch_size, because all exchanges have a fixed number of rows",
-        ),
+        f"parallelism_config_{name}_size: {size} in the launch file",
+        (f"the engine {launch.engine}", launch.engine != engine, f"use {engine}, as accelerate_configs/{example} does"),
+        (f"task: {task}", task not in causal, a_causal_task),
+        (f"attn_implementation: {attention}", not is_ulysses and attention not in (None, "sdpa"), "use sdpa"),
+        (f"max_tokens_per_micro_batch: {tokens}", is_ulysses and tokens is not None, fixed_rows),
         *_rows(config, other),
     )
 

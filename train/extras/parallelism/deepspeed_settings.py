@@ -29,14 +29,6 @@ _TAKEN = {  # unchanged from a DeepSpeed JSON
     "comms_logger",
     "flops_profiler",
 }
-_OURS = {  # there, but compared with the training configuration
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "train_micro_batch_size_per_gpu",
-    "train_batch_size",
-    "bf16",
-    "fp16",
-}
 _UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
 """Kinds of ZeRO that round gradients, or hold them where checkpoints of this template do not look for them."""
 
@@ -57,19 +49,35 @@ def engine_settings(
     Raises:
         UsageError: two places contradict each other, or something was asked for that does not work with DeepSpeed.
     """
-    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    settings = _read(Path(path)) if path else {}
-    where = path or LAUNCH_FILE
-    if unknown := sorted(settings.keys() - _TAKEN - _OURS):
+    path, optim = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config.optimization
+    settings, where = (_read(Path(path)), path) if path else ({}, LAUNCH_FILE)
+    half, micro = optim.mixed_precision or launch.precision, optim.micro_batch_size
+    ours = {  # by DeepSpeed's name: ours, and the value
+        "gradient_accumulation_steps": (
+            "gradient_accumulation_steps",
+            "auto" if micro == "auto" else accumulation_steps,
+        ),
+        "gradient_clipping": ("max_grad_norm", optim.max_grad_norm or 0.0),
+        "train_micro_batch_size_per_gpu": ("micro_batch_size", micro),
+        "train_batch_size": (
+            "global_batch_size",
+            "auto" if micro == "auto" else micro * accumulation_steps * launch.dp_size,
+        ),
+    }
+    if unknown := sorted(settings.keys() - _TAKEN - ours.keys() - {"bf16", "fp16"}):
         raise UsageError(
-            f"{unknown[0]} in {where}: this template sets that itself or has not tried it. Leave it out; optimizer and "
-            f"schedule belong into the training configuration, and taken from a DeepSpeed file are {', '.join(_TAKEN)}."
+            f"{unknown[0]} in {where}: this template sets that itself or has not tried it. Leave it out: optimizer and "
+            f"schedule belong in the training configuration; a DeepSpeed file may set {', '.join(sorted(_TAKEN))}."
         )
-    _compare(config, launch, accumulation_steps, environment, settings, where)
+    _compare(ours, {name: environment.get(f"ACCELERATE_{name.upper()}") for name in list(ours)[:2]}, LAUNCH_FILE)
+    _compare(ours, settings, where)
+    for name in ("bf16", "fp16"):
+        enabled = (settings.get(name) or {}).get("enabled")
+        if enabled not in (None, "auto") and bool(enabled) != (half == name):
+            raise _disagreement(f"{name}.enabled", str(enabled).lower(), where, "mixed_precision", half)
     zero = _zero(environment, settings.get("zero_optimization") or {}, where)
     _refuse(config, zero["stage"])
     _refuse_sequences(config, launch, environment, zero, where)
-    half = config.optimization.mixed_precision or launch.precision
     exact = {} if half == "no" else {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return {
         "zero_allow_untested_optimizer": True,
@@ -77,7 +85,7 @@ def engine_settings(
         **exact,
         **{name: value for name, value in settings.items() if name in _TAKEN},
         "zero_optimization": zero,
-        "gradient_clipping": config.optimization.max_grad_norm or 0.0,
+        "gradient_clipping": optim.max_grad_norm or 0.0,
     }
 
 
@@ -88,49 +96,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"deepspeed_config_file: {path} cannot be read: {error}") from None
 
 
-def _compare(
-    config: Config,
-    launch: Launch,
-    accumulation_steps: int,
-    environment: Mapping[str, str],
-    settings: Mapping[str, Any],
-    where: str,
-) -> None:
+def _compare(ours: Mapping[str, tuple[str, Any]], given: Mapping[str, Any], where: str) -> None:
     """Stops where the training configuration says one thing, and the launch file or DeepSpeed JSON another."""
-    optim = config.optimization
-    half = optim.mixed_precision or launch.precision
-    micro, steps = optim.micro_batch_size, accumulation_steps
-    known = micro != "auto"
-    whole = micro * steps * launch.dp_size if isinstance(micro, int) else "auto"
-    accumulation = ("gradient_accumulation_steps", "gradient_accumulation_steps", steps if known else "auto")
-    clipping = ("gradient_clipping", "max_grad_norm", optim.max_grad_norm or 0.0)
-    for (name, ours, value), variable in (
-        (accumulation, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-        (clipping, "ACCELERATE_GRADIENT_CLIPPING"),
-    ):
-        _agree(name, environment.get(variable), LAUNCH_FILE, ours, value)
-    for name, ours, value in (
-        accumulation,
-        clipping,
-        ("train_micro_batch_size_per_gpu", "micro_batch_size", micro),
-        ("train_batch_size", "global_batch_size", whole),
-    ):
-        _agree(name, settings.get(name), where, ours, value)
-    for name in ("bf16", "fp16"):
-        enabled = (settings.get(name) or {}).get("enabled")
-        if enabled not in (None, "auto") and bool(enabled) != (half == name):
-            raise _disagreement(f"{name}.enabled", str(enabled).lower(), where, "mixed_precision", half)
-
-
-def _agree(name: str, given: Any, where: str, ours: str, value: Any) -> None:
-    if given is None or given == "auto":
-        return
-    try:
-        same = value != "auto" and float(given) == float(value)
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise _disagreement(name, given, where, ours, value)
+    for name, (key, value) in ours.items():
+        theirs = given.get(name)
+        if theirs in (None, "auto"):
+            continue
+        try:
+            same = float(theirs) == float(value)  # "auto" of ours is not a number: nothing agrees with it
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise _disagreement(name, theirs, where, key, value)
 
 
 def _disagreement(name: str, given: Any, where: str, ours: str, value: Any) -> UsageError:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from train.extras.parallelism.vocabulary import VocabularyPart
 from train.loss import ModelWithLoss
-from train.records import UserError
+from train.records import Run, UserError
 from train.step import Engine
 
 EMBEDDING = "embedding_rowwise"
@@ -45,19 +45,20 @@ class TensorParallel(Engine):
         return super().loss_scale / self.copies
 
 
-def split_weights(with_loss: ModelWithLoss, mesh: DeviceMesh) -> None:
-    """Leaves this rank its part of the weights, on the device of ``mesh``, and has the model work with it.
+def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
+    """Leaves this rank its part of the weights, on its device, and has the model work with it.
 
     To be called before the optimizer is built. Whole weights become those of the first rank.
 
     Args:
         with_loss: a model that is the same on all ranks; with its loss in chunks its classes are divided, too.
-        mesh: one dimension, the ranks that share the weights.
 
     Raises:
         UserError: the model has no plan, or cannot be divided among so many ranks.
     """
-    model, ranks = with_loss.model, mesh.size()
+    assert run.accelerator.torch_device_mesh is not None
+    model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
+    ranks = mesh.size()
     plan = plan_of(model, ranks)
     tied = _tied(model)
     names = {module: name for name, module in model.named_modules()}

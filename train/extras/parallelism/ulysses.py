@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from train.extras.parallelism.deepspeed_engine import DeepSpeed
+from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
 from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.records import IGNORE, MicroBatch, Run, UserError
@@ -58,6 +58,7 @@ def set_attention(run: Run, model: ModelWithLoss) -> None:
     Raises:
         AttributeError: it is not a model of transformers.
     """
+    complete_settings(run, model)
     network, sizes = cast("Any", model.model), cast("Any", run.accelerator.parallelism_config)
     model.config = network.config  # where accelerate looks for it
     sizes.sp_handler.sp_attn_implementation = network.config._attn_implementation
