@@ -17,10 +17,11 @@ from test_main import STEPS, trained_losses
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from train import extras
 from train.config import Config, from_values
 from train.extras.parallelism import Room
 from train.extras.parallelism.tensor import plan_of
-from train.launch import read_launch
+from train.launch import Launch, read_launch
 from train.records import EXIT_DONE, UsageError, UserError
 
 
@@ -106,6 +107,14 @@ def test_combinations_that_cannot_be(launched: dict[str, int], values: dict[str,
 
 def test_the_launch_file_alone_is_accepted() -> None:
     Room.check(Config().changed(sequence_length_warmup_steps=3), read_launch(sizes(2, tp=2)))
+
+
+@pytest.mark.parametrize("launch", [Launch(2, tp_size=2), Launch(2, engine="deepspeed")], ids=str)
+def test_a_copy_without_this_extra_does_not_take_such_a_launch(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "classes", dict)
+    extras.check(Config(), Launch(2))
+    with pytest.raises(UsageError, match=r"needs train/extras/parallelism/: use ddp\.yaml"):
+        extras.check(Config(), launch)
 
 
 @pytest.mark.distributed
