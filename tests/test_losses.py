@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support import run_for
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_outputs import CausalLMOutput
 
+from train.config import Config
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.losses import chunked
+from train.extras.losses import Room, chunked
 from train.extras.losses.choice import MIN_CHUNKED_CLASSES, choose_loss
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place
@@ -36,6 +38,7 @@ from train.loss import (
     logits_of,
 )
 from train.records import IGNORE, UserError
+from train.tasks import Task
 
 
 def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -575,6 +578,40 @@ def test_classifiers_and_models_of_ones_own_keep_their_logits() -> None:
         assert choice("auto", model) == "full"
         with pytest.raises(UserError, match="no output embedding"):
             choice("chunked", model)
+
+
+class OwnLoss(Task):
+    """A task that does not minimise cross-entropy."""
+
+    @staticmethod
+    def loss_sum(logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
+        return 2 * cross_entropy_sum(logits, labels, objective)
+
+
+class OwnScores(Task):
+    """A task that is evaluated in its own way."""
+
+    @staticmethod
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        return Scores(logits.new_zeros(len(labels)), logits.argmin(-1))
+
+
+@pytest.mark.parametrize("task", [OwnLoss, OwnScores])
+def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -> None:
+    model = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
+    assert choose_loss("auto", ModelWithLoss(model, task=Task), CPU) == "chunked"
+    own = ModelWithLoss(model, task=task)
+    assert choose_loss("auto", own, CPU) == "full"
+    with pytest.raises(UserError, match="loss: chunked does not work with this model: its task has"):
+        choose_loss("chunked", own, CPU)
+    [(_, switch_to_chunks)] = Room().memory_measures(run_for(Config()), own)
+    assert not switch_to_chunks()
+    if task is OwnLoss:
+        torch.testing.assert_close(own(*batch()), 2 * ModelWithLoss(model)(*batch()))
+    else:
+        scores = own(*batch(), scored=True)
+        assert isinstance(scores, Scores)
+        assert torch.equal(scores.predictions, model(**batch()[0]).logits.argmin(-1))
 
 
 def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:
