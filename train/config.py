@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import re
 import sys
 import types
 import typing
@@ -257,8 +258,11 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
             place.add_argument(
                 f"--{entry.name}", nargs=nargs, const="True" if nargs == "?" else None, metavar="…", help=text
             )
-    given = []
+    given: list[str] = []
     for argument in arguments:  # hyphens or underscores, --packing, --packing False, --no-packing
+        if given and re.fullmatch(r"-[\d.]+e[-+]?\d+", argument, re.IGNORECASE):  # argparse takes -1e-4 for a flag
+            given[-1] += "=" + argument
+            continue
         name, equals, value = argument.partition("=")
         if argument.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
