@@ -99,12 +99,12 @@ def weights_after_steps(way: Way, config: Config) -> dict[str, Tensor]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     network = TinyModel().double()
-    prepared: Any = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
     engine = way.engine(accelerator, config)
     for examples in global_batches():
         size = len(examples) // way.micro_batches
         micro_batches: list[MicroBatch] = [batch(examples[i : i + size]) for i in range(0, len(examples), size)]
-        assert not engine.step(*prepared, micro_batches).skipped
+        assert not engine.step(model, optimizer, micro_batches).skipped
     return network.state_dict()
 
 
