@@ -123,6 +123,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
             found = importlib.util.spec_from_file_location(Path(source).stem, source)
             assert found is not None and found.loader is not None
             module = importlib.util.module_from_spec(found)
+            sys.modules.setdefault(found.name, module)  # where dataclasses look for the names in their annotations
             found.loader.exec_module(module)
         else:
             module = importlib.import_module(source)
@@ -142,9 +143,9 @@ def corpus_of(found: Any, config: Config) -> Corpus:
     holds out the same.
 
     Raises:
-        UserError: it is something else, or a split lacks the column ``text``.
+        UserError: it is something else, too little to hold some out, or a split lacks the column ``text`` or ``label``.
     """
-    name = config.data.dataset
+    name, needed = config.data.dataset, ("text", "label") if load_task(config.data.task).labelled else ("text",)
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     kinds = (datasets.Dataset, datasets.IterableDataset)
     if "train" not in splits or not all(isinstance(split, kinds) for split in splits.values()):
@@ -153,14 +154,19 @@ def corpus_of(found: Any, config: Config) -> Corpus:
             "of these with the keys train, validation, test."
         )
     for split, documents in splits.items():
-        if documents.column_names is not None and "text" not in documents.column_names:
-            raise UserError(f"dataset {name!r}: the {split} split has no column 'text', only {documents.column_names}.")
+        missing = [column for column in needed if column not in (documents.column_names or needed)]
+        if missing:
+            known = documents.column_names
+            raise UserError(f"dataset {name!r}: the {split} split has no column {missing[0]!r}, only {known}.")
     if isinstance(splits["train"], datasets.IterableDataset) and config.optimization.max_steps is None:
         raise UserError(f"dataset {name!r}: the length of a stream is not known: give max_steps.")
     if "validation" not in splits:
         if not isinstance(splits["train"], datasets.Dataset):
             raise UserError(f"dataset {name!r}: a stream needs a validation split: return one under 'validation'.")
-        parts = splits["train"].train_test_split(config.data.validation_fraction, seed=0)
+        if (count := len(splits["train"])) < 2:
+            raise UserError(f"dataset {name!r}: {count} document(s) cannot be split in two: return a validation split.")
+        held_out = min(max(round(count * config.data.validation_fraction), 1), count - 1)
+        parts = splits["train"].train_test_split(held_out, seed=0)
         splits = {**splits, "train": parts["train"], "validation": parts["test"]}
     return Corpus(name, splits["train"], splits["validation"], splits.get("test"))
 
