@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from support import run_for
 from test_model import LLAMA, built
 from test_recompute import LazyCopies, offloaded
 from test_step import batch, rows
 
 from train.batching import micro_batches, without_targets
-from train.config import Optimization
-from train.launch import read_launch
+from train.config import Config
+from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
 from train.loss import ModelWithLoss
-from train.runtime import make_accelerator, meet_over_gloo, shard_by_layer
 from train.state import whole_tensors
-from train.step import optimizer_step
+from train.step import Engine, optimizer_step
 
 TIED = {**LLAMA, "num_hidden_layers": 3, "tie_word_embeddings": True}
 TILES: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 2}
