@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from train.config import Config, dump, parse, read_recipe, to_values
-from train.records import EXIT_USAGE, UsageError
 from train.main import main
+from train.records import EXIT_USAGE, UsageError
 
 BASE = "model_config: {model_type: gpt2}\ntokenizer: bytes\n"
 
