@@ -6,7 +6,8 @@ import pytest
 import transformers
 from torch import nn
 
-from train.extras.meter.throughput import flops_per_token, mfu, model_flops_per_token, peak_flops_per_second
+from train.extras.meter.cards import peak_flops_per_second
+from train.extras.meter.throughput import flops_per_token, mfu, model_flops_per_token
 
 
 @pytest.mark.parametrize(
