@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from support import ROOT, write_recipe
 
 from train import extras
-from train.records import EXIT_DONE, EXIT_USAGE
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 
 # An editable installation of this repository would lend the copy what was deleted from it.
 OWN_IMPORTS = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
@@ -57,8 +58,8 @@ def flags_of(names: Sequence[str]) -> list[str]:
     return [f"--{field.name}={field.default}" for field in found]
 
 
-def train_without(names: Sequence[str], folder: Path) -> tuple[list[str], str]:
-    """Trains three steps in a copy without ``names``.
+def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[list[str], str]:
+    """Trains three steps in a copy without ``names``, after each of their flags and of ``refused`` was tried.
 
     Returns:
         The standard output's lines, and the errors.
@@ -69,7 +70,7 @@ def train_without(names: Sequence[str], folder: Path) -> tuple[list[str], str]:
     run = ["--config", str(recipe), "--max_steps", "3", "--output_dir", str(folder / "run")]
     run += ["--dataset", "my_data:documents"] if "readers" in names else []
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, " ".join(flags_of(names)), *run],
+        [sys.executable, "-c", PROGRAM, " ".join([*flags_of(names), *refused]), *run],
         cwd=copy,
         env={**os.environ, "PYTHONPATH": str(copy)},
         capture_output=True,
@@ -81,6 +82,7 @@ def train_without(names: Sequence[str], folder: Path) -> tuple[list[str], str]:
     assert f"package: {copy / 'train' / '__init__.py'}" in lines
     assert f"trained: {EXIT_DONE}" in lines, done.stderr
     assert (folder / "run" / "final" / "model.safetensors").exists()
+    assert json.loads((folder / "run" / "summary.json").read_text())["peak_allocated_bytes"] > 0
     return lines, done.stderr
 
 
@@ -90,15 +92,26 @@ def joined(lines: Sequence[str]) -> list[str]:
     return [] if line == "none" else line.split(", ")
 
 
+AUTO = {
+    f"--micro_batch_size=auto {EXIT_USAGE}": "micro_batch_size: auto needs train/memory/",
+    f"--gradient_checkpointing=auto {EXIT_ERROR}": "give none, selective or full",
+}
+"""What memory would choose, the exit status without it, and the message."""
+
+
 @pytest.mark.parametrize("name", extras.ORDER)
 def test_trains_without_one_extra_and_names_it_when_asked_for_it(name: str, tmp_path: Path) -> None:
-    lines, errors = train_without([name], tmp_path)
+    left_open = AUTO if name == "memory" else {}
+    lines, errors = train_without([name], tmp_path, *(asked.split()[0] for asked in left_open))
     gone = [name] + [other for other, cls in extras.classes().items() if name in cls.needs]
     assert joined(lines) == [other for other in extras.ORDER if other not in gone]
     for flag in flags_of([name]):
         assert f"refused: {flag} {EXIT_USAGE}" in lines
         assert f"unknown flag {flag.partition('=')[0]}" in errors
         assert f"without the extras {', '.join(other for other in extras.ORDER if other in gone)} and" in errors
+    for asked, message in left_open.items():
+        assert f"refused: {asked}" in lines and message in errors
+    assert "Traceback" not in errors
 
 
 def test_trains_without_any_extra(tmp_path: Path) -> None:
