@@ -1,10 +1,14 @@
 """Costs and peaks against figures worked out by hand."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from train.extras.meter.cards import peak_flops_per_second
 from train.extras.meter.throughput import flops_per_token, mfu, model_flops_per_token
@@ -65,8 +69,8 @@ def _llama(**changes: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(shape | changes)))
 
 
-# Per layer 4·32² (q, k, v, o) + 3·32·48 (mlp) + 2·32 (norms); then the last norm; a table or head is 100·32.
-_LLAMA_BODY = 3 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+# Per layer 4·32² (q, k, v, o) + 3·32·48 (mlp); a table or head is 100·32. Norms multiply no matrix.
+_LLAMA_BODY = 3 * (4 * 32 * 32 + 3 * 32 * 48)
 _LLAMA_ATTENTION = 12 * 3 * 32 * 512
 
 
@@ -77,11 +81,62 @@ def test_model_counts_the_head_once_and_the_lookup_never(tied: bool):
     assert model_flops_per_token(model, 512) == expected
 
 
-def test_frozen_weights_have_no_gradient_of_their_own():
+def test_counting_leaves_the_model_and_the_generators_alone():
+    torch.manual_seed(0)
+    model = _llama().train()
+    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    implementation = model.config._attn_implementation  # pyright: ignore
+    model_flops_per_token(model, 512)
+    assert model.training and model.config._attn_implementation == implementation  # pyright: ignore
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 200, 131072])
+def test_any_length_is_the_same_polynomial(length: int):
+    expected = 6 * (_LLAMA_BODY + 100 * 32) + 12 * 3 * 32 * length
+    assert model_flops_per_token(_llama(max_position_embeddings=length), length) == expected
+
+
+def test_no_length_leaves_attention_out():
+    assert model_flops_per_token(_llama(), 0) == 6 * (_LLAMA_BODY + 100 * 32)
+
+
+def test_below_the_first_trained_weight_there_is_no_backward():
     model = _llama()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    assert model_flops_per_token(model, 512) == 4 * _LLAMA_BODY + 6 * 100 * 32 + _LLAMA_ATTENTION
+    assert model_flops_per_token(model, 512) == 2 * _LLAMA_BODY + 4 * 100 * 32 + _LLAMA_ATTENTION / 3
+    model.requires_grad_(False)
+    assert model_flops_per_token(model, 512) == 2 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION / 3
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    model = _llama()
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)  # pyright: ignore
+    assert model_flops_per_token(model, 512) == 4 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION
+
+
+def test_adapters_are_counted_and_what_they_adapt_is_frozen():
+    peft = pytest.importorskip("peft")
+    rank = 4
+    model = peft.get_peft_model(_llama(), peft.LoraConfig(r=rank, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.enable_input_require_grads()
+    adapters = 3 * rank * (32 + 32)
+    assert model_flops_per_token(model, 512) == 4 * (_LLAMA_BODY + 100 * 32) + 6 * adapters + _LLAMA_ATTENTION
+
+
+def test_weights_in_4_bits_count_as_what_they_stand_for():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model: Any = _llama()
+    plain = model.model.layers[0].mlp.down_proj
+    packed = bitsandbytes.nn.Linear4bit(48, 32, bias=False)
+    packed.load_state_dict(plain.state_dict())
+    model.model.layers[0].mlp.down_proj = packed.to("cpu")
+    assert packed.weight.numel() < plain.weight.numel()
+    assert model_flops_per_token(model, 512) == 6 * (_LLAMA_BODY + 100 * 32) - 2 * 32 * 48 + _LLAMA_ATTENTION
 
 
 def test_model_with_wide_heads_counts_heads_times_head_size():
@@ -94,8 +149,17 @@ def test_model_with_wide_heads_counts_heads_times_head_size():
 def test_model_reads_gpt2s_names_and_leaves_out_both_tables():
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, vocab_size=50)
     model = transformers.GPT2LMHeadModel(config)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    assert model_flops_per_token(model, 64) == 6 * (total - 64 * 16) + 12 * 2 * 16 * 64
+    matrices = 2 * 12 * 16 * 16 + 50 * 16  # 4·H² of attention and 8·H² of the MLP in each layer, and the tied head
+    assert model_flops_per_token(model, 64) == 6 * matrices + 12 * 2 * 16 * 64
+
+
+def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "vocab_size": 50, "num_labels": 3}
+    config = transformers.BertConfig(**shape)
+    layers, heads = 2 * (4 * 32 * 32 + 2 * 32 * 64), 32 * 32 + 32 * 3
+    found = model_flops_per_token(transformers.BertForSequenceClassification(config), 96)
+    assert found == pytest.approx(6 * layers + 12 * 2 * 32 * 96 + 6 * heads / 96, rel=1e-12)
 
 
 def test_sliding_windows_count_their_window():
@@ -116,20 +180,110 @@ def test_sliding_windows_count_their_window():
     assert long - short == 12 * 2 * 32 * (1024 - 128)  # layers 0 and 3 of 4 see everything
 
 
+def test_a_model_that_asks_for_constants_of_its_own_is_counted():
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, vocab_size=50, pad_token_id=0)
+    model = transformers.GPT2ForSequenceClassification(config)
+    assert model_flops_per_token(model, 64) == 6 * (2 * 12 * 16 * 16 + 2 * 16) + 12 * 2 * 16 * 64
+
+
 def test_model_without_config_counts_its_matrices():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3, bias=False))
     assert model_flops_per_token(model, 1024) == 6 * 12
 
 
-class _Configured(nn.Linear):
-    def __init__(self, **config: Any) -> None:
-        super().__init__(2, 2)
-        self.config = type("Config", (), config)()
+def test_a_mixture_of_experts_counts_those_a_token_is_sent_to():
+    shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(
+        **shape, num_key_value_heads=2, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
+    )
+    attention, router, experts = 3 * 32 * 32, 32 * 8, 2 * 3 * 32 * 48
+    expected = 6 * (2 * (attention + router + experts) + 100 * 32) + 12 * 2 * 32 * 512
+    assert model_flops_per_token(transformers.MixtralForCausalLM(config), 512) == expected
 
 
-@pytest.mark.parametrize("config", [{"num_experts": 8}, {"n_routed_experts": 256}, {"is_encoder_decoder": True}])
-def test_model_that_one_number_does_not_describe(config: dict[str, Any]):
-    assert model_flops_per_token(_Configured(**config), 8) is None
+_T5: dict[str, Any] = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_heads": 4,
+    "num_layers": 2,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "head"),
+    [(transformers.T5ForConditionalGeneration, 32 * 50), (transformers.T5ForSequenceClassification, 0)],
+)
+def test_the_decoder_of_an_encoder_decoder_reads_as_many_tokens(build: Callable[[Any], nn.Module], head: int):
+    """A classifier looks for the end of each text, which only data has: its head, two products a text, is left out."""
+    model = build(transformers.T5Config(**_T5))
+    encoder, decoder = 2 * (4 * 32 * 32 + 2 * 32 * 64), 2 * (8 * 32 * 32 + 2 * 32 * 64)
+    attention = 12 * (2 + 2 * 2) * 32 * 512  # the decoder attends to itself and to the encoder
+    assert model_flops_per_token(model, 512) == 6 * (encoder + decoder + head) + attention
+
+
+class _Recomputed(nn.Module):
+    """Keeps no activation of its layer, as tiled and checkpointed layers do, also in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.layer = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return checkpoint(self.layer, self.table(input_ids), use_reentrant=False)  # pyright: ignore
+
+
+def test_what_is_computed_again_does_not_count():
+    assert model_flops_per_token(_Recomputed(), 1024) == 6 * 2 * 16
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_a_model_of_transformers_does_not_count(reentrant: bool):
+    model: Any = _llama()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    assert model_flops_per_token(model, 512) == 6 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION
+
+
+class _Asks(nn.Module):
+    """Needs data to know what to do."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids * int(input_ids.max())
+
+
+class _Loops(nn.Module):
+    """Treats one position after the other, with many operators for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        states = self.table(input_ids).unbind(1)
+        for _ in range(1000):
+            states = [state * 2 for state in states]
+        return torch.stack(list(states), 1)
+
+
+@pytest.mark.parametrize("build", [_Asks, _Loops])
+def test_model_that_cannot_be_counted_has_no_figure(build: Callable[[], nn.Module]):
+    assert model_flops_per_token(build(), 512) is None
+
+
+@pytest.mark.slow
+def test_counting_a_large_model_takes_little_time():
+    shape: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    config = transformers.Qwen2Config(**shape, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936)
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(config)
+    model_flops_per_token(_llama(), 512)  # imports
+    started = time.perf_counter()
+    assert model_flops_per_token(model, 131072)
+    assert time.perf_counter() - started < 10  # 0.9 s on 2 cores of a Xeon at 2.5 GHz; the bound is for busy machines
 
 
 def test_mfu():
