@@ -190,6 +190,9 @@ def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
             )
         plain = AutoModelForCausalLM.from_pretrained(base, **quantized).eval()
+        for layer in plain.modules():
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                layer.support_avx512bf16_for_cpu = False  # its kernel takes no 96 inputs
         before = plain(**inputs).logits
         beside = PeftModel.from_pretrained(plain, str(output / "final" / "adapter")).eval()(**inputs).logits
         after = merged(**inputs).logits
@@ -249,10 +252,10 @@ def test_resuming_with_another_adapter_names_it(
     [
         (("--lora_rank", "8"), "lora_rank: 8 needs adapter: lora or qlora"),
         (("--adapter", "lora", "--lora_rank", "0"), "lora_rank: 0 is not valid: it must be at least 1"),
-        (("--adapter", "lora", "--lora_alpha", "0"), "lora_alpha: 0.0 is not valid: it must be above 0"),
+        (("--adapter", "lora", "--lora_alpha", "0"), "lora_alpha: 0 is not valid: it must be above 0"),
         (
             ("--adapter", "lora", "--lora_dropout", "1"),
-            "lora_dropout: 1.0 is not valid: .* at least 0 and below 1",
+            "lora_dropout: 1 is not valid: it must be at least 0 and below 1",
         ),
         (("--adapter", "lora", "--lora_target_modules", "all-linear", "q_proj"), "lora_target_modules: all-linear"),
     ],

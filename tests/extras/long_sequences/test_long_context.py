@@ -136,7 +136,7 @@ def test_final_holds_what_was_changed(llama_recipe: Path, tmp_path: Path, capsys
         (("--rope_scaling_factor", 2), "rope_scaling_factor needs rope_scaling"),
         (
             ("--rope_scaling", "yarn", "--rope_scaling_factor", 1),
-            "rope_scaling_factor: 1.0 is not valid: it must be above 1",
+            "rope_scaling_factor: 1 is not valid: it must be above 1",
         ),
         (("--sliding_window", 0), "sliding_window: 0 is not valid: it must be at least 1"),
         (("--model", "nowhere:made", "--tokenizer", "bytes", "--sliding_window", 4), "module:function has none"),
