@@ -58,7 +58,7 @@ def checkpoint_digests(output: Path, step: int) -> dict[str, str]:
     return {name: file["sha256"] for name, file in manifest["files"].items() if name != "state.json"}
 
 
-def run_for(config: Config, accelerator: Accelerator | None = None, launch: Launch = Launch()) -> records.Run:
+def run_for(config: Config, accelerator: Accelerator | None = None, launch: Launch = Launch()) -> records.Run:  # noqa: B008
     """What ``main`` makes before it loads the data: all extras joined, nothing shown, on the CPU unless told."""
     from accelerate import Accelerator  # here: conftest imports this file before it sets what libraries read
 
