@@ -11,16 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from safetensors.torch import load_file
 from support import ROOT
 
-from train.config import Config
-from train.data import corpus_of
 from train.outputs_log import read_metrics
-from train.records import EXIT_DONE, EXIT_ERROR, UserError
-from train.tasks import load_task
+from train.records import EXIT_DONE, EXIT_ERROR
 
 TINY = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}'
 BASE = ("--tokenizer", "bytes", "--max_length", 32, "--max_steps", 3, "--log_every_steps", 1, "--cpu_threads", 1)
@@ -97,73 +93,6 @@ def test_data_comes_from_a_function(fork: Fork, spec: str, count: int) -> None:
     out, summary = fork.trains("--dataset", spec, *options, "--model_config", TINY, *QUICK)
     assert f"data: {spec}: documents {count} for training, 2 for validation" in out
     assert summary["dataset"] == spec
-
-
-def corpus(found: Any, **options: Any) -> Any:
-    return corpus_of(found, Config().changed(dataset="my_data:documents", **options))
-
-
-def made_of(*texts: str, **columns: list[Any]) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"text": list(texts), **columns})
-
-
-def test_part_of_a_single_dataset_is_held_out_and_always_the_same() -> None:
-    whole = made_of(*(f"t{i}" for i in range(20)))
-    first, second = corpus(whole, validation_fraction=0.25), corpus({"train": whole}, validation_fraction=0.25)
-    assert len(first.train) == 15 and len(first.validation) == 5 and first.test is None
-    assert first.validation["text"][:] == second.validation["text"][:]
-    assert sorted([*first.train["text"], *first.validation["text"]]) == sorted(whole["text"])
-
-
-@pytest.mark.parametrize(("fraction", "held_out"), [(0.01, 1), (0.99, 3)])
-def test_both_parts_have_a_document_at_least(fraction: float, held_out: int) -> None:
-    found = corpus(made_of("a", "b", "c", "d"), validation_fraction=fraction)
-    assert (len(found.train), len(found.validation)) == (4 - held_out, held_out)
-
-
-def test_splits_are_taken_as_they_are() -> None:
-    splits = datasets.DatasetDict({name: made_of(name) for name in ("train", "validation", "test")})
-    found = corpus(splits)
-    assert [split["text"][:] for split in (found.train, found.validation, found.test)] == [
-        ["train"],
-        ["validation"],
-        ["test"],
-    ]
-    streamed = corpus({"train": made_of("a").to_iterable_dataset(), "validation": made_of("v")}, max_steps=3)
-    assert [row["text"] for row in streamed.train] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (["a", "b"], "returned list: return a 🤗 Dataset"),
-        ({"validation": made_of("a")}, "returned dict: return .* keys train, validation, test"),
-        ({"train": ["a"]}, "returned dict"),
-        (datasets.Dataset.from_dict({"body": ["a"]}), r"the train split has no column 'text', only \['body'\]"),
-        (made_of("a").to_iterable_dataset(), "the length of a stream is not known: give max_steps"),
-        (made_of("only one"), r"1 document\(s\) cannot be split in two: return a validation split"),
-    ],
-)
-def test_a_function_that_returns_something_else_is_told(found: Any, message: str) -> None:
-    with pytest.raises(UserError, match=f"dataset 'my_data:documents'.*{message}"):
-        corpus(found)
-
-
-def test_a_stream_needs_a_validation_split() -> None:
-    with pytest.raises(UserError, match="a stream needs a validation split"):
-        corpus(made_of("a").to_iterable_dataset(), max_steps=3)
-
-
-def test_a_task_with_labels_needs_them_from_the_function_too() -> None:
-    with pytest.raises(UserError, match="dataset 'my_data:documents': the train split has no column 'label'"):
-        corpus({"train": made_of("a"), "validation": made_of("b")}, task="sequence_classification")
-    assert corpus(made_of("a", "b", "c", label=[0, 1, 0]), task="sequence_classification").train.num_rows == 2
-
-
-def test_an_unknown_label_of_a_function_is_named_without_a_source() -> None:
-    task = load_task("sequence_classification")(Config().changed(task="sequence_classification"))
-    with pytest.raises(UserError, match=r"document 1: label 'z' does not occur in the training split"):
-        task.accepted(made_of("a", "b", label=["x", "z"]), ("x", "y"))
 
 
 # Model
