@@ -88,7 +88,7 @@ class Room(Extra):
         return [cut(batch, length, causal) for batch in micro_batches]
 
     def measured(self, run: Run, values: dict[str, Any]) -> None:
-        if self._length is not None and "sequence_length" in values:
+        if self._length is not None:
             values["sequence_length"] = self._length
 
     def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
