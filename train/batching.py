@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class Loading:
     collate: Collate
     num_workers: int = 0
     pin_memory: bool = False
+    rounds: Rounds = field(default_factory=lambda: Rounds())
 
 
 def batch_arithmetic(
@@ -40,19 +41,15 @@ def batch_arithmetic(
     accumulation_steps: int | None,
     global_batch_size: int | None,
     world_size: int,
-    max_tokens: int | None = None,
 ) -> BatchArithmetic:
     """What the user gave, completed.
-
-    Args:
-        max_tokens: padded tokens of a micro-batch, where these form it and not a number of examples.
 
     Raises:
         UsageError: the three numbers contradict each other.
     """
     per_round = micro_batch_size * world_size
     if global_batch_size is None:
-        return BatchArithmetic(micro_batch_size, accumulation_steps or 1, world_size, max_tokens)
+        return BatchArithmetic(micro_batch_size, accumulation_steps or 1, world_size)
     if global_batch_size % per_round:
         below = global_batch_size // per_round * per_round
         near = f"{below} or {below + per_round}" if below else f"{per_round}"
@@ -66,7 +63,7 @@ def batch_arithmetic(
             f"gradient_accumulation_steps: {accumulation_steps} contradicts global_batch_size {global_batch_size} = "
             f"micro_batch_size {micro_batch_size} × {steps} × {world_size} process(es). Give one of the two."
         )
-    return BatchArithmetic(micro_batch_size, steps, world_size, max_tokens)
+    return BatchArithmetic(micro_batch_size, steps, world_size)
 
 
 def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
@@ -89,38 +86,29 @@ def micro_batches(
     return [[part.tolist() for part in parts[r * world_size : (r + 1) * world_size]] for r in range(rounds)]
 
 
-def micro_batches_by_tokens(
-    ids: Sequence[int], lengths: Sequence[int], max_tokens: int, world_size: int
-) -> list[list[list[int]]]:
-    """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
+class Rounds:
+    """How the examples of a step form micro-batches; an extra may form them otherwise."""
 
-    The longest come first, and each list takes as many as fit. Every rank gets the same number of rounds: where the
-    lists do not divide, those of most examples are halved.
-    """
-    order = np.argsort([-int(length) for length in lengths], kind="stable")
-    parts: list[list[int]] = []
-    width = 0
-    for i in order:
-        if not parts or (len(parts[-1]) + 1) * width > max_tokens:
-            parts.append([])
-            width = int(lengths[i])
-        parts[-1].append(ids[i])
-    while len(parts) % world_size:
-        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
-        part = parts[largest]
-        if len(part) < 2:
-            parts.append([])
-        else:
-            middle = len(part) // 2
-            parts[largest : largest + 1] = [part[:middle], part[middle:]]
-    return [parts[first : first + world_size] for first in range(0, len(parts), world_size)]
+    def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
+        """The examples of one step as ``[round][rank]`` lists of ids."""
+        return micro_batches(ids, lengths, arithmetic.micro_batch_size, arithmetic.world_size)
+
+    def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
+        """The micro-batch that takes most memory: that of the longest examples.
+
+        If all of these are of one length and others are not, the last is one of those others: then the batch has
+        padding, and with it whatever mask the model makes for it.
+        """
+        order = np.argsort(-lengths, kind="stable")
+        return with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)
 
 
-def _rounds(ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
-    """The examples of one step as ``[round][rank]`` lists of ids."""
-    if arithmetic.max_tokens is not None:
-        return micro_batches_by_tokens(ids, lengths, arithmetic.max_tokens, arithmetic.world_size)
-    return micro_batches(ids, lengths, arithmetic.micro_batch_size, arithmetic.world_size)
+def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list[int]:
+    """``ids``; if they are of one length, with the next shorter example of ``order`` as the last."""
+    shorter = order[lengths[order] < lengths[ids[0]]]
+    if len(ids) > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
+        ids[-1] = int(shorter[0])
+    return ids
 
 
 class MapBatches:
@@ -136,7 +124,7 @@ class MapBatches:
 
     def longest(self) -> MicroBatch:
         """The longest examples of all, whatever step they belong to."""
-        ids = longest_ids(self.lengths, self.arithmetic)
+        ids = self._loading.rounds.longest(self.lengths, self.arithmetic)
         return next(load(self._examples, self._loading, [ids], (self.seed, 0)))
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
@@ -146,32 +134,11 @@ class MapBatches:
         plan = []
         for first in range(first_step * size, len(order), size):
             ids = order[first : first + size]
-            parts = _rounds(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
+            parts = self._loading.rounds.form(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
             plan.append([part[self.rank] for part in parts])
         batches = load(self._examples, self._loading, [ids for step in plan for ids in step], (self.seed, epoch))
         for step in plan:
             yield list(itertools.islice(batches, len(step)))
-
-
-def longest_ids(lengths: Sequence[int] | np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
-    """The micro-batch of the longest examples, or where tokens form it, that of most tokens with their padding.
-
-    If all of these are of one length and others are not, the last is one of those others: then the batch has padding,
-    and with it whatever mask the model makes for it.
-    """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    size = arithmetic.micro_batch_size
-    if arithmetic.max_tokens is not None:
-        widths = np.asarray(lengths)[order]
-        most = arithmetic.global_batch_size - arithmetic.world_size + 1  # the other ranks have one each
-        sizes = np.minimum(np.minimum(arithmetic.max_tokens // widths, most), np.arange(len(order), 0, -1))
-        first = int(np.argmax(sizes * widths))
-        order, size = order[first:], int(sizes[first])
-    ids = order[:size].tolist()
-    shorter = order[np.asarray(lengths)[order] < lengths[ids[0]]]
-    if size > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
-        ids[-1] = int(shorter[0])
-    return ids
 
 
 def evaluation_batches(
@@ -179,7 +146,7 @@ def evaluation_batches(
 ) -> Iterator[MicroBatch]:
     """Every example exactly once over all ranks, the same number of batches on each, the longest first."""
     lengths = column(examples, "length")
-    rounds = _rounds(range(len(lengths)), lengths.tolist(), arithmetic)
+    rounds = loading.rounds.form(range(len(lengths)), lengths.tolist(), arithmetic)
     return load(examples, loading, [parts[rank] for parts in rounds], (0, 0))
 
 
@@ -238,52 +205,3 @@ def without_targets(batch: MicroBatch) -> MicroBatch:
     """The same shapes, but nothing to learn."""
     labels = torch.full_like(batch.labels, IGNORE)
     return replace(batch, labels=labels, num_targets=0, example_ids=(), num_tokens=0)
-
-
-class StreamBatches:
-    """Batches of a stream: blocks of ``buffer_size`` examples, each shuffled by (seed, epoch, block).
-
-    Every rank reads the whole stream and keeps its part; a resumed run reads up to where it was. The order is as
-    independent of the world size as that of :class:`MapBatches`.
-    """
-
-    steps_per_epoch: int | None = None
-
-    def __init__(
-        self,
-        examples: datasets.IterableDataset,
-        loading: Loading,
-        arithmetic: BatchArithmetic,
-        rank: int,
-        seed: int,
-        buffer_size: int,
-    ) -> None:
-        self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
-        self._examples, self._collate, self._buffer_size = examples, loading.collate, buffer_size
-
-    def longest(self) -> MicroBatch:
-        """The longest of the first examples, as many as three steps take: the rest of a stream is not known yet."""
-        rows = list(itertools.islice(self._shuffled(0), 3 * self.arithmetic.global_batch_size))
-        ids = longest_ids([row["length"] for row in rows], self.arithmetic)
-        return self._batch(rows, ids, 0)
-
-    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step of ``epoch`` from ``first_step``."""
-        size = self.arithmetic.global_batch_size
-        stream = itertools.islice(self._shuffled(epoch), first_step * size, None)
-        while rows := list(itertools.islice(stream, size)):
-            parts = _rounds(range(len(rows)), [row["length"] for row in rows], self.arithmetic)
-            yield [self._batch(rows, part[self.rank], epoch) for part in parts]
-
-    def _batch(self, rows: list[dict[str, Any]], ids: list[int], epoch: int) -> MicroBatch:
-        batch = self._collate([rows[i] for i in ids or [0]], (self.seed, epoch))
-        return batch if ids else without_targets(batch)
-
-    def _shuffled(self, epoch: int) -> Iterator[dict[str, Any]]:
-        numbered = ({**row, "id": i} for i, row in enumerate(self._examples))
-        for block in itertools.count():
-            rows = list(itertools.islice(numbered, self._buffer_size))
-            if not rows:
-                return
-            for i in np.random.Generator(np.random.PCG64([self.seed, epoch, block])).permutation(len(rows)):
-                yield rows[i]

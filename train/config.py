@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import re
 import sys
 import types
 import typing
@@ -48,7 +49,6 @@ class Data:
     dataset: str = option("stdlib", "Where documents come from; module:function returns 🤗 datasets.", everyday=True)
     dataset_options: dict[str, Any] | None = option(None, "Options for a module:function, as JSON.")
     validation_fraction: float = option(0.05, "Share held out where there is no validation data.", gt=0, lt=1)
-    shuffle_buffer_size: int = option(1000, "Documents of a stream that are shuffled together.", ge=1)
     tokenizer: str | None = option(
         None, "Hub name, folder, bytes, words, train:8192; default: the model's.", is_path=True
     )
@@ -98,12 +98,6 @@ class Optimization:
     )
     global_batch_size: int | None = option(
         None, "Examples per step, all devices together.", ge=1, replaces=("gradient_accumulation_steps",), everyday=True
-    )
-    max_tokens_per_micro_batch: int | None = option(
-        None,
-        "Form micro-batches by tokens, padding included; needs global_batch_size.",
-        ge=1,
-        replaces=("micro_batch_size", "gradient_accumulation_steps"),
     )
     max_steps: int | None = option(
         None, "Optimizer steps; or num_epochs.", ge=1, replaces=("num_epochs",), everyday=True
@@ -244,7 +238,8 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
         "Train on long sequences. Every flag is also a key of a recipe; recipes/ holds examples. With none of --config "
         "--task --dataset --model --model_config --tokenizer, recipes/quickstart.yaml runs."
     )
-    parser = _Parser(prog="train/main.py", description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    usage = "train/main.py [--config recipe.yaml] [--flag value ...]"
+    parser = _Parser(usage=usage, description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     everyday = parser.add_argument_group("everyday")
     everyday.add_argument("--config", metavar="FILE", help="A YAML recipe; flags override it.")
     for section, cls in sections().items():
@@ -252,13 +247,15 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
         for entry in dataclasses.fields(cls):
             hint = known[entry.name][0]
             nargs = {bool: "?", tuple[str, ...]: "*"}.get(hint, "*" if typing.get_origin(hint) is tuple else None)
-            text = f"{entry.metadata['help']} [{entry.type}; default: {entry.default}]".replace("%", "%%")
+            text = f"{entry.metadata['help']} [{_kind(str(entry.type))}; default: {entry.default}]".replace("%", "%%")
+            options: dict[str, Any] = {"nargs": nargs, "const": "True" if nargs == "?" else None, "help": text}
             place = everyday if entry.metadata.get("everyday") else group
-            place.add_argument(
-                f"--{entry.name}", nargs=nargs, const="True" if nargs == "?" else None, metavar="…", help=text
-            )
-    given = []
+            place.add_argument(f"--{entry.name}", metavar="…" if nargs != "?" else "True|False", **options)
+    given: list[str] = []
     for argument in arguments:  # hyphens or underscores, --packing, --packing False, --no-packing
+        if given and re.fullmatch(r"-[\d.]+e[-+]?\d+", argument, re.IGNORECASE):  # argparse takes -1e-4 for a flag
+            given[-1] += "=" + argument
+            continue
         name, equals, value = argument.partition("=")
         if argument.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
@@ -268,6 +265,15 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
                 raise _unknown(name[2:], known, "--")
         given.append(name + equals + value)
     return vars(parser.parse_args(given))
+
+
+def _kind(annotation: str) -> str:
+    """``Literal["a", "b"] | None`` as a|b, and other types as a person calls them."""
+    words = re.sub(
+        r"Literal\[(.*?)\]", lambda found: found[1].replace('"', "").replace("'", "").replace(", ", "|"), annotation
+    )
+    words = re.sub(r"tuple\[(.*), \.\.\.\]", r"\1 ...", words).replace(" | None", "").replace("dict[str, Any]", "JSON")
+    return words.replace(" | ", "|").replace("str", "text")
 
 
 def _from_text(text: Any, hint: Any) -> Any:
@@ -424,7 +430,7 @@ def _check_bounds(name: str, value: float, hint: Any, entry: dataclasses.Field[A
 
 def _check_optimization(config: Config) -> None:
     """The part of :func:`check` about batch sizes, steps and the optimizer."""
-    data, optim = config.data, config.optimization
+    optim = config.optimization
     if optim.micro_batch_size == "auto" and "memory" in extras.missing():
         raise UsageError(
             "micro_batch_size: auto needs train/memory/, which is not here or lacks train/extras/meter/: give a number."
@@ -442,23 +448,6 @@ def _check_optimization(config: Config) -> None:
         raise UsageError(
             f"learning_rate_scaling: {optim.learning_rate_scaling} needs learning_rate_reference_batch_size, "
             "the global batch that learning_rate was chosen for."
-        )
-    if (max_tokens := optim.max_tokens_per_micro_batch) is None:
-        return
-    if optim.micro_batch_size != 1:
-        raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both form "
-            "micro-batches: give one of them."
-        )
-    if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
-        raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} makes as many micro-batches as it takes: give "
-            "global_batch_size, the examples of a step, and no gradient_accumulation_steps."
-        )
-    if max_tokens < data.max_length:
-        raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} does not hold one example of max_length {data.max_length}: "
-            f"give {data.max_length} or more, or a smaller max_length."
         )
 
 

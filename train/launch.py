@@ -1,12 +1,12 @@
 """What the launcher decided, and this process's device, precision, threads and signals.
 
-World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags. Nothing
-here imports torch before it has to.
+World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import resource
@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from train import extras
 from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of the CUDA allocator; the second is its older name."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 
 
 @dataclass(frozen=True)
@@ -92,36 +92,26 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         UsageError: the launch file asks for something that this template does not do.
     """
 
-    def says(name: str, default: str = "false") -> str:
-        return environment.get(name, default).lower()
+    def says(name: str) -> bool:
+        return environment.get(name, "false").lower() == "true"
 
     world_size = int(environment.get("WORLD_SIZE", "1"))
     _refuse_strangers(environment, world_size)
-    if says("ACCELERATE_USE_MEGATRON_LM") == "true":
+    if says("ACCELERATE_USE_MEGATRON_LM"):
         raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
-    engine = "ddp"
-    if says("ACCELERATE_USE_DEEPSPEED") == "true":
-        engine = "deepspeed"
-    elif says("ACCELERATE_USE_FSDP") == "true":
-        engine = "fsdp2"
-        if says("FSDP_VERSION", "1") != "2":
-            raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
-    sizes = {
-        name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
-        if says("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
-        else 1
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
-    launch = Launch(
-        world_size=world_size,
-        rank=int(environment.get("RANK", "0")),
-        engine=engine,
-        precision=says("ACCELERATE_MIXED_PRECISION", "no"),
-        **{f"{name}_size": sizes[name] for name in ("tp", "cp", "sp")},
-    )
-    product = launch.copies * (1 if engine == "deepspeed" else sizes["dp_replicate"] * sizes["dp_shard"])
-    if world_size % launch.copies or (max(sizes.values()) > 1 and engine != "deepspeed" and product != world_size):
-        given = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size > 1)
+    engine = "deepspeed" if says("ACCELERATE_USE_DEEPSPEED") else "fsdp2" if says("ACCELERATE_USE_FSDP") else "ddp"
+    if engine == "fsdp2" and environment.get("FSDP_VERSION", "1") != "2":
+        raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
+    sizes = {f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
+    own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    launch = Launch(world_size, int(environment.get("RANK", "0")), engine, precision, **own)
+    product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
+    if world_size % launch.copies or (
+        max(sizes.values(), default=1) > 1 and engine != "deepspeed" and product != world_size
+    ):
+        given = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise UsageError(
             f"parallelism_config in the launch file: {given} make {product} processes, num_processes is {world_size}. "
             "Their product must be num_processes: change one of them."
@@ -131,15 +121,13 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    if world_size > 1:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-        if missing:
-            raise UserError(
-                f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not "
-                "set. Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
-            )
-        return
-    if "RANK" in environment:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if world_size > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not set. "
+            "Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
+        )
+    if world_size > 1 or "RANK" in environment:
         return
     started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     if started > 1:
@@ -175,6 +163,7 @@ def check_launch(launch: Launch, config: Config) -> None:
         )
     if config.optimization.optimizer == "adafactor" and launch.engine == "fsdp2":
         raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
+    extras.check(config, launch)
 
 
 def refuse(where: str, *cases: tuple[str, bool, str]) -> None:
@@ -233,17 +222,6 @@ def cpu_has_fast_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def set_fp32_products(tf32: bool, device: torch.device) -> None:
-    """Whether fp32 matrices are multiplied in TF32 from now on, where the card can."""
-    import torch
-
-    if device.type == "cuda":
-        tf32 = tf32 and torch.cuda.get_device_capability() >= (8, 0)
-        # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
-        # when it is read, as torch.compile does.
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-
-
 def arithmetic_in_use(accelerator: Any) -> str:
     """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
     import torch
@@ -254,10 +232,17 @@ def arithmetic_in_use(accelerator: Any) -> str:
     return "tf32" if is_tf32 else "no"
 
 
-def set_up_cpu(launch: Launch, config: Config) -> str:
-    """Threads, memory and process group of a process without an accelerator; returns a word about the threads."""
+def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
+    """TF32 on cards that have it; threads, memory and process group of a process on a CPU."""
     import torch
 
+    if device.type == "cuda":
+        tf32 = config.optimization.tf32 and torch.cuda.get_device_capability() >= (8, 0)
+        # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
+        # when it is read, as torch.compile does.
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if device.type != "cpu":
+        return
     chosen, asked = os.environ.get("OMP_NUM_THREADS", "1"), config.optimization.cpu_threads
     if asked is not None:
         torch.set_num_threads(asked)
@@ -269,7 +254,6 @@ def set_up_cpu(launch: Launch, config: Config) -> str:
         libc.mallopt(trim_threshold, 2**31 - 1)
         libc.mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
     init_gloo(launch, timedelta(seconds=config.optimization.distributed_timeout_seconds))
-    return f", {torch.get_num_threads()} threads each"
 
 
 def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -291,12 +275,18 @@ def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> Non
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def accelerator_options(launch: Launch, precision: str, device: torch.device) -> dict[str, Any]:
-    """Arguments of ``Accelerator`` that follow from the launch and the device."""
-    import torch
+def accelerator_options(launch: Launch, precision: str, device: torch.device, seconds: int = 1800) -> dict[str, Any]:
+    """Arguments of ``Accelerator`` that follow from the launch and the device.
 
+    Args:
+        seconds: how long a rank waits for the others.
+    """
+    import torch
+    from accelerate.utils import InitProcessGroupKwargs
+
+    options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]}
     # accelerate would leave DeepSpeed out; init_gloo has chosen the CPU
-    options: dict[str, Any] = {"cpu": device.type == "cpu" and launch.engine != "deepspeed"}
+    options["cpu"] = device.type == "cpu" and launch.engine != "deepspeed"
     if launch.engine == "fsdp2":
         from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -325,9 +315,12 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
 
 
-def describe_device(accelerator: Any, launch: Launch, threads: str) -> str:
+def describe_device(accelerator: Any, launch: Launch) -> str:
     """The first line of a run."""
-    where = f"{accelerator.num_processes} × {device_name(accelerator.device)}{threads}"
+    import torch
+
+    where = f"{accelerator.num_processes} × {device_name(accelerator.device)}"
+    where += f", {torch.get_num_threads()} threads each" if accelerator.device.type == "cpu" else ""
     where += f", {launch}" if str(launch) else ""
     where += ", expandable segments" if accelerator.device.type == "cuda" and uses_expandable_segments() else ""
     arithmetic = arithmetic_in_use(accelerator)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from train.data import PreparedData
-from train.evaluation import Evaluator
+from train.evaluation import SMALLER_IS_BETTER, Evaluator
 from train.launch import peak_bytes
-from train.optim import learning_rate_at, set_learning_rate
+from train.optim import learning_rate_at, peak_learning_rate, set_learning_rate
 from train.records import (
     BatchArithmetic,
     Batches,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MIN_LOSS_SCALE = 2.0**-10
 """Gradients that overflow at this scale would overflow at any."""
 SHARE_OF_THE_NEWEST = 0.1
-"""Of the newest loss in the usual one, a mean whose weights fall off exponentially."""
+"""Of the newest loss in the usual one, an exponential moving mean."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,16 @@ class Goal:
     """The metric and a digest of the validation data: a best by anything else does not count."""
 
 
+def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic) -> Goal:
+    """How many steps the run makes, at what learning rate, and what counts as best."""
+    optim, output = run.config.optimization, run.config.output
+    metric = output.metric_for_best or data.task.default_metric
+    grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
+    total_steps = optim.max_steps or (optim.num_epochs or 1) * (steps_per_epoch or 1)
+    peak = peak_learning_rate(optim, arithmetic.global_batch_size)
+    return Goal(total_steps, peak, metric, grows, best_of=f"{metric} on data {data.validation_digest}")
+
+
 @dataclass(frozen=True)
 class Parts:
     """What the stages before have built for the loop."""
@@ -61,6 +71,8 @@ class Parts:
     arithmetic: BatchArithmetic
     model: nn.Module
     """Prepared :class:`train.loss.ModelWithLoss`."""
+    sizes: tuple[int, int]
+    """(trained, all) parameters, before sharding."""
     optimizer: AcceleratedOptimizer
     engine: Engine
     state: RunState
@@ -135,7 +147,9 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             interval.restart_clock()
             if ends:
                 return progress
-        progress = next_epoch(progress, epoch)
+        if progress.step_in_epoch == 0:
+            raise UserError("the training data gave no batch in a whole epoch: it is empty.")
+        progress = replace(progress, epoch=epoch + 1, step_in_epoch=0)
     return progress
 
 
@@ -162,13 +176,6 @@ def advance(progress: Progress, outcome: StepOutcome) -> Progress:
         nonfinite_steps=progress.nonfinite_steps + outcome.skipped,
         consecutive_nonfinite_steps=progress.consecutive_nonfinite_steps + 1 if outcome.skipped else 0,
     )
-
-
-def next_epoch(progress: Progress, epoch: int) -> Progress:
-    """``progress`` at the start of the epoch after ``epoch``."""
-    if progress.step_in_epoch == 0:
-        raise UserError("the training data gave no batch in a whole epoch: it is empty.")
-    return replace(progress, epoch=epoch + 1, step_in_epoch=0)
 
 
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> Progress:

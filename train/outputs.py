@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from train import checkpoint
 from train.config import Config, dump
+from train.launch import peak_bytes
+from train.optim import learning_rate_at, num_warmup_steps
 from train.outputs_log import (
     MetricsLog,
     count,
@@ -32,6 +34,8 @@ from train.state import RunState
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
+
+    from train.loop import Parts
 
 
 def how_to_resume(config: Config) -> str:
@@ -302,15 +306,81 @@ class Outputs:
         """The last lines a person sees."""
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_figures(metrics)}")
-        if summary["references"]:
-            known = ", ".join(f"{name} {value:.3f}" for name, value in summary["references"].items())
-            self.say(f"for comparison, bits per byte of the same text: {known}")
         self.say(
             f"{summary['steps']:,} steps, {count(summary['tokens'])} tokens in "
             f"{duration(summary['training_seconds'])}: {count(summary['tokens_per_second'])} tokens/s, peak memory "
             f"{gib(summary['peak_allocated_bytes'])}, first step after {summary['seconds_to_first_step'] or 0:.1f} s"
         )
         self.say(f"model: {self.final}   metrics: {self.folder / 'metrics.jsonl'}")
+
+    def describe(self, run: Run, parts: Parts) -> None:
+        """The arithmetic of the run in two lines, and a third if it will not reach its learning rate."""
+        goal, optim, (trained, every) = parts.goal, run.config.optimization, parts.sizes
+        name = getattr(getattr(parts.state.model, "config", None), "model_type", type(parts.state.model).__name__)
+        size = f"{every / 1e6:.2f} M parameters"
+        size += f" ({trained / 1e6:.2f} M trained, {trained / every:.2%})" if trained < every else ""
+        self.note(f"model: {name}, {size}, sequences of up to {run.config.data.max_length:,} tokens")
+        total, peak, per_epoch = goal.total_steps, goal.peak_learning_rate, parts.batches.steps_per_epoch
+        epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
+        self.note(f"batch: {parts.arithmetic}; {total:,} steps ({epochs})")
+        if (warmup := num_warmup_steps(total, optim)) > total:
+            highest = learning_rate_at(total - 1, total, peak, optim)
+            self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
+
+    def summary(
+        self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation], started: float
+    ) -> dict[str, Any]:
+        """What ``summary.json`` holds, figures of the extras included."""
+        config, data, arithmetic, per_epoch = run.config, parts.data, parts.arithmetic, parts.batches.steps_per_epoch
+        metric = config.output.metric_for_best or data.task.headline_metric
+        return {
+            "status": "done",
+            "task": data.task.name,
+            "dataset": data.corpus.name,
+            "model": config.architecture.model or (config.architecture.model_config or {})["model_type"],
+            "num_parameters": parts.sizes[1],
+            "num_trained_parameters": parts.sizes[0],
+            "steps": progress.step,
+            "epochs": progress.step / per_epoch if per_epoch else progress.epoch,
+            "tokens": progress.tokens_seen,
+            "padding_share": 1 - progress.tokens_seen / max(1, progress.positions_seen),
+            "metric_name": metric,
+            "metric_value": evaluations[0].metrics[metric],
+            "result": {e.split: e.metrics for e in evaluations},
+            "final_step": evaluations[0].step,
+            "best_step": progress.best_step,
+            "best_metric": progress.best_metric,
+            "max_length": config.data.max_length,
+            "global_batch_size": arithmetic.global_batch_size,
+            "micro_batch_size": arithmetic.micro_batch_size,
+            "gradient_accumulation_steps": arithmetic.accumulation_steps,
+            "world_size": run.launch.world_size,
+            "launch": str(run.launch),
+            "mixed_precision": {"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
+            "max_grad_norm": config.optimization.max_grad_norm,
+            "training_seconds": progress.training_seconds,
+            "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
+            "seconds_to_first_step": self.first_step_at and self.first_step_at - started,
+            "peak_allocated_bytes": peak_bytes(run.accelerator.device),
+            "nonfinite_steps": progress.nonfinite_steps,
+            "rollbacks": progress.rollbacks,
+            "label_names": list(data.examples.label_names),
+            "notes": self.notes,
+            "extras": list(run.extras.by_name),
+            **run.extras.merged("summary", run),
+        }
+
+    def is_written(self, progress: Progress, total_steps: int) -> bool:
+        """Whether a finished run of this length is in the folder already; says so."""
+        longer = "--max_steps" if progress.step >= total_steps else "--early_stopping_patience"
+        final_step = progress.best_step if self.config.output.load_best_model_at_end else progress.step
+        if not self.is_complete(progress.step, final_step):
+            return False
+        self.say(
+            f"nothing to do: {self.folder} already holds this run, {progress.step} steps long. For a new run give "
+            f"--resume never or another --output_dir; for a longer one a higher {longer}."
+        )
+        return True
 
     def is_complete(self, step: int, final_step: int | None = None) -> bool:
         """Whether a run of ``step`` steps has already written everything here that is asked of it.

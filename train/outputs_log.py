@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import math
 import os
-import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +13,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from train import __version__
 from train.records import UserError
 
 _SECRETS = (  # user and password of a URL, its secret parameters, tokens of the Hub
@@ -100,31 +96,6 @@ def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
     """JSON of numbers, texts, tensors and arrays; numbers that are not finite become null."""
     text = json.dumps(value, default=lambda tensor: tensor.tolist())
     return json.dumps(json.loads(text, parse_constant=lambda name: None), indent=indent)
-
-
-def hardware() -> dict[str, Any]:
-    """The machine, without its name or its users; memory in bytes."""
-    import torch
-
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    cpus, sizes = Path("/proc/cpuinfo"), ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
-    model = re.search(r"model name\s*: (.+)", cpus.read_text(encoding="utf-8")) if cpus.exists() else None
-    return {
-        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
-        "cpu_cores": os.cpu_count(),
-        "memory_bytes": math.prod(map(os.sysconf, sizes)) if hasattr(os, "sysconf") else None,
-        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
-        "gpu_count": len(gpus),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, of this template and of the libraries that decide what a run does."""
-    names = ("torch", "transformers", "accelerate", "datasets", "evaluate")
-    found = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
-    return {"python": platform.python_version(), "template": __version__, **found}
 
 
 def progress_text(values: Mapping[str, Any]) -> str:

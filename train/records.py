@@ -147,9 +147,6 @@ class BatchArithmetic:
     accumulation_steps: int
     world_size: int
     """Ranks, or groups of them, that see different examples."""
-    max_tokens: int | None = None
-    """Micro-batches are formed by padded tokens instead, at most this many each; the numbers above then only say how
-    many examples a step has."""
 
     @property
     def global_batch_size(self) -> int:
@@ -157,9 +154,6 @@ class BatchArithmetic:
 
     def __str__(self) -> str:
         processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
-        if self.max_tokens is not None:
-            sizes = f"micro-batches of up to {self.max_tokens:,} tokens, padding included, on {processes}"
-            return f"{sizes}; {self.global_batch_size} examples per step"
         examples = f"{self.micro_batch_size} example{'s' if self.micro_batch_size > 1 else ''} per micro-batch"
         return f"{examples} × {self.accumulation_steps} accumulated × {processes} = {self.global_batch_size} per step"
 
@@ -268,10 +262,6 @@ class Batches(Protocol):
     steps_per_epoch: int | None
     """None: known only when the stream ends."""
 
-    def longest(self) -> MicroBatch:
-        """A micro-batch of the longest examples, with padding where examples differ in length: the most expensive."""
-        ...
+    def longest(self) -> MicroBatch: ...
 
-    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step of ``epoch`` from ``first_step``."""
-        ...
+    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ def _is_first_copy(tensor: DTensor) -> bool:
     return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
 
 
-def run_identity(run: Run, tokenizer_digest: str, training_digest: str, global_batch_size: int) -> dict[str, Any]:
+def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_size: int) -> dict[str, Any]:
     """The settings that a run may not change on the way, by the names that a person knows them by.
 
     Args:
@@ -269,7 +270,7 @@ def run_identity(run: Run, tokenizer_digest: str, training_digest: str, global_b
     return {
         **{name: values[name] for name in same},
         **run.extras.merged("identity", run.config),
-        "tokenizer": tokenizer_digest,
+        "tokenizer": tokenizer_digest(tokenizer),
         "training data": training_digest,
         "global_batch_size": global_batch_size,
         "mixed_precision": run.accelerator.mixed_precision,
@@ -312,3 +313,14 @@ def _add(digest: hashlib._Hash, array: pa.Array) -> None:
         array = array.flatten()
     values = array.to_numpy(zero_copy_only=False)
     digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Truncation and padding are those of its last call.
+        text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
+    else:
+        text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
+    return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]

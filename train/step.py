@@ -1,7 +1,7 @@
-"""The optimizer step, the only one there is. README says what changing it changes.
+"""The optimizer step, the only one there is; every mode calls it.
 
-Everything else calls it: recovery from out-of-memory errors on smaller micro-batches, DeepSpeed and updates in backward
-through their own :class:`Engine`, the rehearsal before a run and the planner without a run.
+Recovery from out-of-memory errors calls it on smaller micro-batches, DeepSpeed and updates in backward through an
+:class:`Engine` of their own, the rehearsal before a run, and the planner without one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Engine:
     def total(self, counts: Sequence[float]) -> Counts:
         """(4,) ``counts`` of all ranks; stays on the device, because reading it would wait for the device."""
         if self.accelerator.num_processes == 1:
-            return counts
+            return read_counts(counts)
         # fp64 is exact for counts and keeps the precision of an fp64 model.
         here = torch.tensor(counts, dtype=torch.float64, device=self.accelerator.device)
         return cast("Tensor", self.accelerator.reduce(here, reduction="sum")) / self.copies
@@ -78,7 +78,7 @@ class Engine:
         return norm, not math.isfinite(norm) or optimizer.step_was_skipped
 
     def step(
-        self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
+        self, model: nn.Module, optimizer: Any, micro_batches: Sequence[MicroBatch], stop: bool = False
     ) -> StepOutcome:
         """One step, as the loop makes it: :func:`optimizer_step`, or what guards it."""
         return optimizer_step(self, model, optimizer, micro_batches, stop)
@@ -107,12 +107,9 @@ def optimizer_step(
     accelerator, mark = engine.accelerator, engine.mark
     # How many targets the gradient is divided by is known before the first forward, on every rank.
     totals = engine.total(count(micro_batches, stop_requested))
-    if accelerator.num_processes == 1:
-        read_counts(totals)
     # A step accumulates over the micro-batches that it has: the last one of an epoch may have fewer.
     accelerator.gradient_accumulation_steps, accelerator.step = len(micro_batches), 0
-    scale = engine.loss_scale / totals[0]
-    loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float32)
+    scale, loss_sum = engine.loss_scale / totals[0], torch.zeros((), device=accelerator.device)
     norm, skipped, counts = math.nan, True, [0, 0, 0, 0]
     for micro_batch in micro_batches:
         # Gradients of all but the last micro-batch stay on this rank: accumulate() leaves them unsynchronised.
@@ -132,19 +129,12 @@ def optimizer_step(
                 counts = read_counts(totals)  # an empty global batch ends here, before any weight changes
                 mark("optimizer")
                 norm, skipped = engine.update(optimizer, norm)
-            # accelerate: does nothing before the last micro-batch.
+            # Does nothing before the last micro-batch.
             optimizer.zero_grad()
     max_norm = engine.config.optimization.max_grad_norm
-    return StepOutcome(
-        loss_sum=loss_sum * engine.loss_share,
-        num_targets=counts[0],
-        num_tokens=counts[1],
-        num_positions=counts[2],
-        grad_norm=norm,
-        clipped=not skipped and max_norm is not None and norm > max_norm,
-        skipped=skipped,
-        stop_requested=counts[3] > 0,
-    )
+    clipped = not skipped and max_norm is not None and norm > max_norm
+    targets, tokens, positions, stops = counts
+    return StepOutcome(loss_sum * engine.loss_share, targets, tokens, positions, norm, clipped, skipped, stops > 0)
 
 
 def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int]:

@@ -1,197 +1,169 @@
 """Time and memory of the losses over a large vocabulary, forward and backward, each that runs on this machine.
 
-    python scripts/benchmarks/loss_kernels.py --output docs/results/loss_kernels-cpu
+    python scripts/benchmarks/loss_kernels.py --write
 
-Random hidden states and labels and one output embedding; no model around it. The losses take turns, so that what else
-the machine does falls on all alike; shown are medians, and medians of the ratios within a round. Extra bytes are what a
-loss takes at its peak beside its inputs: on CUDA as the allocator counts, on a CPU as the storage tracker does.
+Random hidden states and labels and one output embedding; no model around it. The losses take turns in each round; shown
+are medians, and medians of the ratios within a round. Extra bytes are the peak of a loss without its inputs: on CUDA as
+the allocator counts them, on a CPU as the storage tracker does.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT)]
+from scripts.benchmarks import building, harness
 
-from train.cross_entropy import PLAIN, cross_entropy_sum  # noqa: E402
-from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype  # noqa: E402
-from train.extras.losses.fused import Place, cce_sum, liger_sum, obstacle_to, torch_sum  # noqa: E402
-from train.extras.meter.tracker import StorageTracker  # noqa: E402
-from train.outputs_log import hardware, versions  # noqa: E402
-from train.runtime import cpu_is_fast_at_bf16, set_cpu_threads  # noqa: E402
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-Loss = Callable[[Tensor, Tensor, None, Tensor], Tensor]
-RECOMPUTED = "chunked, recomputed"
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOSSES = ("full", "chunked", building.RECOMPUTED, "torch", "cce", "liger")
 
 
-def full(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
-    """The loss of all logits."""
-    return cross_entropy_sum(F.linear(hidden, weight, bias), labels)
+@dataclass(frozen=True)
+class Options(harness.Options):
+    """Compares losses over a large vocabulary."""
+
+    hidden: tuple[int, ...] | None = None
+    """Widths; default: 256 512, on CUDA 1024 4096."""
+    vocabulary: int = 32768
+    tokens: int = 8192
+    precision: tuple[Literal["no", "bf16", "fp16"], ...] | None = None
+    """Default: those that are fast here."""
+    losses: tuple[str, ...] = LOSSES
+    rounds: int = 5
+    cpu_threads: int | None = None
 
 
-def recomputed(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
-    """``chunked`` as it is under fp16, which cannot prepare gradients in forward."""
-    how = _How(product_dtype(hidden), PLAIN, None)
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, False)  # pyright: ignore
+def measured(options: Options) -> dict[str, Any]:
+    """A row for each width, precision and loss."""
+    import torch
 
-
-LOSSES: dict[str, Loss] = {
-    "full": full,
-    "chunked": chunked_sum,
-    RECOMPUTED: recomputed,
-    "torch": torch_sum,
-    "cce": cce_sum,
-    "liger": liger_sum,
-}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.md")
-    parser.add_argument("--hidden", type=int, nargs="+", help="widths; default: 256 512, on CUDA 1024 4096")
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--precision", nargs="+", choices=("no", "bf16", "fp16"), help="default: those that are fast")
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cpu_threads", type=int)
-    options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    threads = set_cpu_threads(options.cpu_threads)
-    precisions = options.precision or ["no", *(["bf16"] if device.type == "cuda" or cpu_is_fast_at_bf16() else [])]
+    threads = building.use_cpu_threads(options.cpu_threads)
     rows: list[dict[str, Any]] = []
-    print(HEAD)
-    for width in options.hidden or ([1024, 4096] if device.type == "cuda" else [256, 512]):
-        for precision in precisions:
-            rows += measured(device, precision, width, options)
-    if options.output:
-        write(options.output, rows, device, threads, options)
-    return 0
+    for width in options.hidden or ((1024, 4096) if device.type == "cuda" else (256, 512)):
+        for precision in options.precision or building.fast_precisions(device):
+            rows += compared(device, precision, width, options)
+    shape = {name: getattr(options, name) for name in ("vocabulary", "tokens", "rounds")}
+    return {**shape, "cpu_threads": threads, "rows": rows}
 
 
-def measured(device: torch.device, precision: str, width: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def compared(device: torch.device, precision: str, width: int, options: Options) -> list[dict[str, Any]]:
     """A row for each loss that runs here."""
-    dtype = HALF.get(precision, torch.float32)
-    capability = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
-    place = Place(device.type, dtype, capability)
-    names = [n for n in options.losses if n in ("full", RECOMPUTED) or obstacle_to(n, place, has_bias=False) is None]
+    import torch
+
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    names = [name for name in options.losses if building.obstacle(name, device, half or torch.float32) is None]
     torch.manual_seed(0)
     hidden = torch.randn(options.tokens, width, device=device)
     weight = torch.randn(options.vocabulary, width, device=device) / width**0.5
     labels = torch.randint(options.vocabulary, (options.tokens,), device=device)
-    work = {name: Work(LOSSES[name], hidden, weight, labels, HALF.get(precision)) for name in names}
-    extra = {name: each.extra_bytes() for name, each in work.items()}  # also what is compiled, is compiled here
-    exact = full(hidden, weight, None, labels).item() if "full" in names else None
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(options.rounds):
-        for name in names if number % 2 else reversed(names):
-            seconds[name].append(work[name].seconds())
+    losses = building.losses()
+    work = {name: Work(losses[name], hidden, weight, labels, half) for name in names}
+    extra = {name: each.extra_bytes() for name, each in work.items()}  # compiles what is compiled, too
+    exact = losses["full"](hidden, weight, None, labels).item() if "full" in names else None
+    times = harness.paired_rounds({name: partial(harness.timed, work[name].once) for name in names}, options.rounds)
     rows = []
     for name in names:
-        ratios = [own / other for own, other in zip(seconds[name], seconds[names[0]], strict=True)]
+        seconds = [found[name] for found in times]
         row = {
             "hidden": width,
             "precision": precision,
             "loss": name,
-            "milliseconds": 1e3 * statistics.median(seconds[name]),
-            "ratio": statistics.median(ratios),
+            "milliseconds": 1e3 * statistics.median(seconds),
+            "ratio": statistics.median(harness.ratios(times, name, names[0])),
             "extra_bytes": extra[name],
             "loss_error": None if exact is None else work[name].value / exact - 1,
-            "seconds": seconds[name],
+            "seconds": seconds,
         }
         rows.append(row)
-        print(line(row), flush=True)
+        print(TABLE.row(cells(row)), flush=True)
     return rows
 
 
 class Work:
     """Forward and backward of one loss on given tensors."""
 
-    def __init__(self, loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor, half: torch.dtype | None) -> None:
+    def __init__(
+        self, loss: building.Loss, hidden: Tensor, weight: Tensor, labels: Tensor, half: torch.dtype | None
+    ) -> None:
         self._loss, self._labels, self._half = loss, labels, half
-        self._leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
+        self._leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
         self.value = 0.0
 
     def once(self) -> None:
+        """One forward and backward; ``value`` is the loss, and the device is at rest."""
+        import torch
+
         hidden, weight = self._leaves
         hidden.grad = weight.grad = None
         with torch.autocast(hidden.device.type, self._half or torch.bfloat16, enabled=self._half is not None):
             loss = self._loss(hidden, weight, None, self._labels)
         (loss / len(hidden)).backward()
-        self.value = loss.item()  # waits for the device
-
-    def seconds(self) -> float:
-        """One forward and backward."""
-        started = time.perf_counter()
-        self.once()
-        return time.perf_counter() - started
+        self.value = loss.item()
 
     def extra_bytes(self) -> int:
-        """What it takes at its peak beside its inputs, its gradients included."""
+        """Peak without the inputs; gradients are included."""
         self.once()
         for leaf in self._leaves:
             leaf.grad = None
-        if self._leaves[0].device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self.once()
-            return torch.cuda.max_memory_allocated() - before
-        with StorageTracker("cpu") as tracker:
-            tracker.tag("parameters", [*self._leaves, self._labels])
-            before = tracker.live_bytes
-            self.once()
-        return tracker.peak.num_bytes - before
+        held = {"parameters": [*self._leaves, self._labels]}
+        before, peak = harness.peak_bytes(self.once, held, self._labels.device)
+        return peak - before
 
 
-HEAD = (
-    "| hidden | precision | loss | forward and backward, ms | against the first | extra MiB | loss against fp32's |\n"
-    "| ---: | --- | --- | ---: | ---: | ---: | ---: |"
+TABLE = harness.Table(
+    [
+        "hidden",
+        "precision",
+        "loss",
+        "forward and backward, ms",
+        "against the first",
+        "extra MiB",
+        "loss against fp32's",
+    ],
+    "rllrrrr",
 )
 
 
-def line(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> list[Any]:
     """A row of the table."""
-    error = "" if row["loss_error"] is None else f"{row['loss_error']:+.1e}"
-    return (
-        f"| {row['hidden']} | {row['precision']} | {row['loss']} | {row['milliseconds']:,.1f} | {row['ratio']:.2f} | "
-        f"{row['extra_bytes'] / 2**20:,.1f} | {error} |"
-    )
+    return [
+        row["hidden"],
+        row["precision"],
+        row["loss"],
+        f"{row['milliseconds']:,.1f}",
+        f"{row['ratio']:.2f}",
+        f"{row['extra_bytes'] / harness.MIB:,.1f}",
+        "" if row["loss_error"] is None else f"{row['loss_error']:+.1e}",
+    ]
 
 
-def write(
-    path: Path, rows: list[dict[str, Any]], device: torch.device, threads: int, options: argparse.Namespace
-) -> None:
-    """JSON and a table."""
-    machine = {"hardware": hardware(), "versions": versions()}
-    shape = {name: getattr(options, name) for name in ("vocabulary", "tokens", "rounds")} | {"cpu_threads": threads}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    values = {**machine, **shape, "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{machine['hardware']['cpu']}, {threads} threads"
-    used = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+def page(found: dict[str, Any]) -> str:
+    """The table in Markdown."""
+    place = f"{found['hardware']['cpu']}, {found['cpu_threads']} threads"
+    machine = harness.machine_line(found, None if found["hardware"]["gpus"] else place)
     head = [
         "# Losses over a large vocabulary",
         "",
-        f"{options.tokens:,} tokens, {options.vocabulary:,} classes, forward and backward, {options.rounds} rounds in "
-        f"turns. {name}; {used}; {datetime.date.today()}. Written by `scripts/benchmarks/loss_kernels.py`.",
+        f"{found['tokens']:,} tokens, {found['vocabulary']:,} classes, forward and backward, {found['rounds']} rounds "
+        f"in turns. {machine}. Written by `scripts/benchmarks/loss_kernels.py`.",
         "",
-        HEAD,
     ]
-    path.with_suffix(".md").write_text("\n".join([*head, *map(line, rows)]) + "\n", encoding="utf-8")
+    return "\n".join([*head, *TABLE.lines(map(cells, found["rows"])), ""])
+
+
+def main() -> int:
+    harness.report(Options, __doc__, measured, page, name="loss_kernels")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,38 +1,36 @@
-"""Writes the tables of docs/scaling.md: formulas, and predictions of memory, for devices that are not there.
+"""Writes the tables of docs/scaling.md: formulas and predicted memory for devices that this machine does not have.
 
-    python scripts/benchmarks/scaling_tables.py --predict      # asks for the memory first: some minutes
-    python scripts/benchmarks/scaling_tables.py                # tables alone
+    python scripts/benchmarks/scaling_tables.py                        # prints the tables' page
+    python scripts/benchmarks/scaling_tables.py --write                # writes the tables
+    python scripts/benchmarks/scaling_tables.py --predict --write      # predicts missing memory first: some minutes
 
-What is between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced.
+The script replaces the lines between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train.config import Config, from_values, to_values  # noqa: E402
-from train.memory.cluster import Cluster, StepTime, step_time  # noqa: E402
-from train.memory.devices import find_device, nccl_buffer_bytes  # noqa: E402
-from train.memory.predict import Predictor  # noqa: E402
-from train.memory.question import MARGIN, job_of, target_of  # noqa: E402
-from train.memory.scaling import Division, Shape, Work, sent_bytes, shape_of, state_of  # noqa: E402
+from scripts.benchmarks import building, harness
+from scripts.benchmarks.cluster import Cluster, StepTime, step_time
+from scripts.benchmarks.scaling import Division, Shape, Work, sent_bytes, shape_of, state_of
+from train.memory.devices import find_device, nccl_buffer_bytes
+from train.memory.plan import MARGIN, job_of, target_of
+from train.memory.predict import Predictor
 
-PAGE = ROOT / "docs" / "scaling.md"
-MEASURED = ROOT / "docs" / "results" / "communication-cpu.json"
-MEMORY = ROOT / "docs" / "results" / "scaling-memory.json"
-DETAILS = ROOT / "docs" / "results" / "scaling-predicted.md"
-DEVICE, GIB = "h100", 2**30
+PAGE = harness.ROOT / "docs" / "scaling.md"
+MEASURED = harness.RESULTS / "communication-cpu.json"
+MEMORY = harness.RESULTS / "scaling-memory.json"
+DETAILS = harness.RESULTS / "scaling-predicted.md"
+DEVICE = "h100"
 MODELS: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "tie_word_embeddings": True},
@@ -45,9 +43,20 @@ VOCABULARY = 128256
 TOKENS = (4096, 131072)
 SIZES = (8, 64, 1024)
 PREDICTED_SIZES = (8, 64)
-"""Of 1,024 a prediction takes minutes; only the training state is less there."""
+"""A prediction for 1,024 takes minutes and differs only in the training state."""
 TRIED_TOKENS = [2**n for n in range(8, 21)]
 LITTLE = 0.02
+"""Share of its computation that a step may wait."""
+
+
+@dataclass(frozen=True)
+class Options(harness.Options):
+    """Makes the tables of docs/scaling.md again."""
+
+    predict: bool = False
+    """First predict the memory that is not known yet."""
+    only: str = ""
+    """With --predict: only what contains this, such as '70B 4096'."""
 
 
 def architecture(model: str) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def architecture(model: str) -> dict[str, Any]:
 
 
 def shape(model: str) -> Shape:
-    """Of a Llama with the published sizes, built without weights."""
+    """The shape of a Llama with the published sizes, built without weights."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -67,49 +76,46 @@ def shape(model: str) -> Shape:
 
 
 def predict_memory(only: str) -> None:
-    """Peak bytes of each device, for DDP and FSDP2, added to what is known already."""
+    """Adds peak bytes of each device, for DDP and FSDP2, to those that are known already."""
     known: dict[str, int] = json.loads(MEMORY.read_text())["peak_reserved_bytes"] if MEMORY.exists() else {}
     with Predictor() as predictor:
-        for model in MODELS:
-            for tokens in TOKENS:
-                for sharding, size in (("ddp", 8), *(("fsdp2", size) for size in PREDICTED_SIZES)):
-                    name = f"{model} {tokens} {sharding} {size}"
-                    if name in known or only not in name:
-                        continue
-                    values = {
-                        **to_values(Config()),
-                        "model_config": architecture(model),
-                        "tokenizer": "bytes",
-                        "max_length": tokens,
-                        "micro_batch_size": 1,
-                        "gradient_accumulation_steps": 1,
-                        "mixed_precision": "bf16",
-                        "gradient_checkpointing": "full",
-                        "loss": "chunked",
-                    }
-                    began = time.perf_counter()
-                    target = target_of(find_device(DEVICE))
-                    job = job_of(from_values(values), target, VOCABULARY, world_size=size)
-                    found = predictor.predict(replace(job, sharding=sharding, eval_batch_size=None))
-                    known[name] = found.reserved_bytes
-                    print(
-                        f"{name}: {found.reserved_bytes / GIB:.1f} GiB, {time.perf_counter() - began:.0f} s", flush=True
-                    )
-                    write_memory(known)
+        for model, tokens, sharding, size in predicted_cases():
+            name = f"{model} {tokens} {sharding} {size}"
+            if name in known or only not in name:
+                continue
+            config = building.config_of(
+                {
+                    "model_config": architecture(model),
+                    "tokenizer": "bytes",
+                    "max_length": tokens,
+                    "micro_batch_size": 1,
+                    "gradient_accumulation_steps": 1,
+                    "mixed_precision": "bf16",
+                    "gradient_checkpointing": "full",
+                    "loss": "chunked",
+                }
+            )
+            target = target_of(find_device(DEVICE))
+            job = job_of(config, target, VOCABULARY, world_size=size, sharding=sharding)
+            known[name] = predictor.predict(replace(job, eval_batch_size=None)).reserved_bytes
+            print(f"{name}: {known[name] / harness.GIB:.1f} GiB", flush=True)
+            versions = harness.about()["versions"]
+            harness.write_figures(MEMORY, {"device": DEVICE, "versions": versions, "peak_reserved_bytes": known})
 
 
-def write_memory(known: dict[str, int]) -> None:
-    from train.outputs_log import versions
-
-    text = json.dumps({"device": DEVICE, "versions": versions(), "peak_reserved_bytes": known}, indent=1)
-    MEMORY.write_text(text + "\n", encoding="utf-8")
+def predicted_cases() -> Iterator[tuple[str, int, str, int]]:
+    """(model, tokens, sharding, devices)."""
+    for model in MODELS:
+        for tokens in TOKENS:
+            yield model, tokens, "ddp", 8
+            yield from ((model, tokens, "fsdp2", size) for size in PREDICTED_SIZES)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def ways(num_devices: int) -> dict[str, Division]:
-    """What is compared on so many devices, by name."""
+    """The launch files compared on ``num_devices``, by name."""
     shared, groups = 8, num_devices // 8  # a sequence, or a layer, belongs to the devices of one node
     return {
         "`ddp`": Division("ddp", replicas=num_devices, recovers=True),
@@ -125,20 +131,20 @@ def ways(num_devices: int) -> dict[str, Division]:
 
 
 def took(shape: Shape, division: Division, tokens: int) -> tuple[Work, StepTime]:
-    """A step of one micro-batch, ``tokens`` to each device; sequences of as many, times the devices that share one."""
+    """A step of one micro-batch of one sequence, ``tokens`` to each device."""
     work = Work(tokens * division.tensor, checkpointing="full")
     length = tokens * division.context * division.sequence
     return work, step_time(shape, division, work, length, Cluster())
 
 
 def has_room(shape: Shape, division: Division, work: Work) -> bool:
-    """Whether state and layers' inputs leave any room on a device; other activations are not counted."""
+    """Whether training state and the inputs of the layers fit on a device; other activations are not counted."""
     inputs = shape.num_layers * work.tokens * shape.hidden_size * work.product_bytes
     return state_of(shape, division, work).total + inputs < room_bytes()
 
 
 def room_bytes() -> float:
-    """What the planner would fill of a device."""
+    """Bytes that the planner would use of a device."""
     device = find_device(DEVICE)
     return device.usable_bytes - MARGIN * device.total_bytes
 
@@ -149,7 +155,7 @@ def head_of(shapes: dict[str, Shape], first: str) -> list[str]:
 
 
 def slowdown_table(shapes: dict[str, Shape], tokens: int) -> list[str]:
-    """How much longer a step takes than its computation alone."""
+    """How much longer a step takes than its computation alone, as a factor."""
     rows = head_of(shapes, "file; model: GPUs")
     for name in ways(SIZES[0]):
         cells = [name]
@@ -162,7 +168,7 @@ def slowdown_table(shapes: dict[str, Shape], tokens: int) -> list[str]:
 
 
 def hiding_table(shapes: dict[str, Shape]) -> list[str]:
-    """From how many tokens on a step waits for less than :data:`LITTLE`."""
+    """The number of tokens from which a step waits for less than :data:`LITTLE`."""
     rows = head_of(shapes, "file; model: GPUs")
     for name in ways(SIZES[0]):
         cells = [name]
@@ -197,7 +203,7 @@ def details(shapes: dict[str, Shape]) -> list[str]:
                 cells = [model, name, figure(took(shape, ways(SIZES[0])[name], tokens)[1].compute)]
                 for size in SIZES:
                     work, time_ = took(shape, ways(size)[name], tokens)
-                    sent = sent_bytes(shape, ways(size)[name], work) / GIB
+                    sent = sent_bytes(shape, ways(size)[name], work) / harness.GIB
                     cells += [figure(sent), figure(time_.exchange), figure(time_.waiting)]
                 lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -215,7 +221,7 @@ def memory_table(shapes: dict[str, Shape]) -> list[str]:
             for sharding, size in (("ddp", 8), *(("fsdp2", size) for size in SIZES)):
                 predicted = min(size, PREDICTED_SIZES[-1])
                 peak = known.get(f"{model} {tokens} {sharding} {predicted}")
-                if peak is None:  # state and layers' inputs are too much already
+                if peak is None:  # not predicted, because state and inputs of the layers are too large already
                     division = Division("ddp", replicas=size) if sharding == "ddp" else Division("fsdp2", shards=size)
                     inputs = shape.num_layers * tokens * shape.hidden_size * work.product_bytes
                     peak, sign = state_of(shape, division, work).total + inputs, "> "
@@ -223,18 +229,18 @@ def memory_table(shapes: dict[str, Shape]) -> list[str]:
                     states = [state_of(shape, Division("fsdp2", shards=n), work).total for n in (predicted, size)]
                     peak, sign = peak - states[0] + states[1], ""
                 needed = peak + nccl_buffer_bytes(size)
-                text = f"{sign}{needed / GIB:,.1f}"
+                text = f"{sign}{needed / harness.GIB:,.1f}"
                 cells.append(f"**{text}**" if not sign and needed <= room_bytes() else text)
             rows.append("| " + " | ".join(cells) + " |")
     return [*head, *rows]
 
 
 def check_table() -> list[str]:
-    """Formulas beside processes that ran."""
-    from communication import machine_of, table
+    """Formulas next to measurements of processes that ran."""
+    from scripts.benchmarks.communication import TABLE, cells
 
     found = json.loads(MEASURED.read_text())
-    return [*table(found["rows"]), "", f"Measured on {machine_of(found)}."]
+    return [*TABLE.lines(map(cells, found["rows"])), "", f"Measured on {harness.machine_line(found)}."]
 
 
 def model_table(shapes: dict[str, Shape]) -> list[str]:
@@ -256,7 +262,7 @@ def figure(value: float) -> str:
 
 
 def rendered(page: str, shapes: dict[str, Shape]) -> str:
-    """``page`` with its tables made anew."""
+    """``page`` with new tables."""
     tables: dict[str, Callable[[], list[str]]] = {
         "check": check_table,
         "models": lambda: model_table(shapes),
@@ -273,15 +279,15 @@ def rendered(page: str, shapes: dict[str, Shape]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--predict", action="store_true", help="first ask for the memory that is not known yet")
-    parser.add_argument("--only", default="", help="with --predict: only what contains this, such as '70B 4096'")
-    options = parser.parse_args()
+    options = harness.read_options(Options, __doc__)
     if options.predict:
         predict_memory(options.only)
     shapes = {model: shape(model) for model in MODELS}
-    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8"), shapes), encoding="utf-8")
-    DETAILS.write_text("\n".join(details(shapes)) + "\n", encoding="utf-8")
+    text = rendered(PAGE.read_text(encoding="utf-8"), shapes)
+    print(text)
+    if options.write:
+        PAGE.write_text(text, encoding="utf-8")
+        DETAILS.write_text("\n".join(details(shapes)) + "\n", encoding="utf-8")
     return 0
 
 

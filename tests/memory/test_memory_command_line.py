@@ -83,7 +83,7 @@ def test_classes_and_padding() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["fly"], "none of plan, predict, explain"),
+        (["fly"], "not one of plan, predict, explain"),
         (["plan", "--device", "zx80"], "unknown device 'zx80'"),
         (["plan", "--device", "l4", "--world_size", "0"], "not a whole number above zero"),
         (["plan", "--device"], "expected one argument"),

@@ -227,6 +227,10 @@ def test_a_terminal_that_breaks_words_and_numbers_loses_nothing(message: str) ->
     assert parse_oom(broken) == parse_oom(message)
 
 
+def test_a_message_with_figures_is_preferred_to_one_without() -> None:
+    assert parse_oom(f"CUDA out of memory. Skipped.\n{SIMPLY_FULL}") == parse_oom(SIMPLY_FULL)
+
+
 def test_messages_of_several_ranks_are_not_mixed() -> None:
     first = parse_oom(f"{SIMPLY_FULL}\n{BESIDE_TWO_OTHERS}")
     assert first == parse_oom(SIMPLY_FULL)
@@ -240,6 +244,7 @@ def test_messages_of_several_ranks_are_not_mixed() -> None:
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072",
         "RuntimeError: CUDA error: device-side assert triggered",
         "ValueError: max_length is large: lower it to avoid running out of memory",
+        "RuntimeError: lower max_length to prevent CUDA out of memory errors",
         "Model loading took 45.11 GiB memory and 354.95 seconds; 1.2 GiB free",
     ],
 )

@@ -1,4 +1,4 @@
-"""``scripts/slurm.sbatch`` with stand-ins for Slurm's commands: stop, requeue, go on; no requeue of a failure."""
+"""``scripts/slurm.sbatch`` with stand-ins for Slurm's commands: stop, requeue, resume; no requeue of a failure."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.loop import Parts
     from train.loss import ModelWithLoss
-    from train.records import Corpus, DivergenceError, MicroBatch, Progress, Run
+    from train.records import Batches, Corpus, DivergenceError, MicroBatch, Progress, Run
     from train.state import RunState
     from train.step import Engine
     from train.tasks import Task
@@ -74,8 +74,12 @@ class Extra:
         """The documents that ``--dataset`` names, or None if this extra does not know it."""
         return None
 
+    def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
+        """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
+        return None
+
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
-        """Other examples, or another ``collate``."""
+        """Other examples, another ``collate``, another order."""
         return data
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
@@ -124,7 +128,7 @@ class Extra:
         """Surrounds the preparation of the data."""
         return nullcontext()
 
-    def prepared(self, run: Run, data: PreparedData) -> None:
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         """The data is there; the model is about to be built."""
 
     def ready(self, run: Run, parts: Parts) -> None:
@@ -270,9 +274,13 @@ def check(config: Config, launch: Launch | None = None) -> None:
         UsageError: with names and values.
     """
     from train.launch import Launch
+    from train.records import UsageError
 
+    launch = launch or Launch()
+    if "parallelism" in missing() and (launch.copies > 1 or launch.engine == "deepspeed"):
+        raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():
-        cls.check(config, launch or Launch())
+        cls.check(config, launch)
 
 
 def join() -> Extras:

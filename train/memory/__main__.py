@@ -7,14 +7,14 @@ import itertools
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from train.config import Config, parse
 from train.launch import use_expandable_segments
 from train.memory import advice
-from train.memory.devices import Device, find_device, this_device
+from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
 from train.memory.flags import numbers, positive, with_underscores
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
@@ -54,8 +54,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}. {self.prog} --help lists the flags.")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(argparse.Namespace):
     """A command line of ``plan`` or ``predict``, understood."""
 
     question: Question
@@ -64,11 +63,17 @@ class Request:
     open_length: bool
     open_micro_batch: bool
     open_checkpointing: bool
+    device: str | None
+    world_size: int
+    sharding: str | None
+    vocab_size: int | None
+    num_labels: int | None
+    padded: Literal["yes", "no"] | None
+    json_path: str | None
+    """``-``: standard output."""
     grid: bool
     lengths: tuple[int, ...] | None
     micro_batch_sizes: tuple[int, ...] | None
-    json_path: str | None
-    """``-``: standard output."""
     picture: Path | None
 
 
@@ -82,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(ABOUT, end="")
             return EXIT_DONE if words else UsageError.exit_status
         if words[0] not in commands:
-            raise UsageError(f"{words[0]!r} is none of plan, predict, explain. {PROGRAM} --help shows examples.")
+            raise UsageError(f"{words[0]!r} is not one of plan, predict, explain. {PROGRAM} --help shows examples.")
         return commands[words[0]](words[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,7 +104,7 @@ def run_plan(arguments: list[str]) -> int:
     request = read_request("plan", arguments)
     question = request.question
     with ExitStack() as stack:
-        # Each answer of the search decides what is asked next; only cells of a table can be predicted side by side.
+        # The search needs each answer before its next question; only cells of a table can be predicted in parallel.
         predictions = _predictions(stack, question, processes=2 if request.grid else 1)
         if request.grid:
             from train.memory.grid import draw, grid_text, grid_values, make_grid
@@ -177,42 +182,32 @@ def read_request(command: str, arguments: list[str]) -> Request:
     """Splits the flags of this command from those of the training command line and checks both.
 
     Raises:
-        UsageError: what does not work, and what would.
-        UserError: the vocabulary cannot be told.
+        UsageError: flags that do not work; the message says what would.
+        UserError: the size of the vocabulary is unknown.
     """
-    own, words = _own_flags(command).parse_known_args(with_underscores(arguments))
-    words, open_length = _without_auto(words, "max_length")
-    if open_length and own.grid:
+    request = Request()
+    _, words = _own_flags(command).parse_known_args(with_underscores(arguments), request)
+    words, request.open_length = _without_auto(words, "max_length")
+    if request.open_length and request.grid:
         raise UsageError("--grid shows many lengths: give --lengths instead of --max_length auto.")
-    if (own.lengths or own.micro_batch_sizes or own.picture) and not own.grid:
+    if (request.lengths or request.micro_batch_sizes or request.picture) and not request.grid:
         raise UsageError("--lengths, --micro_batch_sizes and --picture belong to --grid: give it too.")
-    if own.picture is not None and own.picture.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"--picture {own.picture}: give a name that ends in .png, .pdf or .svg.")
+    if request.picture is not None and request.picture.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"--picture {request.picture}: give a name that ends in .png, .pdf or .svg.")
     config = parse(words)
-    open_micro_batch = config.optimization.micro_batch_size == "auto"
-    open_checkpointing = config.get("gradient_checkpointing") == "auto"
-    if command == "predict" and (open_length or open_micro_batch or open_checkpointing):
+    request.words = tuple(words)
+    request.open_micro_batch = config.optimization.micro_batch_size == "auto"
+    request.open_checkpointing = config.get("gradient_checkpointing") == "auto"
+    if command == "predict" and (request.open_length or request.open_micro_batch or request.open_checkpointing):
         raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
-    if open_micro_batch and config.optimization.global_batch_size is None and not own.grid:
+    if request.open_micro_batch and config.optimization.global_batch_size is None and not request.grid:
         raise UsageError("micro_batch_size: auto keeps the global batch: give it with --global_batch_size.")
-    if open_micro_batch:  # the search begins with the smallest
+    if request.open_micro_batch:  # the search begins with the smallest
         config = replace(config, optimization=replace(config.optimization, micro_batch_size=1))
-    if open_checkpointing:  # likewise: all of it is tried
+    if request.open_checkpointing:  # the search tries every way
         config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)
-    device = find_device(own.device) if own.device else this_device()
-    question = _question(config, device, own)
-    return Request(
-        question,
-        tuple(words),
-        open_length,
-        open_micro_batch,
-        open_checkpointing,
-        own.grid,
-        own.lengths,
-        own.micro_batch_sizes,
-        own.json,
-        own.picture,
-    )
+    request.question = _question(config, request)
+    return request
 
 
 def _own_flags(command: str) -> _Parser:
@@ -238,7 +233,7 @@ def _own_flags(command: str) -> _Parser:
     )
     add("world_size", metavar="N", type=positive, default=1, help="devices that train together")
     add("sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
-    add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where only the data tells")
+    add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
     add("num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
     add(
         "padded",
@@ -246,7 +241,14 @@ def _own_flags(command: str) -> _Parser:
         help="whether examples of one micro-batch differ in length; default: yes, where the "
         "task needs a mask and a micro-batch has 2 or more",
     )
-    add("json", metavar="PATH", nargs="?", const="-", help="write the answer as JSON, without PATH instead of the text")
+    add(
+        "json",
+        dest="json_path",
+        metavar="PATH",
+        nargs="?",
+        const="-",
+        help="write the answer as JSON, without PATH instead of the text",
+    )
     if command == "plan":
         add("grid", action="store_true", help="a table of memory over sequence length and micro-batch size instead")
         add("lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
@@ -266,22 +268,23 @@ def _without_auto(words: list[str], name: str) -> tuple[list[str], bool]:
     return advice.without_flags(words, {name}), True
 
 
-def _question(config: Config, device: Device, own: argparse.Namespace) -> Question:
+def _question(config: Config, request: Request) -> Question:
     from train.tasks import load_task
 
+    device = find_device(request.device) if request.device else this_device()
     classifies = load_task(config.data.task).labelled
-    if own.num_labels is not None and not classifies:
+    if request.num_labels is not None and not classifies:
         raise UsageError(f"--num_labels is for tasks with labels, and {config.data.task} has none.")
-    if own.sharding not in (None, OFFLOAD) and own.world_size == 1:
-        raise UsageError(f"--sharding {own.sharding} needs several devices: give --world_size too.")
+    if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
+        raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
     return Question(
         config=config,
         device=device,
-        vocab_size=own.vocab_size or vocabulary_size(config),
-        num_labels=(own.num_labels or 2) if classifies else 0,
-        padded=None if own.padded is None else own.padded == "yes",
-        world_size=own.world_size,
-        sharding=own.sharding,
+        vocab_size=request.vocab_size or vocabulary_size(config),
+        num_labels=(request.num_labels or 2) if classifies else 0,
+        padded=None if request.padded is None else request.padded == "yes",
+        world_size=request.world_size,
+        sharding=request.sharding,
     )
 
 

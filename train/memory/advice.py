@@ -59,10 +59,16 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
     rows = [(f"  {kind}", size, "") for kind, size in prediction.bytes_by_kind.items()]
     rows.append(("peak", prediction.peak_bytes, f"in {prediction.phase} ({prediction.operator})"))
     if not question.on_cpu:
-        rows.append(("reserved", prediction.reserved_bytes, "by the caching allocator for that peak"))
+        rows.append(("reserved", prediction.reserved_bytes, "what the caching allocator holds for that"))
         rows.append(("CUDA context", device.context_bytes, "driver and kernels"))
         rows.append(("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"))
-        rows.append(("needed", outcome.needed_bytes, "reserved memory plus all that is outside of it"))
+        rows.append(
+            (
+                "needed",
+                outcome.needed_bytes,
+                "reserved memory plus the CUDA context" + (" and NCCL" if question.nccl_bytes else ""),
+            )
+        )
     rows.append(("room", question.room_bytes, margin))
     rows.append(("host memory", outcome.host_bytes, "for what is offloaded, per process"))
     lines = [f"{outcome.setting}:"]

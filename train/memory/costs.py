@@ -21,7 +21,7 @@ LAUNCH_SECONDS = 5e-6
 
 @dataclass
 class Costs:
-    """What the operators of a step cost on a card with the given rates."""
+    """Arithmetic and time of the operators of a step on a card with the given rates."""
 
     flops_per_second: dict[torch.dtype, float]
     """Published dense rates by type."""
@@ -37,7 +37,7 @@ class Costs:
         if not outputs or outputs[0].device.type == "meta":
             return
         if func is torch.ops.aten.copy_.default and len({t.device.type for t in inputs}) > 1:
-            return  # between host and device: what waits for it is reckoned elsewhere
+            return  # between host and device: the plan adds the time that waits for it
         traffic = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         flops = 0.0
         formula = flop_registry.get(func.overloadpacket)

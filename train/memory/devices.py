@@ -1,4 +1,4 @@
-"""What planning knows of devices: memory that a process can use, memory bandwidth and arithmetic rates."""
+"""Devices to plan for: the memory that a process can use, memory bandwidth and arithmetic rates."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def find_device(text: str) -> Device:
 
     Raises:
         UsageError: no such device; the message names near matches and all that are known.
-        UserError: the size of this machine's memory cannot be told.
+        UserError: the size of this machine's memory is unknown.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE)
     if size:
@@ -99,10 +99,10 @@ def find_device(text: str) -> Device:
 
 
 def this_device() -> Device:
-    """The current CUDA device, its memory and capability asked of it; this machine's CPU where there is none.
+    """The current CUDA device with the memory and capability that it reports; this machine's CPU where there is none.
 
     Raises:
-        UserError: there is no CUDA device, and the size of this machine's memory cannot be told.
+        UserError: there is no CUDA device, and the size of this machine's memory is unknown.
     """
     import torch
 
@@ -150,7 +150,7 @@ def _cpu() -> Device:
         total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         raise UserError(
-            "device 'cpu': this system does not tell the size of its memory. Give it instead, such as 16GiB."
+            "device 'cpu': this system does not report the size of its memory. Give the size instead, such as 16GiB."
         ) from None
     return Device(name="cpu", total_bytes=total_bytes)
 

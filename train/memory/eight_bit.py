@@ -14,8 +14,8 @@ SMALLEST = 4096
 class EightBitState(torch.optim.Optimizer):
     """An optimizer whose step makes the state that the real one keeps, and changes nothing.
 
-    On a card the real one's kernels take nothing beside it. What its CPU kernels take, some 20 bytes per element of the
-    parameter at work, is not counted.
+    On a card the real kernels need no other memory. Its CPU kernels take about 20 bytes per element of the parameter at
+    work, which is not counted.
     """
 
     @torch.no_grad()

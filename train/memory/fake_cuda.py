@@ -1,8 +1,8 @@
-"""Lets fake ``cuda`` tensors go through autograd and autocast on a machine that has no CUDA device.
+"""Lets fake ``cuda`` tensors pass autograd and autocast on a machine that has no CUDA device.
 
 Torch's C++ core asks two tables about CUDA before it lets a tensor of that device through: the registry of device
 guards, and the accelerator hooks. Without a card they say that there is none, and backward stops. :func:`install`
-puts entries there that say there is one, on which nothing ever runs. Nothing is compiled: both tables are reached by
+puts entries there that report one, on which nothing ever runs. Nothing is compiled: both tables are reached by
 the names of exported C++ functions.
 
 This changes the whole process and must not meet a real computation: call it in a process of its own. Where a card is
@@ -41,7 +41,7 @@ _kept: list[Any] = []
 
 
 def install(capability: tuple[int, int]) -> None:
-    """Has this process believe in one idle CUDA device of the given compute capability.
+    """Makes this process believe in one idle CUDA device of the given compute capability.
 
     Raises:
         CannotStandInError: this build of torch is not laid out as expected.
@@ -101,7 +101,7 @@ def _install_tables() -> None:
 
 
 def _install_answers(capability: tuple[int, int]) -> None:
-    """What Python code asks before it chooses CUDA's way of doing things."""
+    """Answers the questions by which Python code decides to use CUDA."""
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
@@ -114,9 +114,9 @@ def _install_answers(capability: tuple[int, int]) -> None:
     cuda.get_device_name = lambda device=None: "this card"
     cuda.manual_seed_all = lambda seed: None
     cuda.is_current_stream_capturing = lambda: False
-    # the first fake tensor of a device would else be preceded by a real one, which a build for CUDA tries to make
+    # otherwise a real tensor is made before the first fake one of a device, which fails in a build for CUDA
     fake_tensor.init_gpu_context = lambda device: None
-    # fake tensors made from Python numbers would else be made on the card first
+    # otherwise fake tensors from Python numbers are made on the card first
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore[reportAttributeAccessIssue]
     from torch.amp import autocast_mode, grad_scaler
     from torch.cuda.amp import common

@@ -1,7 +1,7 @@
 """A training step on fake tensors that allocates what the same step on real tensors would.
 
 Fake tensors (``torch._subclasses.fake_tensor``) have shapes, types, devices and storages, but no data. Some code
-treats them otherwise than real ones; each such place is put right here, and only inside :func:`fake_tensors`.
+treats them differently from real ones; each such place is corrected here, and only inside :func:`fake_tensors`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ aten = torch.ops.aten
 
 
 class FakeTracker(StorageTracker):
-    """Tracks storages, answers what only data could answer, and adds what kernels take inside.
+    """Tracks storages, answers questions that only data could answer, and adds the buffers inside kernels.
 
     Args:
-        padded: whether batches have padding: what ``all()`` of an attention mask would say.
-        costs: where operations and bytes moved are counted; None: nowhere.
+        padded: whether batches have padding, which decides ``all()`` of an attention mask.
+        costs: counts operations and bytes moved; None: nothing does.
     """
 
     def __init__(self, *args: Any, padded: bool = False, costs: Costs | None = None, **options: Any) -> None:
@@ -40,7 +40,7 @@ class FakeTracker(StorageTracker):
         self.fake_mode: FakeTensorMode | None = None
         self.padded, self.costs = padded, costs
         self.repeats = 1
-        """How often what is done now would really be done."""
+        """How often a real step would do what is done now."""
         self.paused = False
         """While true, nothing is counted."""
         self.pinned_bytes = 0
@@ -86,7 +86,7 @@ class FakeTracker(StorageTracker):
         return sum(sizes)
 
     def _scalar(self, func: Any, tensor: Tensor) -> Any:
-        """The number in a tensor of one element: nothing unusual, since there is no data."""
+        """The number in a tensor of one element. Ordinary data is assumed, because a fake tensor holds no values."""
         try:
             return func(tensor)
         except RuntimeError:
@@ -96,9 +96,9 @@ class FakeTracker(StorageTracker):
 
 
 def _added_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Two gradients of one tensor summed as autograd sums real ones: into the first, where nobody else has it.
+    """The sum of two gradients of one tensor as autograd makes it for real ones: in the first, if nothing else uses it.
 
-    For a tensor subclass autograd always takes a new one, which with tied embeddings would be one table too much.
+    For a tensor subclass autograd always makes a new one, which with tied embeddings would be one table too much.
     """
     first, second = args
     in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
@@ -112,88 +112,70 @@ def _added_in_place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def few_chunks(tracker: FakeTracker) -> Iterator[None]:
-    """Inside it, a loss in chunks computes the first two and the last, since all between are like the second.
+def few_pieces(tracker: FakeTracker) -> Iterator[None]:
+    """Inside it, what is done piece by piece takes no longer to predict for a longer sequence.
 
-    So a prediction takes no longer for a longer sequence; in the costs the second chunk counts for those left out.
+    A loss in chunks and a tiled MLP compute the first two pieces and the last, since all between are like the second,
+    which counts for them in the costs. An input that goes to host memory is copied in one piece with the bytes of all.
     """
 
-    def some_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        chunks = chunked.rows_by_chunk(len(hidden), len(weight))
-        chosen = chunks if len(chunks) <= 3 else [*chunks[:2], chunks[-1]]
+    def some(pieces: list[slice]) -> Iterator[slice]:
+        chosen = pieces if len(pieces) <= 3 else [*pieces[:2], pieces[-1]]
         try:
             for number, rows in enumerate(chosen):
-                tracker.repeats = 1 + (len(chunks) - len(chosen)) * (number == 1)
-                yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
-        finally:
-            tracker.repeats = 1
-
-    with patched(chunked, "logits_by_chunk", some_logits):
-        yield
-
-
-@contextmanager
-def few_tiles(tracker: FakeTracker) -> Iterator[None]:
-    """Inside it, a tiled MLP computes the first two tiles and the last, as :func:`few_chunks` does it for a loss."""
-
-    def some_tiles(tokens: int, size: int) -> Iterator[slice]:
-        tiles = list(all_tiles(tokens, size))
-        chosen = tiles if len(tiles) <= 3 else [*tiles[:2], tiles[-1]]
-        try:
-            for number, rows in enumerate(chosen):
-                tracker.repeats = 1 + (len(tiles) - len(chosen)) * (number == 1)
+                tracker.repeats = 1 + (len(pieces) - len(chosen)) * (number == 1)
                 yield rows
         finally:
             tracker.repeats = 1
 
-    all_tiles = getattr(tiling, "tiles", None)
-    with patched(tiling, "tiles", some_tiles):
-        yield
+    def some_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+        for rows in some(chunked.rows_by_chunk(len(hidden), len(weight))):
+            yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
 
-
-@contextmanager
-def one_piece() -> Iterator[None]:
-    """Inside it, an input that rests on the host is copied in one go, of as many bytes as its pieces have together.
-
-    The device sees no difference, and a longer sequence takes no longer to predict.
-    """
+    def some_tiles(tokens: int, size: int) -> Iterator[slice]:
+        return some(list(all_tiles(tokens, size)))
 
     def whole(num_bytes: int) -> int:
         return -(-num_bytes // recompute.PIECE_BYTES) * recompute.PIECE_BYTES
 
-    with patched(recompute, "piece_bytes_for", whole):
+    all_tiles: Any = getattr(tiling, "tiles", None)
+    with (
+        patched(chunked, "logits_by_chunk", some_logits),
+        patched(tiling, "tiles", some_tiles),
+        patched(recompute, "piece_bytes_for", whole),
+    ):
         yield
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Inside it, new tensors are fake, and libraries take the ways they take for real ones."""
+    """Inside it, new tensors are fake, and libraries treat them as real ones."""
     import torch.optim.optimizer as optimizer
     import torch.utils._foreach_utils as foreach
     from transformers.utils import import_utils
 
     with ExitStack() as stack:
-        # else AdamW and clipping leave their foreach forms
+        # or AdamW and clipping would not use their foreach forms
         for module in (optimizer, foreach):
             types = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", types))
-        # told apart by address, as accelerate does when it shards; a fake tensor's own would be zero
+        # accelerate tells tensors apart by address when it shards; a fake tensor's own would be zero
         stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # else transformers takes the way it takes when it is traced, and builds masks that a run does not build
+        # or transformers would behave as under tracing, and build masks that a run does not build
         is_fake = import_utils.is_fake_tensor
         differs = patch.object(
             import_utils, "is_fake_tensor", lambda tensor: active_fake_mode() is not mode and is_fake(tensor)
         )
         stack.enter_context(differs)
-        # no copy engine moves what has no data
+        # tensors without data cannot be copied in the background
         stack.enter_context(patched(offload, "make_link", lambda device, num_bytes: offload.DirectLink()))
         yield stack.enter_context(mode)
 
 
 @contextmanager
 def fake_adapters(adapter: str) -> Iterator[None]:
-    """Inside it, adapters and layers in 4 bits are built of fake tensors as they are of real ones."""
+    """Inside it, adapters and layers in 4 bits can be built of fake tensors."""
 
     def in_4_bits(data: Tensor, requires_grad: bool = False, **attributes: Any) -> nn.Parameter:
         parameter = nn.Parameter(data, requires_grad)  # bitsandbytes' own class cannot hold a fake tensor

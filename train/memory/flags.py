@@ -1,4 +1,4 @@
-"""How the commands about memory read their own flags, beside those of training."""
+"""How the commands about memory read their own flags, which stand among those of training."""
 
 from __future__ import annotations
 

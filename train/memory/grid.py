@@ -1,4 +1,4 @@
-"""What fits over sequence length and micro-batch: a table, JSON and a picture."""
+"""Memory over sequence length and micro-batch size: a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = tuple(1024 * 2**power for power in range(9))
 """1,024 to 262,144 tokens."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 FAR = 2
-"""A cell is not predicted if a smaller one needs this many times the room."""
+"""A cell is not predicted if a smaller one needs more than this many times the room."""
 _COLUMNS_PER_TABLE = 7
 
 
@@ -33,7 +33,7 @@ class Cell:
     """In tensors; None where not predicted."""
     fits: bool
     exact: bool
-    """Predicted; otherwise what a smaller micro-batch needs."""
+    """Predicted; otherwise ``needed_bytes`` is that of a smaller micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Grid:
     """Cells by length and micro-batch size."""
 
     cells: tuple[tuple[Cell, ...], ...]
-    """A row a length, a column a size, both growing."""
+    """One row per length, one column per size, both ascending."""
     title: str
     subtitle: str
     total_bytes: int
     """Of the device."""
     room_bytes: int
-    """What may be taken of it."""
+    """The part of it that may be taken."""
 
     @property
     def lengths(self) -> list[int]:
@@ -95,7 +95,7 @@ def make_grid(
             known[row, column] = Cell(
                 chosen[row], sizes[column], outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True
             )
-    assert example is not None  # the first cell has no smaller one
+    assert example is not None  # the first cell is always predicted
     rows = tuple(
         tuple(known[row, column] for column in range(len(sizes))) for row in range(len(chosen)) if (row, 0) in known
     )
@@ -109,17 +109,13 @@ def _default_lengths(question: Question) -> list[int]:
 
 def _job(question: Question, length: int, micro_batch_size: int) -> Job:
     """A cell's step. Whether gradients are accumulated stays as it is, so that cells differ by their size alone."""
-    optim = question.config.optimization
     accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
-    optim = replace(
-        optim,
-        micro_batch_size=micro_batch_size,
-        max_tokens_per_micro_batch=None,
-        global_batch_size=None,
-        gradient_accumulation_steps=2 if accumulates else 1,
-    )
+    changes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "global_batch_size": None}
+    if question.config.get("max_tokens_per_micro_batch") is not None:
+        changes["max_tokens_per_micro_batch"] = None
     sized = replace_length(question, length)
-    sized = replace(sized, config=replace(sized.config, optimization=optim))
+    changed = sized.config.changed(**changes, gradient_accumulation_steps=2 if accumulates else 1)
+    sized = replace(sized, config=changed)
     return sized.job(sized.asked)
 
 
@@ -180,7 +176,7 @@ def grid_values(grid: Grid) -> dict[str, Any]:
 
 
 def draw(grid: Grid, path: Path) -> None:
-    """The grid as a picture: the darker, the fuller the device; what does not fit is hatched.
+    """Draws the grid: darker colours for a fuller device, hatched cells for what does not fit.
 
     Raises:
         UserError: ``path`` cannot be written.
@@ -192,28 +188,23 @@ def draw(grid: Grid, path: Path) -> None:
     rows, columns = len(grid.cells), len(grid.micro_batch_sizes)
     figure = Figure(figsize=(max(6.4, 2.6 + 1.0 * columns), 2.2 + 0.46 * rows), layout="constrained")
     axes = figure.subplots()
-    colours = matplotlib.colormaps["YlGnBu"]
-    shown = [
-        [cell.needed_bytes / 2**30 if cell.fits else float("nan") for cell in row] for row in grid.cells
-    ]  # hatched cells have no colour
-    image = axes.imshow(shown, cmap=colours, vmin=0, vmax=grid.room_bytes / 2**30, aspect="auto", origin="lower")
+    shown = [[c.needed_bytes / 2**30 if c.fits else float("nan") for c in row] for row in grid.cells]
+    colours, room_gib = matplotlib.colormaps["YlGnBu"], grid.room_bytes / 2**30
+    image = axes.imshow(shown, cmap=colours, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
     for i, row in enumerate(grid.cells):
         for j, cell in enumerate(row):
-            share = cell.needed_bytes / grid.room_bytes
-            if not cell.fits:
-                patch = Rectangle(
-                    (j - 0.5, i - 0.5), 1, 1, facecolor="#f2f2f2", edgecolor="#bdbdbd", hatch="////", lw=0
-                )
-                axes.add_patch(patch)
             label = f"{'' if cell.exact else '≥ '}{_short(cell.needed_bytes)}"
-            colour = "#333333" if not cell.fits or share < 0.55 else "white"
-            box = {"facecolor": "#f2f2f2", "edgecolor": "none", "pad": 1.5} if not cell.fits else None
+            dark = cell.fits and cell.needed_bytes >= 0.55 * grid.room_bytes
+            box = None if cell.fits else {"facecolor": "#f2f2f2", "edgecolor": "none", "pad": 1.5}
+            colour = "white" if dark else "#333333"
             axes.text(j, i, label, ha="center", va="center", fontsize=9, color=colour, bbox=box)
-            for di, dj, xs, ys in (
-                (0, 1, (j + 0.5, j + 0.5), (i - 0.5, i + 0.5)),
-                (1, 0, (j - 0.5, j + 0.5), (i + 0.5, i + 0.5)),
-            ):
-                if i + di < rows and j + dj < columns and cell.fits and not grid.cells[i + di][j + dj].fits:
+            if not cell.fits:
+                place, grey = (j - 0.5, i - 0.5), "#f2f2f2"
+                axes.add_patch(Rectangle(place, 1, 1, facecolor=grey, edgecolor="#bdbdbd", hatch="////", lw=0))
+                continue
+            for above, right in ((0, 1), (1, 0)):  # the frontier
+                if i + above < rows and j + right < columns and not grid.cells[i + above][j + right].fits:
+                    xs, ys = (j - 0.5 + right, j + 0.5), (i - 0.5 + above, i + 0.5)
                     axes.plot(xs, ys, color="#b30000", linewidth=3, solid_capstyle="round")
     axes.set_xticks(range(columns), [str(size) for size in grid.micro_batch_sizes])
     axes.set_yticks(range(rows), [f"{length:,}" for length in grid.lengths])

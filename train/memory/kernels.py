@@ -1,7 +1,7 @@
-"""What CUDA kernels do that fake tensors do not show: which attention kernel runs, and the memory it takes inside.
+"""Details of CUDA kernels that fake tensors do not show: which attention kernel runs, and its buffers.
 
 The rules are those of torch's sources: ``sdp_utils.cpp`` for the choice among attention kernels, the backward
-wrappers of each kernel for the buffers they take from the caching allocator and give back before they return.
+wrappers of each kernel for the buffers they take from the caching allocator and free before they return.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HALF = (torch.float16, torch.bfloat16)
 def attention_kernel(
     query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, capability: tuple[int, int], prefers_cudnn: bool
 ) -> str:
-    """The kernel that ``scaled_dot_product_attention`` takes on a card: cudnn, flash, efficient or math.
+    """The kernel that ``scaled_dot_product_attention`` runs on a card: cudnn, flash, efficient or math.
 
     Args:
         query, key: (B, H, S, D) and (B, H', S', D).
@@ -47,7 +47,7 @@ def attention_kernel(
 
 
 class Attention:
-    """Stands in for ``scaled_dot_product_attention`` and calls the kernel that the card would take.
+    """Stands in for ``scaled_dot_product_attention`` and calls the kernel that would run on the card.
 
     A plain replacement of the function: where checkpointing recomputes, in the thread of the backward pass, neither
     a function mode nor ``sdpa_kernel`` reaches, and without a card torch's own choice is always math.
@@ -56,7 +56,7 @@ class Attention:
     def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         self._capability, self._prefers_cudnn = capability, prefers_cudnn
         self._original = F.scaled_dot_product_attention
-        self._at_once = getattr(attention, "_attend_at_once", None)
+        self._at_once: Any = getattr(attention, "_attend_at_once", None)
         self.kernels_used: set[str] = set()
 
     def __enter__(self) -> Attention:
@@ -71,11 +71,11 @@ class Attention:
             attention._attend_at_once = self._at_once
 
     def _attend_at_once(self, *args: Any) -> Tensor:
-        """What is asked of all documents at once is asked of the real operator: it needs no card to say its sizes."""
+        """Calls the real operator for all documents at once, which gives the sizes without a card."""
         self.kernels_used.add("flash over lengths")
         return self._at_once(*args)
 
-    def _attend(
+    def _attend(  # fixed by torch
         self,
         query: Tensor,
         key: Tensor,
@@ -130,7 +130,7 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
-    """Buffers that the kernel of an operator takes from the allocator and gives back before it returns."""
+    """Buffers that the kernel of an operator takes from the allocator and frees before it returns."""
     name = func._schema.name
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         query = args[1]
@@ -162,25 +162,22 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
 
 
 def _flash_backward(query: Tensor, key: Tensor) -> list[int]:
-    """softmax_d, the fp32 accumulator of dq, and dk and dv per query head where heads share them."""
+    """Of query (B, H, S, D) and key (B, H', S', D)."""
     batch, heads, length, head_size = query.shape
-    rounded = _up(length, 128)
-    buffers = [
-        batch * heads * rounded * 4,
-        batch * rounded * heads * _up(head_size, 32 if head_size <= 128 else 64) * 4,
-    ]
-    if key.shape[1] != heads:
-        buffers += [batch * key.shape[2] * heads * head_size * query.element_size()] * 2
-    return buffers
+    return _flash_buffers(query, batch * _up(length, 128), heads, batch * key.shape[2], key.shape[1], head_size)
 
 
 def _flash_backward_over_lengths(query: Tensor, key: Tensor, num_documents: int) -> list[int]:
-    """The same of sequences laid end to end (T, H, D), each with 128 tokens to spare."""
+    """Of sequences laid end to end, (T, H, D) and (T', H', D), each with 128 tokens to spare."""
     tokens, heads, head_size = query.shape
-    rows = tokens + 128 * num_documents
-    buffers = [heads * rows * 4, rows * heads * _up(head_size, 32 if head_size <= 128 else 64) * 4]
-    if key.shape[1] != heads:
-        buffers += [key.shape[0] * heads * head_size * query.element_size()] * 2
+    return _flash_buffers(query, tokens + 128 * num_documents, heads, key.shape[0], key.shape[1], head_size)
+
+
+def _flash_buffers(query: Tensor, rows: int, heads: int, keys: int, key_heads: int, head_size: int) -> list[int]:
+    """softmax_d, the fp32 accumulator of dq, and dk and dv per query head where heads share them."""
+    buffers = [rows * heads * 4, rows * heads * _up(head_size, 32 if head_size <= 128 else 64) * 4]
+    if key_heads != heads:
+        buffers += [keys * heads * head_size * query.element_size()] * 2
     return buffers
 
 

@@ -171,8 +171,6 @@ class Remedy:
     """What to set it to; None: half of what it is."""
     note: str
     """What it does, and whether the result stays the same."""
-    helps: Callable[[Job], bool] = lambda job: False
-    """Whether its saving can be predicted for a step and may be more than nothing."""
 
     @property
     def hint(self) -> tuple[str, str]:
@@ -183,61 +181,53 @@ class Remedy:
         return f"--{self.name} {self.value if value is None else value}"
 
 
-def _plain_adamw(job: Job) -> bool:
-    values = job.values
-    plain = values["optimizer"] == "adamw" and values["bf16_update"] == "nearest" and not values["optimizer_offload"]
-    return plain and job.sharding in ("none", "ddp")
+def _uses_adamw(job: Job) -> bool:
+    return job.values["optimizer"] == "adamw" and job.sharding in ("none", "ddp")
 
 
-CHUNKED = Remedy(
-    "loss",
-    "chunked",
-    "never all logits at once; same result",
-    lambda job: not job.num_labels and job.values["loss"] == "full",
-)
-MICRO_BATCH = Remedy(
-    "micro_batch_size",
-    None,
-    "same result with the same --global_batch_size",
-    lambda job: job.micro_batch_size > 1 and not job.values["optimizer_in_backward"],
-)
-CHECKPOINTING = Remedy(
-    "gradient_checkpointing",
-    "full",
-    "recomputes activations; same result, about a third more time",
-    lambda job: job.values["gradient_checkpointing"] != "full",
-)
+def _uses_plain_adamw(job: Job) -> bool:
+    return _uses_adamw(job) and job.values["bf16_update"] == "nearest" and not job.values["optimizer_offload"]
+
+
+CHUNKED = Remedy("loss", "chunked", "never all logits at once; same result")
+MICRO_BATCH = Remedy("micro_batch_size", None, "same result with the same --global_batch_size")
+CHECKPOINTING = Remedy("gradient_checkpointing", "full", "recomputes activations; same result, about a third more time")
 EVALUATION = Remedy("eval_batch_size", "1", "if it happened in an evaluation; same result")
-MAX_LENGTH = Remedy("max_length", None, "changes the result: examples are cut shorter", lambda job: job.length > 1)
+OPTIMIZER_OFFLOAD = Remedy("optimizer_offload", "True", "optimizer state to host memory; same result, slower")
+EIGHT_BIT = Remedy("optimizer", "adamw_8bit", "moments of one byte; differs by rounding")
+ADAFACTOR = Remedy(
+    "optimizer", "adafactor", "hardly any optimizer state; changes the result: tune the learning rate again"
+)
+MAX_LENGTH = Remedy("max_length", None, "changes the result: examples are cut shorter")
 REMEDIES = (
     CHUNKED,
     MICRO_BATCH,
     CHECKPOINTING,
     EVALUATION,
     Remedy("mixed_precision", "bf16", "about halves activations; differs by rounding"),
-    Remedy(
-        "optimizer_offload",
-        "True",
-        "optimizer state to host memory; same result, slower",
-        lambda job: _plain_adamw(job) and job.target.device_type != "cpu",
-    ),
-    Remedy("optimizer", "adamw_8bit", "moments of one byte; differs by rounding", _plain_adamw),
-    Remedy(
-        "optimizer",
-        "adafactor",
-        "hardly any optimizer state; changes the result: tune the learning rate again",
-        lambda job: job.values["optimizer"] == "adamw" and job.sharding in ("none", "ddp"),
-    ),
+    OPTIMIZER_OFFLOAD,
+    EIGHT_BIT,
+    ADAFACTOR,
     Remedy("dtype", "bfloat16", "halves weights, gradients and state; changes the result"),
     MAX_LENGTH,
 )
+_HELPS: dict[Remedy, Callable[[Job], bool]] = {
+    CHUNKED: lambda job: not job.num_labels and job.values["loss"] == "full",
+    MICRO_BATCH: lambda job: job.micro_batch_size > 1 and not job.values["optimizer_in_backward"],
+    CHECKPOINTING: lambda job: job.values["gradient_checkpointing"] != "full",
+    OPTIMIZER_OFFLOAD: lambda job: _uses_plain_adamw(job) and job.target.device_type != "cpu",
+    EIGHT_BIT: _uses_plain_adamw,
+    ADAFACTOR: _uses_adamw,
+    MAX_LENGTH: lambda job: job.length > 1,
+}
+"""Those whose saving is predicted for a step, and whether they change anything for it."""
 
 
 def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     """What makes the step of ``job`` need less memory, cheapest first: (what to type, what it does, the job)."""
     found = []
     for remedy in REMEDIES:
-        if remedy.helps(job):
+        if remedy in _HELPS and _HELPS[remedy](job):
             value = remedy.value
             if value is None:
                 value = (job.micro_batch_size if remedy is MICRO_BATCH else job.length) // 2

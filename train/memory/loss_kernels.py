@@ -1,14 +1,13 @@
-"""What the losses of libraries take and do on a card, for fake tensors, which their kernels cannot take.
+"""Memory and arithmetic of libraries' losses on a card, for fake tensors, which their kernels do not accept.
 
 Allocations and products follow the sources: Cut Cross-Entropy's with gradients summed in fp32 (Triton ≥ 3.2), Liger
-Kernel's 0.8. What a kernel keeps on the chip is not memory.
+Kernel's 0.8. A kernel's on-chip memory is not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,35 +21,24 @@ from train.memory.optional import module_of, patched
 fused = module_of("losses", "fused")
 
 LIGER_FUSED_SUM_CAPABILITY = (8, 0)
-"""From here on Liger adds a chunk's part of the weight's gradient in fp32 without a tensor of its size."""
+"""From this capability on Liger adds a chunk's part of the weight's gradient in fp32 without a tensor of its size."""
 
 
 @contextmanager
 def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator[None]:
-    """Inside it, ``cce`` and ``liger`` take what they would take on a card of this compute capability."""
+    """Inside it, ``cce`` and ``liger`` need the memory and time that they need on a card of this capability."""
+
+    def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        return _CutCrossEntropy.apply(hidden, weight, bias, labels, costs)  # pyright: ignore
+
+    def liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective) -> Tensor:
+        return _Liger.apply(hidden, weight, bias, capability, costs)  # pyright: ignore
+
     with (
-        patched(fused, "cut_cross_entropy", partial(_cut_cross_entropy, costs)),
-        patched(fused, "liger_cross_entropy", partial(_liger, capability, costs)),
+        patched(fused, "cut_cross_entropy", cut_cross_entropy),
+        patched(fused, "liger_cross_entropy", liger),
     ):
         yield
-
-
-def _cut_cross_entropy(
-    costs: Costs | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
-) -> Tensor:
-    return _CutCrossEntropy.apply(hidden, weight, bias, labels, costs)  # pyright: ignore
-
-
-def _liger(
-    capability: tuple[int, int],
-    costs: Costs | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    objective: Objective,
-) -> Tensor:
-    return _Liger.apply(hidden, weight, bias, labels, capability, costs)  # pyright: ignore
 
 
 class _CutCrossEntropy(torch.autograd.Function):
@@ -87,7 +75,6 @@ class _Liger(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: Tensor,
         capability: tuple[int, int],
         costs: Costs | None,
     ) -> Tensor:
@@ -109,7 +96,7 @@ class _Liger(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         found = [g if needed else None for g, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)]
-        return *found, None, None, None
+        return *found, None, None
 
 
 def liger_chunk_tokens(num_tokens: int, width: int, num_classes: int) -> int:

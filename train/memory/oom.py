@@ -86,7 +86,7 @@ _LOG_PREFIX = re.compile(
 )
 _SIZE = r"(\d+(?:\.\d+)?)(bytes?|[KMGTPE]i?B)"
 # All patterns are for text without white space, see _squeezed.
-_CUDA_START = r"CUDAoutofmemory(?:\.Triedtoallocate|\.|$)"
+_CUDA_STARTS = (r"CUDAoutofmemory\.Triedtoallocate", r"CUDAoutofmemory(?:\.|$)")
 _CUDA_FIGURES = {
     "requested_bytes": "Triedtoallocate(?:morethan)?SIZE",
     "total_bytes": "totalcapacityofSIZE",
@@ -107,8 +107,9 @@ _ASYNC_FIGURES = {
 }
 _HOST = r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
 _ANY = (  # not the bare words: advice about memory is not a message about it
-    rf"{_HOST}|(?:^|[A-Z0-9:.\])]|(?i:error|failure|backend))(?i:outofmemory)|(?i:out_of_(?:device_)?memory|alloc_failed)"
-    "|(?i:(?:tried|unable|failed)to(?:cuda)?(?:c|m)?alloc|can(?:no)?tallocate|notenoughmemory)"
+    rf"{_HOST}|(?:[:\])]|(?i:error|failure)\d*)(?i:outofmemory)|(?:^|[A-Z.]|backend)(?i:outofmemory)(?![a-z])"
+    "|(?i:out_of_(?:device_)?memory|alloc_failed|notenoughmemory)"
+    "|(?i:(?:tried|unable|failed)to(?:cuda)?(?:c|m)?alloc|can(?:no)?tallocate)"
 )
 _ANY_REQUEST = r"(?:allocate(?!d)|calloc|malloc)\D{0,20}?SIZE"
 
@@ -119,9 +120,10 @@ def parse_oom(message: str) -> OutOfMemory | None:
     Of several messages the first one counts. Sizes are as exact as the message: two decimals of their unit.
     """
     text = _squeezed(message)
-    starts = [found.start() for found in re.finditer(_CUDA_START, text)]
-    if starts:
-        return _read_cuda(text[starts[0] : starts[1] if len(starts) > 1 else None])
+    for pattern in _CUDA_STARTS:
+        starts = [found.start() for found in re.finditer(pattern, text)]
+        if starts:
+            return _read_cuda(text[starts[0] : starts[1] if len(starts) > 1 else None])
     if found := re.search(_ASYNC_START, text):
         oom = OutOfMemory("CUDA", int(found[1]), **_sizes(text, _ASYNC_FIGURES))
         limited = (oom.allowed_bytes or 0) < (oom.total_bytes or 0)  # 2^64 stands for no limit

@@ -148,7 +148,7 @@ class Plan:
     smallest: Outcome
     """The setting that needs least."""
     longest: int | None
-    """Tokens up to which the smallest setting fits (multiples of 1,024; 0: not even those), where nothing fits."""
+    """Where nothing fits: the longest sequence, in multiples of 1,024 tokens, that the smallest setting fits."""
     num_predictions: int
 
 
@@ -171,8 +171,7 @@ class Search:
     def try_(self, setting: Setting) -> Outcome | None:
         """What is predicted of ``setting``; None where it cannot run, then ``problems`` says why."""
         try:
-            job = self.question.job(setting)
-            return outcome_of(self.question, setting, job, self._predictions.of(job))
+            return predicted(self.question, self._predictions, setting)
         except UserError as error:
             self.problems[setting] = str(error)
             return None
@@ -278,14 +277,15 @@ class Search:
         return max(0.0, min(seconds / (examples * last.length), *(outcome.seconds_per_token for outcome in tried)))
 
 
-def predicted(question: Question, predictions: Predictions) -> Outcome:
-    """The configuration as it stands.
+def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
+    """What is predicted of ``setting``; None: of the configuration as it stands.
 
     Raises:
         UserError: it cannot run.
     """
-    job = question.job(question.asked)
-    return outcome_of(question, question.asked, job, predictions.of(job))
+    setting = setting or question.asked
+    job = question.job(setting)
+    return outcome_of(question, setting, job, predictions.of(job))
 
 
 def make_plan(question: Question, predictions: Predictions, open_micro_batch: bool = False) -> Plan:
@@ -347,8 +347,7 @@ def _longest_of(question: Question, setting: Setting, predictions: Predictions, 
         return 0
 
     def needs(length: int) -> int:
-        job = replace_length(question, length).job(setting)
-        return outcome_of(question, setting, job, predictions.of(job)).needed_bytes
+        return predicted(replace_length(question, length), predictions, setting).needed_bytes
 
     first = min(8192, candidates[-1])
     return largest_fitting(candidates, needs, question.room_bytes, first) or 0

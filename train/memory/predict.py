@@ -1,8 +1,8 @@
 """Memory of a training step before there is one: the real builder and the real step, run on fake tensors.
 
-Nothing here knows what a layer needs: the model comes from :mod:`train.model`, the step from :mod:`train.step`,
-and what they allocate is counted. So it holds for any model and any recipe, and takes the same few seconds whatever
-the sequence length. A prediction runs in a process of its own, see :class:`Predictor`.
+No formula for a layer's memory is used: :mod:`train.memory.trial` builds the model and makes the step as a run does and
+counts every allocation. So a prediction works for any model and recipe, and takes the same few seconds for any sequence
+length. It runs in a separate process, see :class:`Predictor`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Job:
-    """One step to predict: a configuration, what the data makes of it, and the device."""
+    """One step to predict: a configuration, the shapes that the data gives it, and the device."""
 
     values: dict[str, Any]
     """The configuration as flat values, see :func:`train.config.to_values`."""
@@ -62,7 +62,7 @@ class Job:
     num_labels: int = 0
     """Classes of a classifier; 0: the vocabulary is the classes."""
     padded: bool = False
-    """Whether the micro-batch comes with an attention mask that hides something."""
+    """Whether the micro-batch has an attention mask that hides something."""
     input_names: tuple[str, ...] = ("input_ids",)
     """Inputs of the model, each (B, S)."""
     num_targets: int | None = None
@@ -74,7 +74,7 @@ class Job:
     """Start, end and padding."""
     world_size: int = 1
     sharding: str = "none"
-    """none, ddp, fsdp2, zero2 or zero3."""
+    """none, ddp, fsdp2, fsdp2_offload, zero2 or zero3."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class Prediction:
 
 
 class Predictor:
-    """A process that predicts. It starts with the first job, in a few seconds, and takes one job after the other."""
+    """A process that predicts. It starts with the first job, in a few seconds, and takes the jobs one by one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._hides_cards = True  # no memory of a card is to be taken by a process that only plans
+        self._hides_cards = True  # a process that only plans should not take a card's memory
         self._asked: list[Job] = []
         self._device_type: str | None = None
 
@@ -128,7 +128,7 @@ class Predictor:
         self._asked = []
 
     def start(self) -> None:
-        """Begins to load the libraries, if that has not happened."""
+        """Starts the process, which loads the libraries, unless it runs already."""
         if self._process is None:
             self._process = self._started()
 
@@ -149,9 +149,9 @@ class Predictor:
         )
 
     def ask(self, job: Job) -> None:
-        """Hands over a job without waiting for the answer."""
+        """Submits a job without waiting for the answer."""
         if not self._asked and self._device_type not in (None, job.target.device_type):
-            self.close()  # a process whose autograd has begun on a CPU alone takes no card afterwards
+            self.close()  # once autograd has started on a CPU alone, it does not accept a card
         self._device_type = job.target.device_type
         self.start()
         assert self._process is not None and self._process.stdin is not None
@@ -166,7 +166,7 @@ class Predictor:
         """The answer to the oldest job without one.
 
         Raises:
-            UserError: the job cannot work, or the process died of it; the next job starts another.
+            UserError: the job cannot work, or its process died. The next job starts another process.
         """
         assert self._process is not None and self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -204,7 +204,7 @@ class Predictor:
 
 
 def predict(job: Job) -> Prediction:
-    """The memory of ``job``'s step. For a CUDA device that is not there, call it in a process of its own.
+    """The memory of ``job``'s step. If its CUDA device is not there, call this in a separate process.
 
     Raises:
         UserError: the model cannot be built, or this torch cannot be made to plan for CUDA.
@@ -223,7 +223,7 @@ def predict(job: Job) -> Prediction:
 
 
 def random_batch(job: Job, size: int) -> MicroBatch:
-    """A micro-batch of the job's shape on the CPU; of zeros where tensors are fake."""
+    """A micro-batch of the job's shape on the CPU."""
     import torch
 
     from train.records import MicroBatch
@@ -246,7 +246,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
 
 
 def job_from(values: dict[str, Any]) -> Job:
-    """A job from what JSON made of it."""
+    """The job that was written as JSON."""
     target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})
     lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
     documents = tuple(map(tuple, values["documents"]))
@@ -265,15 +265,15 @@ def this_target() -> Target:
 
 
 def main() -> None:
-    """Reads jobs and writes predictions, a line of JSON each, until there are no more."""
+    """Reads jobs from standard input and writes predictions to standard output, one line of JSON each."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print is no answer
+    sys.stdout = sys.stderr  # prints of libraries must not mix with answers
     from train.memory.fake_cuda import CannotStandInError
     from train.memory.fakes import fake_tensors
 
-    with fake_tensors():  # loads the libraries while there is no job yet
+    with fake_tensors():  # loads the libraries before the first job arrives
         pass
-    gc.freeze()  # they have a million objects that no collection needs to look at again
+    gc.freeze()  # no collection needs to visit their million objects again
     for line in sys.stdin:
         try:
             answer = asdict(predict(job_from(json.loads(line))))
@@ -281,7 +281,7 @@ def main() -> None:
             answer = {"error": str(error), "needs_card": True}
         except UserError as error:
             answer = {"error": str(error)}
-        except Exception as error:  # whatever a model may do with tensors that have no data
+        except Exception as error:  # a model may do anything with tensors that have no data
             traceback.print_exc()
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             answer = {"error": f"this model or setting cannot be predicted: {reason}. A run still measures it."}
@@ -290,4 +290,4 @@ def main() -> None:
         gc.collect()
         gc.freeze()
     answers.flush()
-    os._exit(0)  # what was put into C++ tables must not be asked again while the interpreter winds down
+    os._exit(0)  # the interpreter's shutdown must not call the functions that were put into C++ tables

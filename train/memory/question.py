@@ -15,6 +15,8 @@ from train.memory.predict import Job, Target
 from train.memory.zero import STAGE
 from train.records import UsageError, UserError
 
+BYTE_VOCABULARY = 259
+"""Entries of the tokenizer ``bytes``."""
 MARGIN = 0.02
 """Share of the device left free: for the display, other processes, and kernels that are loaded later."""
 OFFLOAD = "fsdp2_offload"
@@ -75,14 +77,14 @@ def job_of(
         world_size: ranks.
 
     Raises:
-        UsageError: the sizes of the batch contradict each other, or there is no such task.
+        UsageError: the sizes of the batch contradict each other, or the task is unknown.
     """
     from train.batching import batch_arithmetic
     from train.tasks import load_task
 
     data, optim, task = config.data, config.optimization, load_task(config.data.task)
     size = _micro_batch_size(config, world_size)
-    given = optim.micro_batch_size if optim.max_tokens_per_micro_batch else size
+    given = optim.micro_batch_size if config.get("max_tokens_per_micro_batch") else size
     assert given != "auto"
     arithmetic = batch_arithmetic(given, optim.gradient_accumulation_steps, optim.global_batch_size, world_size)
     if padded is None:
@@ -103,11 +105,11 @@ def job_of(
 
 
 def _micro_batch_size(config: Config, world_size: int) -> int:
-    """Examples of a micro-batch; where tokens form it, as many of the longest as it may hold."""
+    """Examples of a micro-batch; with a budget of tokens, as many of the longest as fit into it."""
     optim = config.optimization
-    if optim.max_tokens_per_micro_batch is not None:
+    if config.get("max_tokens_per_micro_batch") is not None:
         most = (optim.global_batch_size or world_size) - world_size + 1
-        return max(1, min(optim.max_tokens_per_micro_batch // config.data.max_length, most))
+        return max(1, min(config.get("max_tokens_per_micro_batch") // config.data.max_length, most))
     if optim.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto does not give a size yet. Give one here.")
     return optim.micro_batch_size
@@ -117,7 +119,7 @@ def vocabulary_size(config: Config) -> int:
     """Tokens of the model's vocabulary, known without any data.
 
     Raises:
-        UserError: only the data tells, or the model or tokenizer cannot be loaded.
+        UserError: it depends on the data, or the model or tokenizer cannot be loaded.
     """
     architecture = config.architecture
     size = (architecture.model_config or {}).get("vocab_size")
@@ -135,7 +137,9 @@ def vocabulary_size(config: Config) -> int:
     from train.data import load_tokenizer
 
     try:
-        return len(load_tokenizer(spec, (), trust_remote_code=architecture.trust_remote_code))
+        if spec == "bytes":
+            return BYTE_VOCABULARY
+        return len(load_tokenizer(spec, architecture.trust_remote_code))
     except UserError as error:
         raise UserError(f"{error} Or give the size of its vocabulary: --vocab_size 32000.") from None
 
@@ -183,7 +187,7 @@ def _stored_config(config: Config) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the search may choose; the fields' flags are those of :func:`train.memory.ladder.flags_of`."""
+    """The fields that the search may choose; :func:`train.memory.ladder.flags_of` gives their flags."""
 
     micro_batch_size: int
     gradient_checkpointing: str
@@ -192,7 +196,7 @@ class Setting:
     sharding: str = "none"
     every_n_layers: int = 1
     offloads_inputs: bool = False
-    """Those of checkpointed layers."""
+    """Inputs of checkpointed layers wait in host memory."""
     tiled_mlp: bool = False
 
     def __str__(self) -> str:
@@ -227,7 +231,7 @@ class Question:
     """See :func:`job_of`."""
     world_size: int = 1
     sharding: str | None = None
-    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: ddp or fsdp2, whichever does better, else fsdp2_offload."""
+    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""
 
     @property
     def model_name(self) -> str:
@@ -240,7 +244,7 @@ class Question:
 
     @property
     def room_bytes(self) -> int:
-        """What a rank may take of its device, without the margin; no more than the configuration's own budget."""
+        """What a rank may take of its device: without the margin, and within the configuration's own budget."""
         budget = self.config.get("memory_budget_gib")
         total = self.device.total_bytes if budget is None else min(self.device.total_bytes, budget * 2**30)
         return int(total * (1 - MARGIN))
@@ -259,7 +263,7 @@ class Question:
         from train.batching import batch_arithmetic
 
         optim = self.config.optimization
-        size = 1 if optim.max_tokens_per_micro_batch else _micro_batch_size(self.config, self.world_size)
+        size = 1 if self.config.get("max_tokens_per_micro_batch") else _micro_batch_size(self.config, self.world_size)
         return batch_arithmetic(
             size, optim.gradient_accumulation_steps, optim.global_batch_size, self.world_size
         ).global_batch_size
@@ -280,7 +284,7 @@ class Question:
 
     @property
     def automatic_loss(self) -> str:
-        """What ``auto`` stands for with most models; :func:`train.loss.choose_loss` has the last word."""
+        """The loss that ``auto`` means for most models; the losses makes the final choice."""
         from train.extras.losses.choice import MIN_CHUNKED_CLASSES
 
         return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss
@@ -318,11 +322,12 @@ class Question:
 
     @property
     def needs_whole_weights(self) -> bool:
-        """Whether the optimizer works on whole weights alone, as the checks of the optimizers say."""
-        config = self.config
-        unusual = config.optimization.optimizer in ("adamw_8bit", "adafactor")
-        unusual = unusual or config.get("bf16_update", "nearest") != "nearest"
-        return unusual or bool(config.get("optimizer_offload") or config.get("optimizer_in_backward"))
+        """Whether the optimizer does not work with sharded weights."""
+        try:
+            extras.check(self.config, Launch(2, engine="fsdp2"))
+        except UsageError:
+            return True
+        return False
 
     @property
     def may_offload(self) -> bool:
@@ -362,7 +367,7 @@ class Question:
         del wanted["sharding"]  # the launcher's
         if values["loss"] == "auto" and setting.loss == self.automatic_loss:
             wanted["loss"] = "auto"
-        if values["max_tokens_per_micro_batch"] is not None:
+        if values.get("max_tokens_per_micro_batch") is not None:
             del wanted["micro_batch_size"]
             if setting.micro_batch_size != self.asked.micro_batch_size:
                 wanted["max_tokens_per_micro_batch"] = setting.micro_batch_size * values["max_length"]

@@ -1,7 +1,7 @@
 """One rank of many, alone: a process group that exchanges nothing, and CUDA streams that do nothing.
 
 With them torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size, and its buffers are
-counted like any others. For the process of a prediction only: what is changed here stays changed.
+counted like any others. For the process of a prediction only: changes made here stay.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def join(world_size: int, shards_weights: bool, device_type: str, precision: str
     """Makes this process rank 0 of ``world_size``, as the launcher and accelerate would; FSDP2 alone needs that.
 
     Args:
-        shards_weights: by FSDP2; otherwise nothing is to be done.
-        offloads: what it shards stays in host memory between its uses.
+        shards_weights: whether FSDP2 shards them; otherwise there is nothing to do.
+        offloads: whether its shards stay in host memory between their uses.
     """
     if not shards_weights:
         return

@@ -16,7 +16,7 @@ from train.memory import fake_cuda, ranks, zero
 from train.memory.allocator import replay
 from train.memory.building import build, run_of
 from train.memory.costs import Costs
-from train.memory.fakes import FakeTracker, fake_tensors, few_chunks, few_tiles, one_piece
+from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
 from train.memory.kernels import Attention, library_workspace_bytes
 from train.memory.loss_kernels import library_losses
 from train.memory.predict import CUDA_GRANULE_BYTES, Job, Prediction, Target, random_batch
@@ -71,9 +71,7 @@ class Trial:
         target, enter = self.job.target, self.stack.enter_context
         if ranks.shards_weights(self.job.sharding):
             enter(ranks.shapes_uncounted(self.tracker))
-        enter(few_chunks(self.tracker))
-        enter(few_tiles(self.tracker))
-        enter(one_piece())
+        enter(few_pieces(self.tracker))
         enter(library_losses(target.capability, self.costs))
         self.attention = enter(Attention(target.capability, target.prefers_cudnn))
 

@@ -2,8 +2,8 @@
 
 DeepSpeed's engine does not run on tensors without data. So forward and backward are those of the model as the engine
 holds it, in half precision where mixed precision is asked for, its weights sharded in stage 3 as FSDP2 shards them; and
-what the engine keeps beside is added: per parameter what DeepSpeed 0.19 was seen to hold on two CPU processes. Peaks
-were not compared with a real run.
+the engine's own buffers are added: the bytes per parameter that DeepSpeed 0.19 held on two CPU processes. Peaks were
+not compared with a real run.
 """
 
 from __future__ import annotations

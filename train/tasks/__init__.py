@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum
 from train.records import Corpus, Examples, MicroBatch, UsageError, UserError, column
+from train.state import tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,14 +149,6 @@ class Task:
         """Lines about the tokenised data that a person should read before training."""
         return ()
 
-    def references(self, texts: Sequence[str]) -> dict[str, float]:
-        """Figures to hold the result against, by name."""
-        return {}
-
-    def sample(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
-        """Something the trained model makes, to look at."""
-        return None
-
     def token_ids(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
         """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""
         for piece in _pieces(texts):
@@ -231,17 +223,6 @@ def attention_inputs(rows: Sequence[torch.Tensor], pad_id: int) -> dict[str, tor
     if len({len(row) for row in rows}) > 1:
         inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
     return inputs
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        # Truncation and padding are those of its last call.
-        text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
-    else:
-        text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
-    return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]
 
 
 def tokenize(corpus: Corpus, task: Task, tokenizer: PreTrainedTokenizerBase) -> Examples:

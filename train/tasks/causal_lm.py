@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import lzma
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -90,39 +87,6 @@ class Task(tasks.Task):
                 "to predict: use --task masked_lm, or a model that is a decoder, such as llama or gpt2"
                 f"{', or set is_decoder: true' if no_decoder else ''}."
             )
-
-    def references(self, texts: Sequence[str]) -> dict[str, float]:
-        """Bits per byte that no model is needed for: the entropy of single bytes, and xz at its best preset."""
-        data = "".join(texts).encode()
-        counts = Counter(data).values()
-        entropy = -sum(n / len(data) * math.log2(n / len(data)) for n in counts)
-        return {"order-0 entropy": entropy, "xz -9": 8 * len(lzma.compress(data, preset=9)) / len(data)}
-
-    def sample(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, seed: int) -> str | None:
-        """What the model writes after the beginning of ``text``, the seam marked.
-
-        None where it cannot generate, or ``text`` has no token to go on from.
-        """
-        from transformers import GenerationMixin, PreTrainedModel
-
-        if not (isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
-            return None
-        ids = next(self.token_ids([text], tokenizer))[: min(64, self.data.max_length // 2)]
-        if not ids:
-            return None
-        model.eval()
-        prompt = torch.tensor([ids], device=model.device)
-        torch.manual_seed(seed)
-        written = cast("Any", model).generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=min(160, self.data.max_length - len(ids)),
-            do_sample=True,
-            temperature=0.8,
-            top_k=50,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        )
-        return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)}⟫"
 
 
 TRIED_TOKENS = 8

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from train.config import from_values
+from train.config import Config, from_values
 from train.extras.report.charts import charts, points
 from train.extras.report.page import page, write_report
 from train.extras.report.words import words
@@ -95,9 +95,17 @@ class _Outline(HTMLParser):
         self.text += data + " "
 
 
+def _config(**values: Any) -> Config:
+    return from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
+
+
+def _page(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
+    return page(_config(), CausalLM, summary, metrics)
+
+
 @pytest.fixture(scope="module")
 def html() -> str:
-    return page("quickstart", "seed: 42\n", SUMMARY, METRICS, "once upon a time", "causal language")
+    return page(_config(seed=42), CausalLM, SUMMARY, METRICS, "once upon a time")
 
 
 def test_the_page_says_what_happened(html: str):
@@ -127,8 +135,12 @@ def test_references_within_a_chart_point_to_its_own_ids(html: str):
     assert set(re.findall(r'href="#([^"]+)"', html)) | set(re.findall(r"url\(#([^)]+)\)", html)) <= ids
 
 
+class _Attack(Task):
+    title = "<script>alert('$x$')</script>"
+
+
 def test_everything_from_the_run_is_escaped():
-    attack = "<script>alert('$x$')</script>"
+    attack = _Attack.title
     matrix = {"kind": "evaluation", "step": 1, "split": attack, "bits_per_byte": 2.0, attack: attack}
     matrix["confusion_matrix"] = [[1, 0], [0, 1]]
     summary = {
@@ -140,15 +152,15 @@ def test_everything_from_the_run_is_escaped():
         "hardware": {"cpu": attack, "platform": attack, "gpus": [{"name": attack, "memory_bytes": 1}]},
         "versions": {attack: attack},
     }
-    html = page(attack, f"run_name: {attack}", summary, [matrix], attack, attack)
+    html = page(_config(run_name=attack), _Attack, summary, [matrix], attack)
     assert "<script" not in html and "script" not in _Outline(html).tags
     assert html.count("&lt;script&gt;") >= 12
 
 
 def test_an_empty_run_has_a_page():
-    outline = _Outline(page("nothing", "", {}, []))
+    outline = _Outline(_page({}, []))
     assert "figure" not in outline.tags and "table" not in outline.tags
-    assert "Trained a model." in outline.text
+    assert "Trained a causal language model." in outline.text
 
 
 def test_one_point_is_drawn_and_values_that_are_missing_are_not():
@@ -183,12 +195,12 @@ def test_memory_is_shown_by_kind_and_phase_with_the_prediction():
 
 
 def test_a_leak_is_among_the_notes():
-    assert "<li>memory leak: 1.0 MiB</li>" in page("t", "", {"memory_leak": "memory leak: 1.0 MiB"}, [])
+    assert "<li>memory leak: 1.0 MiB</li>" in _page({"memory_leak": "memory leak: 1.0 MiB"}, [])
 
 
 @pytest.mark.parametrize(("precision", "text"), [("no", "fp32"), ("fp32", "fp32"), ("bf16", "bf16 mixed precision")])
 def test_precision_stands_below_the_hardware(precision: str, text: str):
-    html = page("t", "", {"hardware": {"cpu": "A CPU"}, "mixed_precision": precision}, [])
+    html = _page({"hardware": {"cpu": "A CPU"}, "mixed_precision": precision}, [])
     assert f'<dd>A CPU</dd><dd class="more">{text}</dd>' in html
 
 
@@ -199,7 +211,7 @@ def test_reference_values_stand_next_to_bits_per_byte():
 
 def test_confusion_matrix_shows_counts_shares_and_recall():
     row = {"kind": "evaluation", "step": 5, "split": "test", "accuracy": 0.75, "confusion_matrix": [[3, 1], [0, 0]]}
-    html = page("t", "", {"label_names": ["cat", "dog"]}, [row])
+    html = _page({"label_names": ["cat", "dog"]}, [row])
     assert '<td style="--share:0.750">3</td><td style="--share:0.250">1</td><td class="recall">75.0%</td>' in html
     assert '<th scope="row">dog</th>' in html and '<td class="recall">–</td>' in html
 
@@ -207,14 +219,14 @@ def test_confusion_matrix_shows_counts_shares_and_recall():
 def test_of_many_classes_the_most_frequent_confusions_are_shown():
     confusions = [{"reference": 1, "prediction": 0, "count": 1200}, {"reference": 0, "prediction": 7, "count": 3}]
     row = {"kind": "evaluation", "step": 5, "split": "test", "accuracy": 0.75, "most_frequent_confusions": confusions}
-    html = page("t", "", {"label_names": ["<cat>", "dog"]}, [row])
+    html = _page({"label_names": ["<cat>", "dog"]}, [row])
     assert '<td class="text">dog</td><td class="text">&lt;cat&gt;</td><td>1,200</td>' in html
     assert '<td class="text">&lt;cat&gt;</td><td class="text">7</td><td>3</td>' in html
 
 
 def test_a_row_written_twice_counts_once():
     again = {"kind": "evaluation", "step": 30, "split": "validation", "loss": 3.25}
-    text = " ".join(_Outline(page("t", "", {}, [*METRICS, again])).text.split())
+    text = " ".join(_Outline(_page({}, [*METRICS, again])).text.split())
     assert "from 4.000 to 3.250" in text and "3.500" not in text
 
 
@@ -238,7 +250,7 @@ class _Nameless(Task):
 
 @pytest.mark.parametrize(("task", "title"), [(CausalLM, "causal language"), (_Nameless, "my task")])
 def test_the_report_is_written_whole(tmp_path: Path, task: type[Task], title: str):
-    config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, "output_dir": str(tmp_path)})
+    config = _config(output_dir=str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
     path = write_report(config, task, {}, "bad \udc80 text")
     html = path.read_text(encoding="utf-8")

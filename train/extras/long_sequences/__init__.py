@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
@@ -25,6 +25,12 @@ class Options:
 
     packing: bool = option(
         False, "Fill rows of max_length with several examples; none sees another; a row counts as one.", everyday=True
+    )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Form micro-batches by tokens, padding included; needs global_batch_size.",
+        ge=1,
+        replaces=("micro_batch_size", "gradient_accumulation_steps"),
     )
     rope_scaling: Literal["none", "linear", "yarn"] = option("none", "For sequences longer than the model's positions.")
     rope_scaling_factor: float | None = option(None, "Default: max_length divided by the model's positions.", gt=1)
@@ -53,6 +59,7 @@ class Room(Extra):
             raise UsageError(f"packing: {config.data.task} has one label a row: use another task.")
         if own.packing and model.attn_implementation == "eager":
             raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
+        _check_tokens(config)
         if own.sequence_length_warmup_steps == 0:
             return
         if labelled:
@@ -71,7 +78,13 @@ class Room(Extra):
         return {"packing": own.packing, "rope_scaling": own.rope_scaling, "sliding_window": own.sliding_window}
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
-        if not run.config.of(Options).packing:
+        own = run.config.of(Options)
+        if own.max_tokens_per_micro_batch is not None:
+            from train.extras.long_sequences.token_batches import TokenRounds
+
+            data = replace(data, loading=replace(data.loading, rounds=TokenRounds(own.max_tokens_per_micro_batch)))
+            run.outputs.note(f"micro-batches of up to {own.max_tokens_per_micro_batch:,} tokens, padding included")
+        if not own.packing:
             return data
         from train.extras.long_sequences.packing import packed
 
@@ -91,6 +104,12 @@ class Room(Extra):
         if self._length is not None:
             values["sequence_length"] = self._length
 
+    def summary(self, run: Run) -> dict[str, Any]:
+        if (max_tokens := run.config.of(Options).max_tokens_per_micro_batch) is None:
+            return {}
+        sizes = {"micro_batch_size": None, "gradient_accumulation_steps": None}
+        return {**sizes, "max_tokens_per_micro_batch": max_tokens}
+
     def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
         if model_config is not None:
             from train.extras.long_sequences.rope import extend
@@ -108,6 +127,27 @@ class Room(Extra):
         if packing or attention.can_slide_without_mask(network, max_length):
             attention.set_document_boundaries(network)
         return []
+
+
+def _check_tokens(config: Config) -> None:
+    optim, max_tokens = config.optimization, config.of(Options).max_tokens_per_micro_batch
+    if max_tokens is None:
+        return
+    if optim.micro_batch_size != 1:
+        raise UsageError(
+            f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both form "
+            "micro-batches: give one of them."
+        )
+    if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
+        raise UsageError(
+            f"max_tokens_per_micro_batch: {max_tokens} makes as many micro-batches as it takes: give "
+            "global_batch_size, the examples of a step, and no gradient_accumulation_steps."
+        )
+    if max_tokens < config.data.max_length:
+        raise UsageError(
+            f"max_tokens_per_micro_batch: {max_tokens} does not hold one example of max_length "
+            f"{config.data.max_length}: give {config.data.max_length} or more, or a smaller max_length."
+        )
 
 
 def _is_labelled(config: Config) -> bool:

@@ -6,49 +6,27 @@ That makes a step slower by a fifth and a very short one by more, so only few ar
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from train.extras.meter.gauge import Gauge, Measured
-from train.extras.meter.leaks import Inventory, LeakWatch, Shapes
-from train.extras.meter.tracker import (
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    StorageTracker,
-    tag_gradients,
-    tag_held,
-)
+from train.extras.meter.leaks import Inventory, LeakWatch, Shapes, describe
+from train.extras.meter.tracker import HELD, StorageTracker, tag_gradients, tag_held
 from train.records import MicroBatch
 
 TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
 """One of so many steps is followed, to see leaks, or fewer where that would cost a larger share of the time."""
 
-_HELD = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 
-
-class Extent(NamedTuple):
-    """What the memory of a step, or of an evaluation, grows with."""
-
-    is_step: bool
-    positions: int
-    """B · S of the largest micro-batch."""
-    pairs: int
-    """B · S² of the largest: scores of attention, dense masks."""
-    is_padded: bool
-    """Attention then needs a mask."""
-    accumulates: bool
-    """Gradients are there when a later micro-batch begins."""
-    has_state: bool
-    """The optimizer's, which the first update makes."""
-
-    def covers(self, other: Extent) -> bool:
-        """Whether a step of ``other``'s extent cannot need more."""
-        return self.is_step == other.is_step and all(mine >= its for mine, its in zip(self, other, strict=True))
+Extent: TypeAlias = tuple[bool, int, int, bool, bool, bool]
+"""What the memory of a step grows with: whether it is a training step (not an evaluation); B · S and B · S² (scores of
+attention, dense masks) of its largest micro-batch; whether there is padding, which needs a mask; whether gradients are
+there when a later micro-batch begins; whether the optimizer has state, which the first update makes."""
 
 
 class CpuGauge(Gauge):
@@ -65,30 +43,32 @@ class CpuGauge(Gauge):
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer, num_classes: int | None) -> None:
         self._network, self._optimizer = network, optimizer
         self._tracker = StorageTracker("cpu", 1, num_classes)
-        self._leaks = LeakWatch(self._left_bytes, self._list_left, on_cuda=False)
+        self._leaks = LeakWatch(on_cuda=False)
         self._followed: dict[Extent, Measured] = {}
         self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
         self._began = self._usual_seconds = 0.0
         """The latter per position, of a step that is not followed."""
         self._exit: ExitStack | None = None
-        self._extent = Extent(False, 0, 0, False, False, False)
+        self._is_step = False
+        self._extent: Extent = (False, 0, 0, False, False, False)
         self._shapes: Shapes = ()
 
     def begin(self, phase: str, batches: Sequence[MicroBatch]) -> None:
         self._began = time.perf_counter()
         self._shapes = tuple(batch.shape for batch in batches)
-        self._extent = Extent(
-            is_step=phase == "forward",
-            positions=max((b * s for b, s in self._shapes), default=0),
-            pairs=max((b * s * s for b, s in self._shapes), default=0),
-            is_padded=any(batch.num_tokens < b * s for batch, (b, s) in zip(batches, self._shapes, strict=True)),
-            accumulates=len(batches) > 1,
-            has_state=len(self._optimizer.state) > 0,
+        self._is_step = phase == "forward"
+        self._extent = (
+            self._is_step,
+            max((b * s for b, s in self._shapes), default=0),
+            max((b * s * s for b, s in self._shapes), default=0),
+            any(batch.num_tokens < b * s for batch, (b, s) in zip(batches, self._shapes, strict=True)),
+            len(batches) > 1,
+            len(self._optimizer.state) > 0,
         )
-        self._steps_since += self._extent.is_step
+        self._steps_since += self._is_step
         if not self._is_due():
             return
-        if self._extent.is_step:
+        if self._is_step:
             self._steps_since = 0
         self._tracker.ignore(value for batch in batches for value in (*batch.inputs.values(), batch.labels))
         tag_held(self._tracker, self._network, self._optimizer)
@@ -110,26 +90,25 @@ class CpuGauge(Gauge):
     def end(self, completed: bool) -> Measured:
         seconds = (time.perf_counter() - self._began) / max(1, sum(b * s for b, s in self._shapes))
         if self._exit is None:
-            if self._extent.is_step:
+            if self._is_step:
                 self._usual_seconds = seconds
-            covering = (m for extent, m in self._followed.items() if extent.covers(self._extent))
-            return min(covering, key=lambda measured: measured.peak_bytes)
+            return min(self._covering(), key=lambda measured: measured.peak_allocated_bytes)
         self._exit.close()
         self._exit = None
         peak = self._tracker.peak
-        measured = Measured(peak.num_bytes, peak.bytes_by_kind, self._tracker.peak_bytes_by_phase)
+        measured = Measured(peak.num_bytes, 0, self._tracker.peak_bytes_by_phase, peak.bytes_by_kind)
         if not completed:  # what it reached; the next step of this extent is followed again
             return measured
         before = self._followed.get(self._extent, measured)
-        self._followed[self._extent] = max(before, measured, key=lambda each: each.peak_bytes)
-        if not self._extent.is_step:
+        self._followed[self._extent] = max(before, measured, key=lambda each: each.peak_allocated_bytes)
+        if not self._is_step:
             return measured
         if self._usual_seconds:
             extra = (seconds - self._usual_seconds) / self._usual_seconds
             self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)
         if self.leak is None:
             tag_held(self._tracker, self._network, self._optimizer)  # a first update makes the optimizer's state
-            self.leak = self._leaks.see(self._shapes)
+            self.leak = self._leaks.see(self._shapes, self._left_bytes, self._list_left)
         return measured
 
     def between(self) -> Measured:
@@ -138,18 +117,24 @@ class CpuGauge(Gauge):
     def _is_due(self) -> bool:
         """Whether the step that begins is to be followed."""
         suspicious = self.leak is None and self._leaks.suspects(self._shapes)
-        if self._extent.is_step and (suspicious or self._steps_since >= self._track_every):
+        if self._is_step and (suspicious or self._steps_since >= self._track_every):
             return True
-        return not any(extent.covers(self._extent) for extent in self._followed)
+        return not self._covering()
+
+    def _covering(self) -> list[Measured]:
+        """Figures of followed steps, or evaluations, of which this one cannot need more."""
+        return [
+            measured
+            for (is_step, *sizes), measured in self._followed.items()
+            if is_step == self._is_step and all(a >= b for a, b in zip(sizes, self._extent[1:], strict=True))
+        ]
 
     def _left_bytes(self) -> int:
         """What followed steps made and left behind."""
         sizes = self._tracker.bytes_by_kind
-        return sum(sizes.values()) - sum(sizes[kind] for kind in _HELD)
+        return sum(sizes.values()) - sum(sizes[kind] for kind in HELD)
 
     def _list_left(self) -> Inventory:
-        found = Inventory()
-        for block in list(self._tracker.live.values()):  # a copy: what is freed meanwhile leaves it
-            if block.kind not in _HELD:
-                found.add(block.shape, block.dtype, block.num_bytes, f" made in {block.phase}")
-        return found
+        blocks = list(self._tracker.live.values())  # a copy: what is freed meanwhile leaves it
+        left = [block for block in blocks if block.kind not in HELD]
+        return Counter((f"{describe(b.shape, b.dtype)} made in {b.phase}", b.num_bytes) for b in left)

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from train.extras.meter.gauge import Gauge, Measured
-from train.extras.meter.leaks import Inventory, LeakWatch, Shapes
+from train.extras.meter.leaks import Inventory, LeakWatch, Shapes, describe
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     CUDA_GRANULE_BYTES,
     GRADIENTS,
     KINDS,
     LOGITS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
     WORKSPACE,
     StorageTracker,
     tag_held,
@@ -42,11 +40,11 @@ class CudaGauge(Gauge):
 
     def __init__(self, device: torch.device, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._device, self._network, self._optimizer = device, network, optimizer
-        self._leaks = LeakWatch(self._allocated_bytes, lambda: list_tensors(device), on_cuda=True)
+        self._leaks = LeakWatch(on_cuda=True)
         self._phase = ELSEWHERE
         self._shapes: Shapes = ()
         self._measured = Measured()
-        self._held = dict.fromkeys(KINDS, 0)
+        self._held: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._current_bytes = self._start_bytes = self._activations = self._logits = 0
         self._in_head = self._has_gradients = False
         self._count_held()
@@ -76,7 +74,7 @@ class CudaGauge(Gauge):
         self._close()
         self._open(ELSEWHERE)
         if trained and self.leak is None:
-            self.leak = self._leaks.see(self._shapes)
+            self.leak = self._leaks.see(self._shapes, self._allocated_bytes, lambda: list_tensors(self._device))
         return self._take()
 
     def between(self) -> Measured:
@@ -102,9 +100,9 @@ class CudaGauge(Gauge):
         self._split(peak - self._start_bytes)
         measured = Measured(
             peak,
-            self._kinds(peak),
-            {self._phase: peak},
             stats["reserved_bytes"]["all"]["peak"],
+            {self._phase: peak},
+            self._kinds(peak),
             stats["num_alloc_retries"] - self._retries,
             stats["num_ooms"] - self._ooms,
         )
@@ -126,18 +124,18 @@ class CudaGauge(Gauge):
         self._in_head = True
 
     def _kinds(self, peak_bytes: int) -> dict[str, int]:
-        sizes = {
-            PARAMETERS: self._held[PARAMETERS],
-            OPTIMIZER_STATE: self._held[OPTIMIZER_STATE],
-            GRADIENTS: self._held[GRADIENTS] if self._has_gradients else 0,
+        sizes: dict[str, int] = {
+            **self._held,
             ACTIVATIONS: self._activations,
             LOGITS: self._logits,
+            WORKSPACE: peak_bytes,
         }
-        rest = peak_bytes
-        for kind, size in sizes.items():
-            sizes[kind] = min(size, rest)
-            rest -= sizes[kind]
-        return {**{kind: sizes.get(kind, 0) for kind in KINDS}, WORKSPACE: rest}
+        if not self._has_gradients:
+            sizes[GRADIENTS] = 0
+        for kind in KINDS:  # in this order; the last, workspace, is the rest
+            sizes[kind] = min(sizes[kind], peak_bytes)
+            peak_bytes -= sizes[kind]
+        return sizes
 
     def _count_is_due(self) -> bool:
         return len(self._optimizer.state) != self._states_counted or self._steps_since_count >= COUNT_EVERY_STEPS
@@ -170,5 +168,5 @@ def list_tensors(device: torch.device) -> Inventory:
             continue
         if key not in storages:
             storages.add(key)
-            found.add(candidate.shape, candidate.dtype, size)
+            found[describe(candidate.shape, candidate.dtype), size] += 1
     return found

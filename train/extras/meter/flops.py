@@ -1,10 +1,11 @@
-"""Counts the FLOPs of a model's forward and backward by torch's formulas, without weights or data."""
+"""Counts the floating-point operations of a model's forward and backward by torch's formulas, on shapes alone."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,18 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 MAX_OPERATORS = 40_000
-"""In one forward and backward, some 4 seconds. A model of 24 layers has 7,000; more are of one that loops over
-positions."""
+"""In one forward and backward, some 4 seconds. 24 layers take 7,000; more are of a model that loops over positions."""
 
 
-class OperatorsExceededError(Exception):
+class TooManyOperatorsError(Exception):
     """The forward and backward take more than :data:`MAX_OPERATORS`."""
 
 
-class ModelFlops(TorchDispatchMode):
-    """Adds up ``torch.utils.flop_counter``'s formulas, without those of operators that backward repeats.
+class FlopCounter(TorchDispatchMode):
+    """Adds up the formulas of ``torch.utils.flop_counter``, without operators that backward repeats.
 
-    ``FlopCounterMode`` itself cannot tell recomputation from backward.
+    torch's ``FlopCounterMode`` cannot tell those from backward.
     """
 
     def __init__(self) -> None:
@@ -36,51 +36,62 @@ class ModelFlops(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._num_operators += 1
         if self._num_operators > MAX_OPERATORS:
-            raise OperatorsExceededError
+            raise TooManyOperatorsError
         formula = flop_registry.get(func.overloadpacket)
-        is_recomputed = self.in_backward and torch.is_grad_enabled()  # only what is recomputed records gradients there
-        if formula is not None and not is_recomputed:
+        is_repeated = self.in_backward and torch.is_grad_enabled()  # backward records nothing itself
+        if formula is not None and not is_repeated:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
 
-def count_flops(model: nn.Module, lengths: Iterable[int]) -> list[int]:
-    """FLOPs of forward and backward of one sequence of each length; ``model`` and the generators stay as they are.
+def count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
+    """FLOPs of forward and backward of one sequence of each length; ``model`` and all generators stay as they are.
 
     Attention is computed for all pairs of positions, experts for the tokens that are sent to them.
 
-    Raises:
-        Exception: of any type, where the model cannot be run without data.
+    Returns:
+        None for a model that cannot be run without data, or takes more than :data:`MAX_OPERATORS`.
     """
-    twin: Any = _without_weights(model).eval()  # dropout and transformers' checkpointing off
+    ways = [(nullcontext, False), (_fake_tensors, False)]
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        ways.append((nullcontext, True))  # classifiers that look for the end of each text: all but their head
+    for mode, is_body in ways:
+        try:
+            with mode():
+                return _count(model, lengths, is_body)
+        except TooManyOperatorsError:
+            return None
+        except Exception:  # models fail in their own ways
+            continue
+    return None
+
+
+def _fake_tensors() -> AbstractContextManager[Any]:
+    """Slower than meta tensors alone, but here constants that a model makes are known."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]:
+    twin: Any = _without_weights(model).eval()  # dropout off, and checkpointing that transformers would do
     if hasattr(twin, "set_attn_implementation"):  # of transformers: products that torch has formulas for
         twin.set_attn_implementation("eager")
         twin.set_experts_implementation("batched_mm")
+    part = twin.base_model if is_body else twin
+    by_name = any(p.name == "input_ids" or p.kind is p.VAR_KEYWORD for p in signature(part.forward).parameters.values())
+    both = getattr(getattr(twin, "config", None), "is_encoder_decoder", False)
     counts = []
     for length in lengths:
-        try:
-            counts.append(_count(twin, twin, length))
-        except NotImplementedError:  # some classifiers look for the end of each text; the body does not
-            counts.append(_count(twin.base_model, twin, length))
+        ids = torch.zeros((1, length), dtype=torch.long, device="meta")
+        named = {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
+        with FlopCounter() as counter, torch.enable_grad():
+            answer = _first_tensor(part(**named) if by_name else part(ids))
+            if answer.requires_grad:
+                counter.in_backward = True
+                torch.autograd.backward(answer.sum())  # into gradients of the copy, which nobody reads
+        counts.append(counter.flops)
     return counts
-
-
-def _count(module: Any, model: Any, length: int) -> int:
-    """FLOPs of ``module``, which is ``model`` or its body, with (1, length) tokens."""
-    ids = torch.zeros((1, length), dtype=torch.long, device="meta")
-    more = {"decoder_input_ids": ids} if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else {}
-    known = inspect.signature(module.forward).parameters.values()
-    with ModelFlops() as counter, torch.enable_grad():
-        if any(parameter.name == "input_ids" or parameter.kind is parameter.VAR_KEYWORD for parameter in known):
-            output = module(input_ids=ids, **more)
-        else:
-            output = module(ids)
-        answer = _first_tensor(output)
-        if answer.requires_grad:
-            counter.in_backward = True
-            torch.autograd.backward(answer.sum())
-    model.zero_grad()
-    return counter.flops
 
 
 def _first_tensor(output: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""How one type of device is measured: the figures of a step, and the gauge for devices that do not count."""
+"""How one type of device is measured: the figures of a step, and a gauge for devices that count nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from train.records import MicroBatch
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of one step, or the most of several."""
+    """Figures of one step, or the most of several; named as in a line of the log."""
 
-    peak_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    peak_bytes_by_phase: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
     """At the peak."""
-    peak_bytes_by_phase: dict[str, int] = field(default_factory=dict)
-    reserved_bytes: int = 0
     num_alloc_retries: int = 0
     num_ooms: int = 0
 
@@ -28,24 +28,17 @@ class Measured:
         """The larger of each figure; counts are added."""
         phases = {**self.peak_bytes_by_phase, **other.peak_bytes_by_phase}
         return Measured(
-            max(self.peak_bytes, other.peak_bytes),
-            (other if other.peak_bytes >= self.peak_bytes else self).bytes_by_kind,
+            max(self.peak_allocated_bytes, other.peak_allocated_bytes),
+            max(self.peak_reserved_bytes, other.peak_reserved_bytes),
             {phase: max(size, self.peak_bytes_by_phase.get(phase, 0)) for phase, size in phases.items()},
-            max(self.reserved_bytes, other.reserved_bytes),
+            (other if other.peak_allocated_bytes >= self.peak_allocated_bytes else self).bytes_by_kind,
             self.num_alloc_retries + other.num_alloc_retries,
             self.num_ooms + other.num_ooms,
         )
 
     def figures(self) -> dict[str, Any]:
         """For a line of the log; figures that are zero or empty are left out, except the peak."""
-        more = {
-            "peak_reserved_bytes": self.reserved_bytes,
-            "peak_bytes_by_phase": self.peak_bytes_by_phase,
-            "bytes_by_kind": self.bytes_by_kind,
-            "num_alloc_retries": self.num_alloc_retries,
-            "num_ooms": self.num_ooms,
-        }
-        return {"peak_allocated_bytes": self.peak_bytes, **{name: value for name, value in more.items() if value}}
+        return {name: value for name, value in vars(self).items() if value or name == "peak_allocated_bytes"}
 
 
 class Gauge:
@@ -73,5 +66,5 @@ class Gauge:
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident set of this process so far."""
+    """The most that this process had in memory, libraries and files included."""
     return peak_bytes(torch.device("cpu"))

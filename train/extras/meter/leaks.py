@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -28,19 +27,13 @@ _NAMED = 3
 Shapes: TypeAlias = tuple[tuple[int, int], ...]
 """(B, S) of each micro-batch of a step."""
 
+Inventory: TypeAlias = Counter[tuple[str, int]]
+"""How many live storages there are of each description and size in bytes."""
 
-@dataclass(frozen=True)
-class Inventory:
-    """Live storages, by what describes them in a report, such as ``(4, 80, 64) float32``."""
 
-    num_storages: Counter[str] = field(default_factory=Counter)
-    num_bytes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, shape: tuple[int, ...], dtype: torch.dtype | None, num_bytes: int, where: str = "") -> None:
-        """One more storage."""
-        name = f"{tuple(shape)} {str(dtype).removeprefix('torch.')}{where}"
-        self.num_storages[name] += 1
-        self.num_bytes[name] += num_bytes
+def describe(shape: Sequence[int], dtype: torch.dtype | None) -> str:
+    """As a report names a tensor: ``(4, 80, 64) float32``."""
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 class LeakWatch:
@@ -49,14 +42,12 @@ class LeakWatch:
     A step with a shape (B, S) that was not there before is not judged, since something may be kept for each shape.
 
     Args:
-        live_bytes: counts what is allocated when it is called, except what may change at the end of a step.
-        list_live: lists it.
-        on_cuda: listing is dear, so it is done late; what counts as growth is set by :data:`LEAK_BYTES` instead of
-            :data:`SURVIVOR_BYTES`.
+        on_cuda: listing tensors is slow there, so it is done late, and :data:`LEAK_BYTES` decides which growth counts
+            instead of :data:`SURVIVOR_BYTES`.
     """
 
-    def __init__(self, live_bytes: Callable[[], int], list_live: Callable[[], Inventory], on_cuda: bool) -> None:
-        self._live_bytes, self._list_live, self._on_cuda = live_bytes, list_live, on_cuda
+    def __init__(self, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
         self._list_at = GROWING_STEPS // 2 if on_cuda else 0
         self._known: set[tuple[int, int]] = set()
         self._ends: OrderedDict[Shapes, int] = OrderedDict()
@@ -68,10 +59,15 @@ class LeakWatch:
         """Whether memory has begun to grow, and a step of these shapes would tell more."""
         return self._growing_steps > 0 and shapes in self._ends
 
-    def see(self, shapes: Shapes) -> str | None:
-        """The end of a step over micro-batches of ``shapes``; returns what leaks, in words, once that is certain."""
+    def see(self, shapes: Shapes, live_bytes: Callable[[], int], list_live: Callable[[], Inventory]) -> str | None:
+        """The end of a step over micro-batches of ``shapes``; returns what leaks, in words, once that is certain.
+
+        Args:
+            live_bytes: counts what is allocated when it is called, except what may change at the end of a step.
+            list_live: lists it.
+        """
         self._step += 1
-        now = self._live_bytes()
+        now = live_bytes()
         is_new, before = not self._known.issuperset(shapes), self._ends.pop(shapes, None)
         self._known.update(shapes)
         self._ends[shapes] = now
@@ -80,33 +76,35 @@ class LeakWatch:
         if before is None and not is_new:
             return None  # nothing to compare with
         if before is None or now - before < (1 if self._on_cuda else SURVIVOR_BYTES):
-            self._restart(now)
+            self._restart(now, list_live)
             return None
         self._growing_steps += 1
         if self._growing_steps == self._list_at:
-            self._listed_bytes, self._listed = now, self._list_live()
+            self._listed_bytes, self._listed = now, list_live()
         grown = now - self._first_bytes
         least = max(LEAK_BYTES, LEAK_SHARE * now) if self._on_cuda else 0
         if self._growing_steps < GROWING_STEPS or grown < least:
             return None
         gc.collect()  # a cycle of objects is not a leak
-        after = self._live_bytes()
+        after = live_bytes()
         if after - self._first_bytes < grown / 2:
             self._ends.clear()
-            self._restart(after)
+            self._restart(after, list_live)
             return None
-        return self._report(now)
+        return self._report(now, list_live() - self._listed)
 
-    def _restart(self, now: int) -> None:
+    def _restart(self, now: int, list_live: Callable[[], Inventory]) -> None:
         self._growing_steps, self._first_step, self._first_bytes = 0, self._step, now
         if self._list_at == 0:
-            self._listed_bytes, self._listed = now, self._list_live()
+            self._listed_bytes, self._listed = now, list_live()
 
-    def _report(self, now: int) -> str:
-        live = self._list_live()
-        more, sizes = live.num_storages - self._listed.num_storages, live.num_bytes - self._listed.num_bytes
+    def _report(self, now: int, left: Inventory) -> str:
+        more, sizes = Counter[str](), Counter[str]()
+        for (name, size), number in left.items():
+            more[name] += number
+            sizes[name] += number * size
         grown = now - self._listed_bytes
-        large = [name for name, size in sizes.most_common() if more[name] > 0 and size >= 0.01 * grown]
+        large = [name for name, size in sizes.most_common() if size >= 0.01 * grown]
         named = [f"{more[name]} × {name}" for name in large[:_NAMED]]
         if large[_NAMED:]:
             named.append(f"{sum(more[name] for name in large[_NAMED:])} others")

@@ -55,10 +55,10 @@ def model_flops_per_token(model: nn.Module, sequence_length: int) -> float | Non
     from train.extras.meter.flops import count_flops
 
     unit = STRIDE if sequence_length == 0 else max(1, min(STRIDE, sequence_length // 3))  # no longer than positions go
-    try:
-        one, two, three = count_flops(model, [unit, 2 * unit, 3 * unit])
-    except Exception:  # models fail in their own ways
+    counts = count_flops(model, [unit, 2 * unit, 3 * unit])
+    if counts is None:
         return None
+    one, two, three = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)
     linear = (two - one) / unit - 3 * unit * quadratic
     constant = one - unit * linear - unit**2 * quadratic  # such as the head of a classifier
@@ -71,13 +71,8 @@ def flops_per_token(
 ) -> float:
     """PaLM's formula 6·N + 12·L·H·Q·T for a decoder that is only described, all of its weights trained.
 
-    Args:
-        num_parameters: all parameters, a tied table counted once.
-        num_embedding_parameters: those that are only looked up and never multiplied, taken off N. A table tied to
-            the output head is multiplied there: leave it out here.
-        num_layers: L, layers with attention.
-        hidden_size: H·Q, heads times the size of a head.
-        sequence_length: T, tokens that see each other.
+    N: parameters less those of tables that are only looked up; L: ``num_layers`` with attention; H·Q: ``hidden_size``,
+    heads times the size of a head; T: ``sequence_length``, tokens that see each other.
     """
     return 6.0 * (num_parameters - num_embedding_parameters) + 12.0 * num_layers * hidden_size * sequence_length
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
-KINDS: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, LOGITS, WORKSPACE)
+HELD: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+KINDS = (*HELD, ACTIVATIONS, LOGITS, WORKSPACE)
 
 CUDA_GRANULE_BYTES = 512
 """CUDA's caching allocator rounds sizes up to a multiple of it."""

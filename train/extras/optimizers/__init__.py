@@ -122,7 +122,7 @@ def _check_in_backward(config: Config, launch: Launch) -> None:
         ),
         (
             "max_tokens_per_micro_batch",
-            optim.max_tokens_per_micro_batch is not None,
+            config.get("max_tokens_per_micro_batch") is not None,
             f"a step may have several micro-batches, and {one_pass}. Give micro_batch_size and "
             "gradient_accumulation_steps: 1 instead",
         ),

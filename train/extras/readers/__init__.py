@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
@@ -11,8 +12,9 @@ from train.records import UsageError
 
 if TYPE_CHECKING:
     from train.config import Config
+    from train.data import PreparedData
     from train.launch import Launch
-    from train.records import Corpus
+    from train.records import Corpus, Run
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Options:
         "error", "Unreadable line, missing column, unknown label: refuse, or skip and report with file and line."
     )
     on_empty_document: Literal["skip", "error"] = option("skip", "Documents without text.")
+    shuffle_buffer_size: int = option(1000, "Documents of a stream that are shuffled together.", ge=1)
     streaming: bool = option(False, "Read and tokenise on the way instead of caching on disk; needs max_steps.")
 
 
@@ -57,10 +60,25 @@ class Room(Extra):
 
     def identity(self, config: Config) -> dict[str, Any]:
         is_stream = config.of(Options).streaming
-        return {"shuffle_buffer_size": config.data.shuffle_buffer_size} if is_stream else {}
+        return {"shuffle_buffer_size": config.of(Options).shuffle_buffer_size} if is_stream else {}
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
         from train.extras.readers.corpus import load_corpus
 
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
         return load_corpus(Source(**vars(config.of(Options)), **core), labelled)
+
+    def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
+        if spec not in ("bytes", "words") and not spec.startswith("train:"):
+            return None
+        from train.extras.readers.tokenizers_of_own import tokenizer_for
+
+        return tokenizer_for(run, spec, corpus)
+
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+        if not run.config.of(Options).streaming:
+            return data
+        from train.extras.readers.stream import StreamBatches
+
+        order = partial(StreamBatches, buffer_size=run.config.of(Options).shuffle_buffer_size)
+        return replace(data, order=order)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.extras.readers import readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
-from train.extras.readers.rows import Splits
+from train.extras.readers.rows import Documents, Splits
 from train.records import UserError
 
 if TYPE_CHECKING:
@@ -25,14 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SPLIT_NAMES: dict[str, str] = dict.fromkeys(("train", "training"), "train")
 _SPLIT_NAMES |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 _SPLIT_NAMES |= dict.fromkeys(("test", "testing"), "test")
-_UNNAMED = ""
-"""Stands for the split of files that do not name one."""
-_SHARD = re.compile(r"[-_.]\d.*$")
+_SHARD = re.compile(r"[-_.]\d.*$")  # the number of a shard
 _WORD = re.compile(r"[^\W\d_]+")
 
 STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".html")
-STDLIB_VERSION = 1
-"""Part of the cache key: raise it when other text is made of a file of the standard library."""
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -42,11 +38,6 @@ def may_be_on_hub(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and not is_path
 
 
-def local_path(name: str) -> Path:
-    """The path that ``name`` would be, with ~ as the home folder where there is one."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises where there is none
-
-
 def load(path: Path, data: Source, labelled: bool) -> Splits:
     """The splits of a file or folder; only the training split of it is a stream.
 
@@ -54,8 +45,8 @@ def load(path: Path, data: Source, labelled: bool) -> Splits:
         UserError: nothing to read there, or its content cannot be used.
     """
     found, notes = _find(path)
-    if _UNNAMED in found:
-        found["train"] = found.pop(_UNNAMED)
+    if None in found:
+        found["train"] = found.pop(None)
         if len(found) > 1:
             count = len(found["train"])
             notes += (f"{path}: no file is named train; the {count} that name no split are for training",)
@@ -65,15 +56,15 @@ def load(path: Path, data: Source, labelled: bool) -> Splits:
             f"{path}: nothing to train on: by their names {rows.some(names)} are for validation or test. "
             "Rename one (train.jsonl), or name a file with --dataset."
         )
-    loaded: dict[str, Any] = {}
+    loaded: dict[Any, Any] = {}
     for split, keys in found.items():
         what = str(path) if len(found) == 1 else f"the {split} split of {path}"
         loaded[split], skipped = _documents(keys, data, labelled, what, split == "train" and data.streaming)
         notes += skipped
-    return Splits(**loaded, notes=notes)
+    return loaded, notes
 
 
-def load_validation(path: Path, data: Source, labelled: bool) -> rows.Documents:
+def load_validation(path: Path, data: Source, labelled: bool) -> Documents:
     """The documents of ``data.validation_dataset``, and notes: of files that are named so, where there are, else all.
 
     Raises:
@@ -92,7 +83,7 @@ def load_validation(path: Path, data: Source, labelled: bool) -> rows.Documents:
     return documents, notes + skipped
 
 
-def _documents(files: tuple[FileKey, ...], data: Source, labelled: bool, what: str, streams: bool) -> rows.Documents:
+def _documents(files: tuple[FileKey, ...], data: Source, labelled: bool, what: str, streams: bool) -> Documents:
     from datasets import IterableDataset
 
     if labelled and not readers.has_records(files[0][1]):
@@ -116,7 +107,7 @@ def _documents(files: tuple[FileKey, ...], data: Source, labelled: bool, what: s
     return rows.settle(found, data, labelled, what)
 
 
-def _find(path: Path) -> tuple[dict[str, tuple[FileKey, ...]], tuple[str, ...]]:
+def _find(path: Path) -> tuple[dict[str | None, tuple[FileKey, ...]], tuple[str, ...]]:
     """A single file, or the files of each split that a folder's names tell; and notes about files that are not read."""
     if not path.is_dir():
         suffix = path.suffix.lower()
@@ -153,16 +144,17 @@ def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> tuple[lis
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix()), outside
 
 
-def _by_split(folder: Path, files: Sequence[Path], are_records: bool) -> dict[str, list[Path]]:
-    """Files by the split that their names tell; those that name none are left out where some are named train."""
+def _by_split(folder: Path, files: Sequence[Path], are_records: bool) -> dict[str | None, list[Path]]:
+    """Files by the split that their names tell; those that name none (None) are left out where some are named train."""
     named = {file: _split_in_words(file.relative_to(folder)) for file in files}
     if not are_records and None in named.values():
-        # The name of a text may be its title, and "test" a word of that.
-        named = {file: _split_at_top(file.relative_to(folder)) for file in files}
-    splits: dict[str, list[Path]] = {}
+        # The name of a text may be its title, and "test" a word of that: only whole names at the top count.
+        tops = [_SHARD.sub("", file.relative_to(folder).with_suffix("").parts[0]).lower() for file in files]
+        named = {file: _SPLIT_NAMES.get(top) for file, top in zip(files, tops, strict=True)}
+    splits: dict[str | None, list[Path]] = {}
     for file, split in named.items():
         if split or "train" not in named.values():
-            splits.setdefault(split or _UNNAMED, []).append(file)
+            splits.setdefault(split, []).append(file)
     return splits
 
 
@@ -172,11 +164,6 @@ def _split_in_words(file: Path) -> str | None:
         if splits := [_SPLIT_NAMES[word] for word in _WORD.findall(part.lower()) if word in _SPLIT_NAMES]:
             return splits[-1]
     return None
-
-
-def _split_at_top(file: Path) -> str | None:
-    """The split that is the whole name at the top, except for the number of a shard."""
-    return _SPLIT_NAMES.get(_SHARD.sub("", file.with_suffix("").parts[0]).lower())
 
 
 def load_stdlib() -> Splits:
@@ -189,16 +176,15 @@ def load_stdlib() -> Splits:
 
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, _ = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
-    keys = tuple(
-        readers.file_key(file, file.relative_to(folder).as_posix()) for file in found if file.suffix in STDLIB_SUFFIXES
-    )
+    texts = [file for file in found if file.suffix in STDLIB_SUFFIXES]
+    keys = tuple(readers.file_key(file, file.relative_to(folder).as_posix()) for file in texts)
     columns = Features({name: Value("string") for name in ("text", "source")})
-    documents = rows.cached(stdlib_rows, columns, files=keys, version=STDLIB_VERSION)
+    documents = rows.cached(stdlib_rows, columns, files=keys, version=rows.FORMAT)
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
     size, python = sum(key[2] for key in keys) / 1e6, platform.python_version()
     note = f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {python}"
-    return Splits(documents, notes=(note,))
+    return {"train": documents}, (note,)
 
 
 def stdlib_rows(files: Sequence[FileKey], version: int) -> Iterator[dict[str, str]]:

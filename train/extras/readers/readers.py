@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from train.extras.readers.rows import Problem, row
+from train.extras.readers.rows import ROWS_IN_MEMORY, Problem, row
 from train.records import UserError
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -25,7 +25,7 @@ _CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", 
 TEXT_SUFFIXES = _MARKUP + _CODE
 
 LONGEST_TEXT_BYTES = 2**31 - 1
-PARQUET_ROWS_AT_ONCE = 64
+_TOO_LONG = Problem("larger than 2 GiB", "cut it with --sample_by paragraph or line")
 
 FileKey = tuple[str, str, int, int]
 """Name to show, absolute path, bytes and time of the last change (ns): changes whenever the file does."""
@@ -34,11 +34,7 @@ Found = Iterator[tuple[int | str | None, Any]]
 
 
 def file_key(path: Path, shown: str | None = None) -> FileKey:
-    """The identity of a file's present content.
-
-    Raises:
-        UserError: the file is missing or access is denied.
-    """
+    """The identity of a file's present content; raises UserError where it is missing or access is denied."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -82,11 +78,8 @@ def read_documents(path: Path, sample_by: str) -> Found:
     """The documents of a text file: the whole file, its paragraphs (separated by blank lines) or its lines."""
     with path.open("rb") as file:
         for line, raw in _blocks(file, sample_by):
-            if len(raw) > LONGEST_TEXT_BYTES:
-                yield None, Problem("larger than 2 GiB", "cut it with --sample_by paragraph or line")
-                continue
-            text = _decode(raw, line)
-            record = text if isinstance(text, Problem) else {"text": text.replace("\r\n", "\n")}
+            found = _TOO_LONG if len(raw) > LONGEST_TEXT_BYTES else _decode(raw, line)
+            record = found if isinstance(found, Problem) else {"text": found.replace("\r\n", "\n")}
             yield (None if sample_by == "document" else line), record
 
 
@@ -112,7 +105,7 @@ def _decode(raw: bytes, first_line: int) -> str | Problem:
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
         column = error.start - raw.rfind(b"\n", 0, error.start)
-        return Problem("not UTF-8", f"byte 0x{raw[error.start]:02x} is the {column}. of line {line}")
+        return Problem("not UTF-8", f"byte 0x{raw[error.start]:02x} in line {line}, column {column}")
 
 
 def _read_jsonl(path: Path) -> Found:
@@ -165,10 +158,8 @@ def _read_csv(path: Path, delimiter: str) -> Found:
     """Rows under a header line; a quoted field may run over several lines.
 
     A quote that is not closed would swallow all lines up to the next quote or to the end of the file. Only the line
-    that opens it is lost: reading resumes at the line after it.
-
-    Raises:
-        UserError: a header that cannot be read or names a column twice.
+    that opens it is lost: reading resumes at the line after it. A header that cannot be read or names a column twice
+    raises UserError.
     """
     csv.field_size_limit(LONGEST_TEXT_BYTES)  # of the whole process; the default is 131,072 characters
     header: list[str] | None = None
@@ -222,16 +213,12 @@ _BAD_BYTE = re.compile("[\udc80-\udcff]")
 
 def _check_names(path: Path, names: Sequence[str]) -> list[str]:
     if twice := sorted({name for name in names if name and names.count(name) > 1}):
-        raise UserError(f"{path}: the column {', '.join(map(repr, twice))} stands twice. Rename one.")
+        raise UserError(f"{path}: the column {', '.join(map(repr, twice))} appears twice. Rename one.")
     return list(names)
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
-    """Rows, counted from 1, a few at a time.
-
-    Raises:
-        UserError: two columns have one name.
-    """
+    """Rows, counted from 1, a few at a time; raises UserError where two columns have one name."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -240,9 +227,13 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
         with pq.ParquetFile(path) as file:
             names = _check_names(path, file.schema_arrow.names)
             wanted = list(columns) if set(columns) <= set(names) else None  # all: the message tells their names
-            for batch in file.iter_batches(PARQUET_ROWS_AT_ONCE, columns=wanted):
-                for record in batch.to_pylist():
+            for batch in file.iter_batches(ROWS_IN_MEMORY, columns=wanted):
+                for index in range(batch.num_rows):
                     number += 1
+                    try:
+                        record: Any = batch.slice(index, 1).to_pylist()[0]
+                    except UnicodeDecodeError as error:
+                        record = Problem("not UTF-8", f"byte 0x{error.object[error.start]:02x}")
                     yield number, record
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files raise them
         if isinstance(error, OSError) and error.errno:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 Documents = tuple[Any, tuple[str, ...]]
 """A Dataset, or an IterableDataset under ``streaming``, and notes on the records that were left out."""
 
+Splits = tuple[dict[str, Any], tuple[str, ...]]
+"""Such datasets by the split (train, validation, test) that they are for, and the notes on all."""
+
 EMPTY = "empty document"
-EXAMPLES_SHOWN = 3
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column."
 
 HELD_OUT_OF_STREAM = 100
@@ -37,16 +39,6 @@ ROWS_IN_MEMORY = 64
 """Documents can be megabytes each: the library's default of 1,000 at a time would need gigabytes."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Splits:
-    """The splits of a source; one that it does not have is None."""
-
-    train: datasets.Dataset | datasets.IterableDataset
-    validation: datasets.Dataset | None = None
-    test: datasets.Dataset | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,7 @@ def _check(record: Any, text_column: str, label_column: str | None) -> dict[str,
     if "\0" in text:
         return Problem("a NUL character", f"at position {text.index(chr(0))} of {text_column!r}")
     if not _encodable(text):
-        return Problem("half a surrogate pair, which is no character", f"in {text_column!r}")
+        return Problem("half a surrogate pair, which is not a character", f"in {text_column!r}")
     label = _label(record[label_column], label_column) if label_column is not None else None
     if isinstance(label, Problem):
         return label
@@ -123,9 +115,7 @@ def _encodable(value: str) -> bool:
     return True
 
 
-def cached(
-    generator: Callable[..., Iterator[dict[str, Any]]], columns: datasets.Features, **key: Any
-) -> datasets.Dataset:
+def cached(generator: Callable[..., Iterator[Any]], columns: datasets.Features, **key: Any) -> datasets.Dataset:
     """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when they were built before.
 
     Raises:
@@ -134,7 +124,7 @@ def cached(
     from datasets import Dataset
 
     try:
-        with errors_of_people():
+        with user_errors():
             # datasets would split a list into shards; keys are therefore made of tuples.
             return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
     except ValueError:
@@ -145,12 +135,8 @@ def cached(
 
 
 @contextlib.contextmanager
-def errors_of_people() -> Iterator[None]:
-    """Turns the library's error into the UserError or the OSError that caused it, as one message.
-
-    Raises:
-        UserError: the one that was raised below, or a file that cannot be read or written.
-    """
+def user_errors() -> Iterator[None]:
+    """Turns the library's error into the UserError that caused it, or into one if a file or disk did."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -160,8 +146,7 @@ def errors_of_people() -> Iterator[None]:
         if isinstance(cause, UserError):
             raise cause from None
         if isinstance(cause, OSError):
-            where = cause.filename or "reading the data"
-            raise UserError(f"{where}: {cause.strerror or cause}.") from None
+            raise UserError(f"{cause.filename or 'reading the data'}: {cause.strerror or cause}.") from None
         raise
 
 
@@ -224,8 +209,8 @@ def _notes(problems: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of ``names``, for a message."""
-    return ", ".join(names[:EXAMPLES_SHOWN]) + (", ..." if len(names) > EXAMPLES_SHOWN else "")
+    """The first three of ``names``, for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _with_one_label(rows: datasets.Dataset) -> datasets.Dataset:
@@ -262,10 +247,3 @@ def _is_usable(found: Mapping[str, Any], data: Source, label: str | None) -> boo
     if problem["problem"] != EMPTY:
         logger.warning("skipped %s: %s", problem["source"], problem["problem"])
     return False
-
-
-def in_memory(documents: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
-    """A few documents as a Dataset."""
-    from datasets import Dataset
-
-    return Dataset.from_list([dict(document) for document in documents])

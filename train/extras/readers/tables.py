@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from train.extras.readers import Source
 
 _SECRET = re.compile(r"hf_\w+|(?<=\?)\S+|(?i:(?<=bearer )\S+)")
-_LONGEST_REASON = 400
 
 
 def load_named(data: Source, labelled: bool) -> rows.Splits:
@@ -29,7 +28,7 @@ def load_named(data: Source, labelled: bool) -> rows.Splits:
     Raises:
         UserError: it cannot be reached or has no such configuration, split or column; or a bad record.
     """
-    from datasets import get_dataset_split_names, load_dataset
+    from datasets import Dataset, get_dataset_split_names, load_dataset
 
     name, configuration = data.dataset, data.dataset_config
     chosen = _choose(_ask(data, lambda: get_dataset_split_names(name, configuration)), data, name)
@@ -38,25 +37,21 @@ def load_named(data: Source, labelled: bool) -> rows.Splits:
         chosen.pop("test", None)
 
     def load_split(role: str, split: str) -> rows.Documents:
-        what = f"{name}[{split}]"
         loaded = _ask(data, lambda: load_dataset(name, configuration, split=split, streaming=data.streaming))
         if not data.streaming:
-            return _documents(loaded, data, labelled, what)
-        documents, _ = _ask(data, lambda: _documents(loaded, data, labelled, what))
+            return _documents(loaded, data, labelled, name, split)
+        documents, _ = _ask(data, lambda: _documents(loaded, data, labelled, name, split))
         if role == "train":
             return documents, ()
         head = _ask(data, lambda: list(islice(documents, data.max_eval_samples or rows.HELD_OUT_OF_STREAM)))
-        return rows.in_memory(head), (f"streaming: validating on the first {len(head)} documents of {what}",)
+        note = f"streaming: validating on the first {len(head)} documents of {name}[{split}]"
+        return Dataset.from_list(head), (note,)
 
     return _gather(chosen, load_split)
 
 
 def _ask(data: Source, question: Callable[[], Any]) -> Any:
-    """The answer to ``question``.
-
-    Raises:
-        UserError: whatever kept the dataset from being loaded, with advice.
-    """
+    """The answer to ``question``, or a UserError that tells, with advice, what kept the dataset from being loaded."""
     from datasets import config
 
     try:
@@ -65,7 +60,7 @@ def _ask(data: Source, question: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
-        reason = shorten(_SECRET.sub("***", str(error)), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
+        reason = shorten(_SECRET.sub("***", str(error)), 400, placeholder=" ...") or type(error).__name__
         advice = "A local file or folder is given by its path; a configuration by --dataset_config."
         if config.HF_HUB_OFFLINE:
             advice = "HF_HUB_OFFLINE is set: unset it to download, or give a local file or folder."
@@ -91,9 +86,9 @@ def load_saved(path: Path, data: Source, labelled: bool) -> rows.Splits:
     saved = _from_disk(path)
 
     def load_split(role: str, split: str) -> rows.Documents:
-        loaded = saved[split]
+        loaded = _split_of(saved, split, path)
         streams = role == "train" and data.streaming
-        return _documents(loaded.to_iterable_dataset() if streams else loaded, data, labelled, _shown(path, split))
+        return _documents(loaded.to_iterable_dataset() if streams else loaded, data, labelled, path, split)
 
     return _gather({"train": ""} if "" in saved else _choose(list(saved), data, str(path)), load_split)
 
@@ -107,9 +102,13 @@ def load_saved_validation(path: Path, data: Source, labelled: bool) -> rows.Docu
     saved = _from_disk(path)
     split = data.validation_split or next((name for name in ("validation", *saved) if name in saved), "validation")
     split = "" if "" in saved else split
-    if split not in saved:
-        raise UserError(f"{path}: no split {split!r}; it has {', '.join(saved)}. Name one with --validation_split.")
-    return _documents(saved[split], data, labelled, _shown(path, split))
+    return _documents(_split_of(saved, split, path), data, labelled, path, split)
+
+
+def _split_of(saved: dict[Any, Any], split: str, path: Path) -> Any:
+    if split not in saved:  # an expression such as train[:10%] is for the Hub
+        raise UserError(f"{path}: no split {split!r}; it has {', '.join(saved)}. Name one of these.")
+    return saved[split]
 
 
 def _from_disk(path: Path) -> dict[Any, Any]:
@@ -124,15 +123,12 @@ def _from_disk(path: Path) -> dict[Any, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {"": loaded}
 
 
-def _shown(path: Path, split: str) -> str:
-    return f"{path}[{split}]" if split else str(path)
-
-
-def _documents(loaded: Any, data: Source, labelled: bool, what: str) -> rows.Documents:
+def _documents(loaded: Any, data: Source, labelled: bool, name: Any, split: str) -> rows.Documents:
     """The good records of a Dataset or an IterableDataset as documents, and notes on those left out."""
     from datasets import Dataset, config
     from datasets.fingerprint import Hasher
 
+    what = f"{name}[{split}]" if split else str(name)
     label_column = data.label_column if labelled else None
     names = getattr((loaded.features or {}).get(label_column), "names", None)
     key = {"text_column": data.text_column, "label_column": label_column, "names": names, "what": what}
@@ -155,7 +151,7 @@ def _documents(loaded: Any, data: Source, labelled: bool, what: str) -> rows.Doc
         folder.mkdir(parents=True, exist_ok=True)
         options = {"cache_file_name": str(folder / f"{digest}.arrow"), "new_fingerprint": digest}
         options |= {"writer_batch_size": rows.ROWS_IN_MEMORY, "desc": f"Checking {what}"}
-    with rows.errors_of_people():
+    with rows.user_errors():
         judged = loaded.map(
             judge, with_indices=True, remove_columns=wanted, features=rows.features(), fn_kwargs=key, **options
         )
@@ -163,12 +159,7 @@ def _documents(loaded: Any, data: Source, labelled: bool, what: str) -> rows.Doc
 
 
 def judge(
-    record: Mapping[str, Any],
-    index: int,
-    text_column: str,
-    label_column: str | None,
-    names: Sequence[str] | None,
-    what: str,
+    record: Mapping[str, Any], index: int, text_column: str, label_column: str | None, names: Any, what: str
 ) -> dict[str, Any]:
     """One record of a dataset as a row, its class by name; a class out of range (-1: a hidden label) is empty."""
     if names is not None and label_column is not None:
@@ -181,11 +172,9 @@ def judge(
 def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
     """Which of a dataset's splits (``names``) to train on, validate on and test on, as far as it has them.
 
-    Raises:
-        UserError: a split that is not there, or one that would be trained and validated on.
+    Raises UserError for a split that is not there, and for one that would be trained and validated on.
     """
-    train = data.dataset_split
-    validation = data.validation_split
+    train, validation = data.dataset_split, data.validation_split
     if validation is None and "validation" in names and "validation" not in _names_in(train):
         validation = "validation"
     for flag, split in (("--dataset_split", train), ("--validation_split", validation)):
@@ -204,11 +193,7 @@ def _names_in(split: str) -> list[str]:
 
 
 def _gather(chosen: Mapping[str, str], load_split: Callable[[str, str], rows.Documents]) -> rows.Splits:
-    """The splits that ``load_split(role, split)`` gives, and all notes.
-
-    Raises:
-        UserError: ``load_split`` failed for training or validation.
-    """
+    """The splits that ``load_split(role, split)`` gives; one to test on that it refuses is left out with a note."""
     loaded: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
     for role, split in chosen.items():
@@ -220,4 +205,4 @@ def _gather(chosen: Mapping[str, str], load_split: Callable[[str, str], rows.Doc
                 raise
             more = (f"left out the test split: {error}",)
         notes += more
-    return rows.Splits(**loaded, notes=notes)
+    return loaded, notes

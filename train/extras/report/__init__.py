@@ -59,13 +59,25 @@ class Room(Extra):
             scalars = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
             log_to_trackers(run.accelerator, scalars, step)
 
+    def summary(self, run: Run) -> dict[str, Any]:
+        from train.extras.report.machine import hardware, versions
+
+        return {"hardware": hardware(), "versions": versions()}
+
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         outputs, own = run.outputs, run.config.of(Options)
         if not outputs.is_main:
             return
         from train.extras.report.model_card import model_card
         from train.extras.report.page import write_report
+        from train.extras.report.sample import references
 
+        figures = summary["result"]["validation"]
+        known = references(list(parts.data.corpus.validation["text"])) if "bits_per_byte" in figures else {}
+        if known:
+            said = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
+            outputs.say(f"for comparison, bits per byte of the same text: {said}")
+        summary["references"] = known
         sample = _sample(run, parts) if run.launch.has_whole_weights else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
@@ -81,11 +93,13 @@ class Room(Extra):
 
 def _sample(run: Run, parts: Parts) -> str | None:
     """What the model writes; a failing sample must not lose a trained model."""
+    from train.extras.report.sample import sample
+
     data, state = parts.data, parts.state
     try:
         with run.accelerator.autocast(), run.extras.inside("sampling", state.model):
             text = data.corpus.validation[0]["text"]
-            return data.task.sample(state.model, data.tokenizer, text, run.config.optimization.seed)
+            return sample(run, data.task, state.model, data.tokenizer, text)
     except Exception as error:  # of whatever model a person brings
         run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")
         return None

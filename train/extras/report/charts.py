@@ -89,11 +89,11 @@ class _Plot:
 
 def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     """The charts for which ``metrics`` hold at least one point; ``summary`` gives limits and reference values."""
-    training = [row for row in metrics if row.get("kind") == "train"]
+    training = [row for row in metrics if row["kind"] == "train"]
     held_out: dict[str, list[Row]] = {}
     for row in metrics:
-        if row.get("kind") == "evaluation":
-            held_out.setdefault(str(row.get("split", "validation")), []).append(row)
+        if row["kind"] == "evaluation":
+            held_out.setdefault(row["split"], []).append(row)
 
     def trained(name: str, label: str | None = None) -> _Curve:
         return _Curve(points(training, name), FIRST, label)
@@ -129,7 +129,7 @@ def _gradient_norm(training: Sequence[Row], metrics: Sequence[Row], limit: float
     """Crosses mark the steps that were skipped because their gradient was not finite."""
     norms = [(step, value) for step, value in points(training, "grad_norm") if value > 0]
     skipped = {row["step"] for row in training if row.get("grad_norm", 0) is None}
-    skipped |= {row["step"] for row in metrics if row.get("kind") == "skipped"}
+    skipped |= {row["step"] for row in metrics if row["kind"] == "skipped"}
 
     def finish(axes: Axes) -> None:
         if limit is not None:

@@ -68,76 +68,59 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def write_report(config: Config, task: type[Task], summary: Mapping[str, Any], sample: str | None = None) -> Path:
-    """Writes ``report.html`` into the output folder, one page that needs no other file, and returns its path.
-
-    Args:
-        config: the resolved configuration.
-        task: whose title names what was trained.
-        summary: as in ``summary.json``; every key may be missing.
-        sample: text that the trained model wrote.
+    """Writes :func:`page` to ``report.html`` in the output folder, next to ``metrics.jsonl``, and returns its path.
 
     Raises:
         UserError: the disk is full or the folder cannot be written, or ``metrics.jsonl`` is damaged.
     """
     folder = Path(config.output.output_dir)
-    title = config.of(Options).run_name or folder.name
-    metrics = read_metrics(folder / "metrics.jsonl")
-    html = page(title, dump(config), summary, metrics, sample, task.title or words(task.name))
-    write_whole(folder / "report.html", html)
+    write_whole(folder / "report.html", page(config, task, summary, read_metrics(folder / "metrics.jsonl"), sample))
     return folder / "report.html"
 
 
 def page(
-    title: str,
-    config_yaml: str,
-    summary: Mapping[str, Any],
-    metrics: Sequence[Row],
-    sample: str | None = None,
-    task_title: str = "",
+    config: Config, task: type[Task], summary: Mapping[str, Any], metrics: Sequence[Row], sample: str | None = None
 ) -> str:
-    """The whole page; everything that comes from the run is escaped, everything missing is left out.
+    """One page that needs no other file; everything that comes from the run is escaped, everything missing left out.
 
     Args:
-        title: heading of the page.
-        config_yaml: the resolved configuration.
+        config: the resolved configuration.
+        task: whose title names what was trained.
         summary: as in ``summary.json``.
         metrics: rows of ``metrics.jsonl``.
         sample: text that the trained model wrote.
-        task_title: the kind of model in words, such as "causal language".
     """
-    latest = {(row.get("split", "validation"), row["step"]): row for row in metrics if row.get("kind") == "evaluation"}
+    latest = {(row["split"], row["step"]): row for row in metrics if row["kind"] == "evaluation"}
     evaluations = sorted(latest.values(), key=lambda row: row["step"])  # one row per split and step, the later of two
     labels = [str(name) for name in summary.get("label_names") or ()]
     notes = [*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])]
     listed = "".join(f"<li>{escape(str(note))}</li>" for note in notes)
-    settings = "<summary>Every setting of this run; saved as config.yaml, re-runs it</summary>"
+    settings = f"<summary>Every setting of this run; saved as config.yaml, re-runs it</summary>{_pre(dump(config))}"
     sections = [
         _cards(summary),
         section_html("Curves", figures_html(charts(metrics, summary))),
         section_html("Evaluations", _evaluations(evaluations, summary.get("best_step"))),
         section_html("Confusion matrix", _confusion_matrix(evaluations, labels)),
         section_html("Most frequent confusions", _confusions(evaluations, labels)),
-        section_html("Sample", sample and f'<div class="box"><pre>{escape(sample)}</pre></div>'),
+        section_html("Sample", sample and f'<div class="box">{_pre(sample)}</div>'),
         section_html("Notes", listed and f"<ul>{listed}</ul>"),
-        section_html(
-            "Configuration",
-            config_yaml and f'<details class="box">{settings}<pre>{escape(config_yaml)}</pre></details>',
-        ),
+        section_html("Configuration", f'<details class="box">{settings}</details>'),
         section_html("Machine and versions", facts_html(machine_facts(summary))),
     ]
+    title = escape(config.of(Options).run_name or Path(config.output.output_dir).resolve().name)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
+<title>{title}</title>
 <style>{CSS}</style>
 </head>
 <body>
 <main>
-<h1>{escape(title)}</h1>
-<p class="glance">{escape(_glance(summary, evaluations, task_title))}</p>
+<h1>{title}</h1>
+<p class="glance">{escape(_glance(task, summary, evaluations))}</p>
 {"".join(sections)}<footer>
 Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in the same folder.</footer>
 </main>
@@ -146,10 +129,14 @@ Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in
 """
 
 
-def _glance(summary: Mapping[str, Any], evaluations: Sequence[Row], task_title: str) -> str:
+def _pre(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
     """What happened, in a sentence or two."""
     parts = [
-        f"Trained a {task_title} model" if task_title else "Trained a model",
+        f"Trained a {task.title or words(task.name)} model",
         shown(summary, "num_parameters", lambda value: f"of {count(value)} parameters"),
         shown(summary, "steps", lambda value: f"for {value:,} step{'' if value == 1 else 's'}"),
         shown(summary, "tokens", lambda value: f"on {count(value)} tokens"),
@@ -157,7 +144,7 @@ def _glance(summary: Mapping[str, Any], evaluations: Sequence[Row], task_title: 
         f"on {_device(summary)}" if _device(summary) else None,
     ]
     text = " ".join(filter(None, parts)) + "."
-    losses = [row["loss"] for row in evaluations if row.get("split", "validation") == "validation" and row.get("loss")]
+    losses = [row["loss"] for row in evaluations if row["split"] == "validation" and row.get("loss")]
     if len(losses) > 1:
         text += f" Validation loss went from {number(losses[0])} to {number(losses[-1])}."
     return text
@@ -172,13 +159,12 @@ def _cards(summary: Mapping[str, Any]) -> str:
     batch = shown(summary, "global_batch_size", lambda examples: f"of {count(examples)} examples")
     length = shown(summary, "max_length", "at most {:,} per example".format)
     padding = shown(summary, "padding_share", "{:.1%} padding".format)
+    mfu = shown(summary, "mfu", "MFU {:.1%}".format)
     full = summary.get("mixed_precision") in ("no", "fp32")
     precision = "fp32" if full else shown(summary, "mixed_precision", "{} mixed precision".format)
     cards = [
         _card(words(summary.get("metric_name") or ""), shown(summary, "metric_value", number), best),
-        _card(
-            "Tokens per second", shown(summary, "tokens_per_second", count), shown(summary, "mfu", "MFU {:.1%}".format)
-        ),
+        _card("Tokens per second", shown(summary, "tokens_per_second", count), mfu),
         _card("Peak memory", shown(summary, "peak_allocated_bytes", gib), memory),
         _card("Training time", shown(summary, "training_seconds", duration), epochs),
         _card("Steps", shown(summary, "steps", number), batch),
@@ -222,8 +208,8 @@ def figures_html(drawn: Sequence[Chart]) -> str:
 def facts_html(values: Mapping[str, Any]) -> str:
     """A table of names and values."""
     cells = [f'<th scope="row">{escape(name)}</th><td>{escape(str(value))}</td>' for name, value in values.items()]
-    rows = [f"<tr>{pair}</tr>" for pair in cells]
-    return f'<div class="box"><table class="facts"><tbody>{"".join(rows)}</tbody></table></div>' if rows else ""
+    rows = "".join(f"<tr>{pair}</tr>" for pair in cells)
+    return f'<div class="box"><table class="facts"><tbody>{rows}</tbody></table></div>' if rows else ""
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[Any]], best: Collection[int] = ()) -> str:
@@ -244,11 +230,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Any]], best: Collection
 def _evaluations(evaluations: Sequence[Row], best_step: int | None) -> str:
     """All evaluations, a column per scalar that any of them has; the best one in bold."""
     names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time"))
-    best = [
-        place
-        for place, row in enumerate(evaluations)
-        if row["step"] == best_step and row.get("split", "validation") == "validation"
-    ]
+    best = [i for i, row in enumerate(evaluations) if (row["split"], row["step"]) == ("validation", best_step)]
     return _table([words(name) for name in names], [[row.get(name) for name in names] for row in evaluations], best)
 
 
@@ -292,4 +274,4 @@ def _last_with(name: str, evaluations: Sequence[Row]) -> Row | None:
 
 
 def _where(row: Row) -> str:
-    return f"{row.get('split', 'validation')} at step {row['step']:,}"
+    return f"{row['split']} at step {row['step']:,}"

@@ -1,9 +1,9 @@
 """What each way to use several devices exchanges in an optimizer step, and what training state each device keeps.
 
-Formulas, for devices that are not there. ``scripts/benchmarks/communication.py`` compares them with processes that run.
-The ways: DDP (arXiv 2006.15704), ZeRO (1910.02054), FSDP (2304.11277), tensor parallelism (Megatron-LM, 1909.08053),
-ring attention (2310.01889), Ulysses (2309.14509). Where an implementation differs from its paper, the formula is that
-of the implementation, and says so.
+Formulas for devices that this machine does not have. ``communication.py`` compares them with processes that run. They
+cover DDP (arXiv 2006.15704), ZeRO (1910.02054), FSDP (2304.11277), tensor parallelism (Megatron-LM, 1909.08053),
+ring attention (2310.01889) and Ulysses (2309.14509). Where an implementation differs from its paper, the formula
+follows the implementation, and a comment says so.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import nn
 from train.extras.meter.throughput import flops_per_token, model_flops_per_token
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that DDP sends at once."""
+"""Of gradients, that DDP sends in one call."""
 FP32_BYTES = 4
 CUT_BY_COLUMNS = 5
-"""Matrices of a Llama's layer that give parts of what they give: of queries, keys, values, and two of the MLP."""
+"""Matrices of a Llama's layer whose output is split by columns: queries, keys, values, and two of the MLP."""
 MOMENTS = 2
 """Numbers that AdamW keeps per parameter."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a decoder decides how much its devices exchange."""
+    """The sizes of a decoder that decide how much its devices exchange."""
 
     num_parameters: int
-    """A table that is used twice is counted once."""
+    """Tied embeddings are counted once."""
     layer_parameters: int
     """Of all layers together, which are sharded one by one; the rest is embedding, head and last norm."""
     multiplied_parameters: int
-    """All but those that are only looked up."""
+    """All except embeddings that are only looked up."""
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -48,7 +48,7 @@ class Shape:
 
 
 def shape_of(network: nn.Module) -> Shape:
-    """The shape of a decoder of transformers, on whatever device, before it is sharded."""
+    """The shape of a transformers decoder on any device, before it is sharded."""
     config: Any = network.config
     classes = set(getattr(network, "_no_split_modules", None) or ())
     layers = [module for module in network.modules() if type(module).__name__ in classes]
@@ -93,7 +93,7 @@ class Division:
 
     @property
     def state_shards(self) -> int:
-        """Devices that what is sharded is spread over: those that share a sequence take part."""
+        """Devices over which sharded tensors are spread; those that share a sequence take part."""
         return self.shards * self.context * self.sequence
 
 
@@ -102,17 +102,17 @@ class Work:
     """What one device does in an optimizer step."""
 
     tokens: int
-    """Of a micro-batch, that pass through this device's layers: its part of a sequence that is shared; with tensor
-    parallelism all tokens of its group."""
+    """Of a micro-batch, that pass through this device's layers: its part of a shared sequence; with tensor parallelism
+    all tokens of its group."""
     accumulation_steps: int = 1
     precision: str = "bf16"
-    """no, fp16 or bf16. Weights, gradients and optimizer state are kept in fp32, but for ZeRO."""
+    """no, fp16 or bf16. Weights, gradients and optimizer state are kept in fp32, except with ZeRO."""
     checkpointing: str = "none"
-    """none or full: each layer is computed again in backward."""
+    """none, or full: each layer is computed again in backward."""
 
     @property
     def product_bytes(self) -> int:
-        """Of one number that is multiplied: an activation, or a weight that was gathered."""
+        """Of one number in a matrix product: an activation or a gathered weight."""
         return FP32_BYTES if self.precision == "no" else 2
 
 
@@ -128,22 +128,22 @@ class Collective:
     group_size: int
     calls: int
     payload_bytes: int
-    """Of all calls: what is there after an all-gather, and what one device puts into any other."""
+    """Of all calls: the result of an all-gather; for any other operation what one device puts in."""
     phase: str
     """forward, backward or update."""
     overlaps: bool
-    """Whether a device computes meanwhile."""
+    """Whether the device computes at the same time."""
 
     @property
     def sent_bytes(self) -> int:
-        """What one device sends; in a ring, where something is gathered or reduced."""
+        """What one device sends; gathers and reductions run as rings."""
         others = (self.group_size - 1) / self.group_size
         factor = {"all_reduce": 2 * others, "send": 1.0}.get(self.operation, others)
         return round(factor * self.payload_bytes)
 
 
 def collectives(shape: Shape, division: Division, work: Work) -> list[Collective]:
-    """What one device exchanges in an optimizer step; left out are a few bytes for counts and norms."""
+    """What one device exchanges in an optimizer step, without a few bytes for counts and norms."""
     found = [*_of_weights(shape, division, work), *_of_activations(shape, division, work)]
     return [collective for collective in found if collective.group_size > 1 and collective.calls]
 
@@ -154,7 +154,7 @@ def sent_bytes(shape: Shape, division: Division, work: Work) -> int:
 
 
 def _parameters(shape: Shape, division: Division) -> tuple[int, int]:
-    """(all, in layers) of which a device's group knows; tensor parallelism divides all but the norms."""
+    """(all, in layers) parameters of a device's group; tensor parallelism divides all except the norms."""
     return shape.num_parameters // division.tensor, shape.layer_parameters // division.tensor
 
 
@@ -179,7 +179,7 @@ def _of_weights(shape: Shape, division: Division, work: Work) -> Iterator[Collec
         yield Collective("weights", "all_gather", *shards, calls, size, "backward", True)
         yield Collective("gradients", "reduce_scatter", *shards, calls, size, "backward", True)
         return
-    if division.reshard_after_forward:  # what is in no layer stays gathered from forward to backward
+    if division.reshard_after_forward:  # weights outside the layers stay gathered from forward to backward
         size = windows * layers * each
         yield Collective("weights", "all_gather", *shards, calls - windows, size, "backward", True)
     size = windows * everything * FP32_BYTES  # this template's policy: gradients are summed in fp32
@@ -193,9 +193,9 @@ def _of_activations(shape: Shape, division: Division, work: Work) -> Iterator[Co
     calls, each = work.accumulation_steps * shape.num_layers, work.product_bytes
     passes = (("forward", 1), ("backward", 2 if work.checkpointing == "full" else 1))
 
-    # As this template divides a Llama: what attention and the MLP give, and the looked up embedding, is summed in
-    # forward; in backward what each layer gives that is cut by columns, and the head, each on its own and in fp32.
-    # Computing a layer again ends before its last sum.
+    # As this template divides a Llama: forward sums the outputs of attention and of the MLP, and the embedding;
+    # backward sums the gradients of the inputs of each matrix cut by columns, and of the head, one by one and in fp32.
+    # Recomputing a layer ends before its last sum.
     group, size, windows = ("tensor", division.tensor), work.tokens * shape.hidden_size, work.accumulation_steps
     again = calls if work.checkpointing == "full" else 0
     sums = 2 * calls * each + windows * FP32_BYTES
@@ -204,8 +204,8 @@ def _of_activations(shape: Shape, division: Division, work: Work) -> Iterator[Co
     yield Collective("their gradients", "all_reduce", *group, number, number * FP32_BYTES * size, "backward", False)
     yield Collective("activations", "all_reduce", *group, again, again * each * size, "backward", False)
 
-    # As torch does it with accelerate's cp_comm_strategy allgather: keys and values are gathered, for backward once
-    # more; their gradients go round as often as there are devices, in fp32.
+    # As torch does it with accelerate's cp_comm_strategy allgather: keys and values are gathered in forward and again
+    # in backward; their gradients travel around the ring in fp32, one hop for each device.
     group, mine = ("context", division.context), 2 * work.tokens * shape.num_key_value_heads * shape.head_size
     for phase, times in passes:
         size = times * calls * mine * each * division.context
@@ -213,8 +213,8 @@ def _of_activations(shape: Shape, division: Division, work: Work) -> Iterator[Co
     hops = calls * division.context
     yield Collective("their gradients", "send", *group, hops, hops * mine * FP32_BYTES, "backward", False)
 
-    # Queries, keys, values and the output change from tokens of all heads to heads of all tokens, or back. Where there
-    # are fewer heads of keys than devices, each is sent to several.
+    # Queries, keys and values change from a part of the tokens with all heads to all tokens with a part of the heads,
+    # and the output back. With fewer key heads than devices, each is sent to several.
     group = ("sequence", division.sequence)
     heads = 2 * shape.num_heads + 2 * max(shape.num_key_value_heads, division.sequence)
     for phase, times in passes:
@@ -231,7 +231,7 @@ class State:
     """From the first backward to the update."""
     optimizer_state: int
     buckets: int = 0
-    """Second home of DDP's gradients."""
+    """DDP's copies of the gradients."""
     host: int = 0
     """In the host's memory, for each device."""
 
@@ -242,7 +242,7 @@ class State:
 
 
 def state_of(shape: Shape, division: Division, work: Work) -> State:
-    """What one device keeps. Weights that are gathered for a moment are left to :mod:`train.memory.predict`."""
+    """What one device keeps; :mod:`train.memory.predict` also counts the weights gathered for one layer at a time."""
     everything, _ = _parameters(shape, division)
     part = everything // division.state_shards
     if division.engine == "ddp":
@@ -254,7 +254,7 @@ def state_of(shape: Shape, division: Division, work: Work) -> State:
             return State(0, 0, 0, host=(2 + MOMENTS) * size)
         return State(size, size, MOMENTS * size)
     each = work.product_bytes
-    copies = MOMENTS + (work.precision != "no")  # fp32 weights beside those in half precision
+    copies = MOMENTS + (work.precision != "no")  # fp32 weights in addition to those in half precision
     weights = (everything if division.engine == "zero2" else part) * each
     state = copies * part * FP32_BYTES
     if division.offloads:  # DeepSpeed's offload_optimizer and, in stage 3, offload_param
@@ -266,7 +266,8 @@ def state_of(shape: Shape, division: Division, work: Work) -> State:
 def host_link_bytes(shape: Shape, division: Division, work: Work) -> tuple[int, int]:
     """(to the device, from the device) between it and its host in an optimizer step of FSDP2 with offload.
 
-    Its part of the weights goes to the device before each gathering, in fp32; its part of the gradients comes back.
+    The device's part of the weights is copied to it before each all-gather, in fp32; its part of the gradients is
+    copied back.
     """
     if not division.offloads:
         return 0, 0

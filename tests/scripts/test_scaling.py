@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
-from support import ROOT
 
-from train.memory.cluster import Cluster, seconds_of, step_time
-from train.memory.scaling import (
+from scripts.benchmarks import communication, exchanges, scaling_tables
+from scripts.benchmarks.cluster import Cluster, seconds_of, step_time
+from scripts.benchmarks.scaling import (
     Collective,
     Division,
     Shape,
@@ -43,26 +40,15 @@ def payloads(division: Division, work: Work = WORK) -> dict[str, int]:
     return found
 
 
-def script(name: str) -> ModuleType:
-    path = ROOT / "scripts" / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_exchange_and_hold_what_the_formulas_say() -> None:
-    communication = script("communication")
     ddp, fsdp2 = Division("ddp", replicas=2), Division("fsdp2", shards=2)
     chosen = [
-        communication.Case(ddp, 2),
-        communication.Case(replace(ddp, recovers=True), 2),
-        communication.Case(fsdp2, 2, "full"),
-        communication.Case(replace(fsdp2, reshard_after_forward=False), precision="bf16"),
+        exchanges.Case(ddp, 2),
+        exchanges.Case(replace(ddp, recovers=True), 2),
+        exchanges.Case(fsdp2, 2, "full"),
+        exchanges.Case(replace(fsdp2, reshard_after_forward=False), precision="bf16"),
     ]
     shape, found = communication.launch(chosen, 2, timeout_seconds=120)
     for case, measured in zip(chosen, found, strict=True):
@@ -71,8 +57,8 @@ def test_two_processes_exchange_and_hold_what_the_formulas_say() -> None:
             expected[collective.operation] = expected.get(collective.operation, 0) + collective.payload_bytes
         for operation, num_bytes in expected.items():
             assert measured.payload_bytes[operation] == pytest.approx(num_bytes, rel=0.01), (case.title, operation)
-        beside = sum(n for operation, n in measured.payload_bytes.items() if operation not in expected)
-        assert beside < 1000, case.title  # counts, norms, buffers: a formula that forgot something would show here
+        others = sum(n for operation, n in measured.payload_bytes.items() if operation not in expected)
+        assert others < 1000, case.title  # counts, norms, buffers; a term missing from a formula would show here
         state = state_of(shape, case.division, case.work)
         held = measured.state_bytes
         assert held["parameters"] == pytest.approx(state.parameters, rel=0.01), case.title
@@ -85,17 +71,15 @@ def test_two_processes_exchange_and_hold_what_the_formulas_say() -> None:
 
 
 @pytest.mark.slow
-def test_tables_of_the_page_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
-    tables = script("scaling_tables")
-    page = tables.PAGE.read_text(encoding="utf-8")
-    shapes = {model: tables.shape(model) for model in tables.MODELS}
+def test_tables_of_the_page_are_those_of_the_script() -> None:
+    page = scaling_tables.PAGE.read_text(encoding="utf-8")
+    shapes = {model: scaling_tables.shape(model) for model in scaling_tables.MODELS}
     assert {model: round(shape.num_parameters / 1e9, 1) for model, shape in shapes.items()} == {
         "1B": 1.2,
         "8B": 8.0,
         "70B": 70.6,
     }
-    assert tables.rendered(page, shapes) == page  # else run scripts/benchmarks/scaling_tables.py
+    assert scaling_tables.rendered(page, shapes) == page  # else run scripts/benchmarks/scaling_tables.py --write
     assert page.count("<!-- table: ") == 6
 
 

@@ -1,6 +1,6 @@
-"""How long the exchanges of :mod:`train.memory.scaling` take on a cluster, and how much of that a step waits for.
+"""How long the exchanges of :mod:`scripts.benchmarks.scaling` take on a cluster, and how much of that a step waits for.
 
-An estimate with round figures, for choosing between ways to divide the work; compared with no cluster.
+An estimate with round figures, for choosing between ways to divide the work. It was not compared with a real cluster.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from train.memory.scaling import Collective, Division, Shape, Work, collectives, host_link_bytes
+from scripts.benchmarks.scaling import Collective, Division, Shape, Work, collectives, host_link_bytes
 
 ADAMW_BYTES = 28
 """Read and written per parameter by an update: weight, gradient and two averages; all but the gradient again."""
@@ -25,11 +25,12 @@ class Cluster:
     network_bytes_per_second: float = 50e9
     """A 400 Gb/s adapter for each device."""
     host_bytes_per_second: float = 50e9
-    """What is reached of PCI Express 5.0 × 16, 64 GB/s."""
+    """What transfers reach of the 64 GB/s of PCI Express 5.0 × 16."""
     host_memory_bytes_per_second: float = 25e9
-    """One process's part of the bandwidth of the host's memory, where it updates what is offloaded."""
+    """One process's share of the host's memory bandwidth, for updates of offloaded weights."""
     link_seconds: float = 3.4e-6
-    """From one device to the next. This and the next: what NCCL reckons with for rings (its src/graph/tuning.cc)."""
+    """From one device to the next. This and network_seconds are NCCL's own estimates for rings
+    (its src/graph/tuning.cc)."""
     network_seconds: float = 14e-6
     flops_per_second: float = 989.4e12
     """bf16, dense."""
@@ -43,9 +44,9 @@ class StepTime:
 
     compute: float
     exchange: float
-    """All exchanges one after the other, with the host's memory too."""
+    """All exchanges one after the other, including those with the host's memory."""
     waiting: float
-    """What of that is not hidden behind the computation, and an update by the host."""
+    """The part that computation does not hide, and updates by the host."""
 
     @property
     def slowdown(self) -> float:
@@ -54,13 +55,13 @@ class StepTime:
 
 
 def step_time(shape: Shape, division: Division, work: Work, sequence_length: int, cluster: Cluster) -> StepTime:
-    """What an optimizer step takes.
+    """Seconds of an optimizer step.
 
-    An exchange that overlaps has the computation of its phase to hide in: of forward or of backward, but for DDP's
-    gradients that of the last micro-batch's backward alone.
+    The computation of forward or of backward hides the exchanges of that phase which overlap; DDP's gradients overlap
+    with the backward of the last micro-batch alone.
 
     Args:
-        sequence_length: tokens that see each other, of all devices that share a sequence.
+        sequence_length: tokens of a whole sequence, on all devices that share it.
     """
     tokens = work.tokens * work.accumulation_steps / division.tensor
     compute = tokens * shape.flops_per_token(sequence_length) / (cluster.mfu * cluster.flops_per_second)
@@ -87,7 +88,7 @@ def _sum(exchanges: Iterable[Collective], phase: str, division: Division, cluste
 
 
 def seconds_of(collective: Collective, division: Division, cluster: Cluster) -> float:
-    """All calls of a collective, by the slowest link on the way and the time of each hop."""
+    """Seconds of all calls of a collective: bytes over the slowest link on the way, and the latency of each hop."""
     size, per_node = collective.group_size, members_per_node(collective.group, division, cluster)
     nodes = math.ceil(size / per_node)
     sent = collective.sent_bytes
@@ -104,7 +105,10 @@ def seconds_of(collective: Collective, division: Division, cluster: Cluster) -> 
 
 
 def members_per_node(group: str, division: Division, cluster: Cluster) -> int:
-    """Of one group. As accelerate places them, neighbours share tensors, then sequences, then shards, then replicas."""
+    """Devices of one node that belong to the same group.
+
+    As accelerate places them, neighbours share tensors, then sequences, then shards, then replicas.
+    """
     shared = division.context * division.sequence
     inner, size = {
         "tensor": (1, division.tensor),

@@ -1,4 +1,4 @@
-"""The sweep over length, micro-batch and technique: its cells, what is kept, what is said, and one for real."""
+"""The study over length, micro-batch and technique: its cells, what it keeps and says, and a real one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from typing import Any
 import pytest
 from support import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import sweep  # pyright: ignore[reportMissingImports] - found through the line above
-
-from train.records import UsageError, UserError
-from train.memory.predict import Job, Prediction
-from train.memory.sweep_page import (
+from scripts.benchmarks.study import measure, request, run
+from scripts.benchmarks.study.cells import (
     DOES_NOT_FIT,
     FAILED,
     LEFT_OUT,
@@ -30,12 +25,13 @@ from train.memory.sweep_page import (
     Cell,
     Reach,
     Sweep,
-    findings,
     frontier,
-    in_words,
-    markdown,
-    page,
 )
+from scripts.benchmarks.study.findings import findings, in_words
+from scripts.benchmarks.study.page import page
+from scripts.benchmarks.study.tables import markdown
+from train.records import UsageError, UserError
+from train.memory.predict import Job, Prediction
 
 GIB = 2**30
 MODEL = {
@@ -57,19 +53,19 @@ def flags(folder: Path, *more: str) -> list[str]:
 
 
 def test_every_cell_has_the_tokens_of_an_update() -> None:
-    found = list(sweep.shapes((64, 128, 192), (1, 2, 4), 256))
+    found = list(request.shapes((64, 128, 192), (1, 2, 4), 256))
     kept = [(length, size, accumulation) for length, size, accumulation, problem in found if problem is None]
     assert kept == [(64, 1, 4), (64, 2, 2), (64, 4, 1), (128, 1, 2), (128, 2, 1)]
     problems = {(length, size): problem for length, size, _, problem in found if problem}
     assert problems[128, 4] == "more than the 256 tokens of an update"
-    assert problems[192, 1] == "256 tokens of an update are no multiple of it"
+    assert problems[192, 1] == "its tokens do not divide the 256 tokens of an update"
 
 
 def test_a_technique_is_its_parts_and_nothing_else() -> None:
     none = {"gradient_checkpointing": "none", "gradient_checkpointing_every_n_layers": 1}
-    assert sweep.changes_of("baseline") == {**none, "loss": "full"}
-    assert sweep.changes_of("checkpointing+chunked_loss") == {"gradient_checkpointing": "full", "loss": "chunked"}
-    assert sweep.changes_of("bf16+selective") == {
+    assert request.changes_of("baseline") == {**none, "loss": "full"}
+    assert request.changes_of("checkpointing+chunked_loss") == {"gradient_checkpointing": "full", "loss": "chunked"}
+    assert request.changes_of("bf16+selective") == {
         "gradient_checkpointing": "selective",
         "loss": "full",
         "mixed_precision": "bf16",
@@ -77,14 +73,14 @@ def test_a_technique_is_its_parts_and_nothing_else() -> None:
 
 
 def test_the_step_of_a_cell_is_the_recipe_with_its_changes(tmp_path: Path) -> None:
-    request = sweep.read_request(flags(tmp_path, "--optimizer", "sgd", "--global_batch_size", "64"))
-    assert request.tokens_per_update == 256  # of the largest micro-batch
-    job = sweep.job_for(request, "checkpointing+chunked_loss", 64, 2, accumulation=2)
+    asked = request.read_request(flags(tmp_path, "--optimizer", "sgd", "--global_batch_size", "64"))
+    assert asked.tokens_per_update == 256  # of the largest micro-batch
+    job = request.job_for(asked, "checkpointing+chunked_loss", 64, 2, accumulation=2)
     wanted = {"max_length": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "global_batch_size": None}
     wanted |= {"gradient_checkpointing": "full", "loss": "chunked", "optimizer": "sgd"}
     assert {name: job.values[name] for name in wanted} == wanted
     assert (job.length, job.micro_batch_size, job.accumulates, job.eval_batch_size) == (64, 2, True, None)
-    assert not sweep.job_for(request, "baseline", 128, 2, accumulation=1).accumulates
+    assert not request.job_for(asked, "baseline", 128, 2, accumulation=1).accumulates
 
 
 @pytest.mark.parametrize(
@@ -105,7 +101,7 @@ def test_the_step_of_a_cell_is_the_recipe_with_its_changes(tmp_path: Path) -> No
 def test_bad_input_gets_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
 ) -> None:
-    assert sweep.main(flags(tmp_path / "out", *more)) == UsageError.exit_status
+    assert run.main(flags(tmp_path / "out", *more)) == UsageError.exit_status
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert said in printed.err
@@ -114,7 +110,7 @@ def test_bad_input_gets_one_line(
 
 def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "sweep.py"), "--help"],
+        [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "study.py"), "--help"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -127,13 +123,13 @@ def test_help_imports_nothing_heavy() -> None:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-class Foretold:
-    """A predictor: tokens of a micro-batch × 2^20 bytes, half of it with full checkpointing."""
+class LinearPredictor:
+    """Predicts 2^20 bytes for each token of a micro-batch, half as many with full checkpointing."""
 
     def __init__(self) -> None:
         self._asked: list[Job] = []
 
-    def __enter__(self) -> Foretold:
+    def __enter__(self) -> LinearPredictor:
         return self
 
     def __exit__(self, *exception: Any) -> None: ...
@@ -152,33 +148,33 @@ class Foretold:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]:
-    """Cells that were measured, by a stand-in that takes what is foretold, and fails with one of them."""
+    """Cells that were measured by a stand-in, which needs what is predicted and fails with one cell."""
     ran: list[tuple[str, int, int, int]] = []
 
     class Processes:
         def __init__(self, on_cpu: bool) -> None: ...
 
-        def measure(self, task: sweep.Task, timeout_seconds: float) -> dict[str, Any]:
+        def measure(self, task: measure.Task, timeout_seconds: float) -> dict[str, Any]:
             job = task.job
             ran.append((task.technique, job.length, job.micro_batch_size, task.accumulation_steps))
             if ran[-1][:3] == ("checkpointing", 64, 2):
                 return {"status": FAILED, "reason": "its process ended with status -9"}
-            size = Foretold().predict(job).peak_bytes
+            size = LinearPredictor().predict(job).peak_bytes
             return {"status": MEASURED, "peak_bytes": size, "tokens_per_second": 100.0, "seconds_per_step": 1.0}
 
-    monkeypatch.setattr(sweep, "Predictor", Foretold)
-    monkeypatch.setattr(sweep, "Processes", Processes)
+    monkeypatch.setattr(run, "Predictor", LinearPredictor)
+    monkeypatch.setattr(run, "Processes", Processes)
     return ran
 
 
-def two_techniques(folder: Path, *more: str) -> sweep.Request:
-    return sweep.read_request(flags(folder, "--techniques", "baseline,checkpointing", "--budget_gib", "0.25", *more))
+def two_techniques(folder: Path, *more: str) -> request.Request:
+    return request.read_request(flags(folder, "--techniques", "baseline,checkpointing", "--budget_gib", "0.25", *more))
 
 
-def test_a_failing_cell_is_recorded_and_the_others_go_on(
+def test_a_failing_cell_is_recorded_and_the_others_are_measured(
     tmp_path: Path, measured: list[tuple[str, int, int, int]]
 ) -> None:
-    result = sweep.run(two_techniques(tmp_path))
+    result = run.run(two_techniques(tmp_path))
     assert len(measured) == len(result.grid) == 8
     assert {length * size * accumulation for _, length, size, accumulation in measured} == {256}
     assert [c.reason for c in result.grid if c.status == FAILED] == ["its process ended with status -9"]
@@ -187,38 +183,38 @@ def test_a_failing_cell_is_recorded_and_the_others_go_on(
 
 
 def test_a_second_run_measures_only_what_failed(tmp_path: Path, measured: list[tuple[str, int, int, int]]) -> None:
-    first = sweep.run(two_techniques(tmp_path))
+    first = run.run(two_techniques(tmp_path))
     with (tmp_path / "cells.jsonl").open("a") as file:
         file.write('{"technique": "base')  # cut off by a kill
     measured.clear()
-    second = sweep.run(two_techniques(tmp_path))
+    second = run.run(two_techniques(tmp_path))
     assert measured == [("checkpointing", 64, 2, 2)]
     assert second.cells == first.cells
     measured.clear()
-    sweep.run(two_techniques(tmp_path, "--optimizer", "sgd"))
+    run.run(two_techniques(tmp_path, "--optimizer", "sgd"))
     assert len(measured) == 8  # other settings, other cells
     measured.clear()
-    sweep.run(two_techniques(tmp_path, "--again"))
+    run.run(two_techniques(tmp_path, "--again"))
     assert len(measured) == 8
 
 
-def test_a_cell_that_is_foretold_not_to_fit_is_not_run(
+def test_a_cell_that_is_predicted_not_to_fit_is_not_run(
     tmp_path: Path, measured: list[tuple[str, int, int, int]]
 ) -> None:
-    result = sweep.run(two_techniques(tmp_path, "--limit_gib", "0.2"))
+    result = run.run(two_techniques(tmp_path, "--limit_gib", "0.2"))
     large = next(c for c in result.grid if (c.technique, c.length, c.micro_batch_size) == ("baseline", 128, 2))
     assert (large.status, large.predicted_bytes, large.peak_bytes) == (DOES_NOT_FIT, 256 * 2**20, None)
     assert ("baseline", 128, 2, 1) not in measured and ("checkpointing", 128, 2, 1) in measured
     measured.clear()
-    sweep.run(two_techniques(tmp_path, "--limit_gib", "0.3"))
+    run.run(two_techniques(tmp_path, "--limit_gib", "0.3"))
     assert ("baseline", 128, 2, 1) in measured  # now it may
 
 
 def test_no_cell_begins_when_time_is_up(tmp_path: Path, measured: list[tuple[str, int, int, int]]) -> None:
-    request = two_techniques(tmp_path)
-    sweep.run(replace(request, micro_batch_sizes=(1,)))
+    asked = two_techniques(tmp_path)
+    run.run(replace(asked, micro_batch_sizes=(1,)))
     measured.clear()
-    result = sweep.run(replace(request, stop_after_seconds=0.0))
+    result = run.run(replace(asked, stop_after_seconds=0.0))
     assert measured == []
     assert {(c.micro_batch_size, c.status, c.reason) for c in result.grid if c.status != MEASURED} == {
         (2, NOT_REACHED, "no time")
@@ -226,7 +222,7 @@ def test_no_cell_begins_when_time_is_up(tmp_path: Path, measured: list[tuple[str
 
 
 def test_what_fits_is_searched_beyond_the_grid(tmp_path: Path, measured: list[tuple[str, int, int, int]]) -> None:
-    result = sweep.run(two_techniques(tmp_path, "--budget_gib", "0.32"))  # 327 tokens' worth
+    result = run.run(two_techniques(tmp_path, "--budget_gib", "0.32"))  # 327 tokens' worth
     reach = {(r.technique, r.length): (r.micro_batch_size, r.complete) for r in frontier(result.cells, int(0.32 * GIB))}
     assert reach == {
         ("baseline", 64): (5, True),
@@ -237,20 +233,20 @@ def test_what_fits_is_searched_beyond_the_grid(tmp_path: Path, measured: list[tu
 
 
 def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(Foretold):
+    class Fails(LinearPredictor):
         def predict(self, job: Job) -> Prediction:
             raise UserError("model_config: llama has no field knots.")
 
     class Processes:
         def __init__(self, on_cpu: bool) -> None: ...
 
-        def measure(self, task: sweep.Task, timeout_seconds: float) -> dict[str, Any]:
+        def measure(self, task: measure.Task, timeout_seconds: float) -> dict[str, Any]:
             return {"status": FAILED, "reason": "model_config: llama has no field knots."}
 
-    monkeypatch.setattr(sweep, "Predictor", Fails)
-    monkeypatch.setattr(sweep, "Processes", Processes)
+    monkeypatch.setattr(run, "Predictor", Fails)
+    monkeypatch.setattr(run, "Processes", Processes)
     with pytest.raises(UserError, match="no cell could be measured: model_config: llama has no field knots"):
-        sweep.run(two_techniques(tmp_path))
+        run.run(two_techniques(tmp_path))
 
 
 # ---- what follows ----------------------------------------------------------------------------------------------------
@@ -309,7 +305,7 @@ def test_the_sentences_say_what_the_figures_say() -> None:
     assert said[5] == "Predicted and measured peak differ by 0.51 % at the median of 2 cells, by 1 % at most."
     assert said[6] == (
         "Of 12 cells 9 were measured; 1 predicted to need more than the limit, and not run, 1 failed, 1 left out, "
-        "for an update is no multiple of their tokens."
+        "because their tokens do not divide those of an update."
     )
     assert len(said) == 7
 
@@ -373,27 +369,27 @@ def test_markdown_holds_the_tables() -> None:
 
 
 def test_a_process_that_cannot_build_its_model_says_why(tmp_path: Path) -> None:
-    request = sweep.read_request(flags(tmp_path))
-    job = sweep.job_for(request, "baseline", 64, 1, accumulation=1)
+    asked = request.read_request(flags(tmp_path))
+    job = request.job_for(asked, "baseline", 64, 1, accumulation=1)
     job = replace(job, values={**job.values, "model_config": {**MODEL, "knots": 1}})
-    found = sweep.Processes(on_cpu=True).measure(sweep.Task("baseline", job, 1, 1, 1.0, None), 60)
+    found = measure.Processes(on_cpu=True).measure(measure.Task("baseline", job, 1, 1, 1.0, None), 60)
     assert found == {"status": FAILED, "reason": "model_config: llama has no field knots."}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the data of a process")
 @pytest.mark.parametrize("fence_bytes", [2**27, 2**29], ids=["in the builder", "in the step"])
 def test_a_process_that_needs_more_than_was_predicted_stops_itself(tmp_path: Path, fence_bytes: int) -> None:
-    request = sweep.read_request(flags(tmp_path))
-    job = sweep.job_for(request, "baseline", 128, 2, accumulation=1)
-    task = sweep.Task("baseline", replace(job, vocab_size=500_000), 1, 1, 1.0, fence_bytes)
-    found = sweep.Processes(on_cpu=True).measure(task, 60)  # logits and their gradient take 2^30
+    asked = request.read_request(flags(tmp_path))
+    job = request.job_for(asked, "baseline", 128, 2, accumulation=1)
+    task = measure.Task("baseline", replace(job, vocab_size=500_000), 1, 1, 1.0, fence_bytes)
+    found = measure.Processes(on_cpu=True).measure(task, 60)  # logits and their gradient take 2^30
     assert found["status"] == OUT_OF_MEMORY
 
 
 @pytest.mark.slow
 def test_end_to_end(tmp_path: Path) -> None:
     techniques = ["--techniques", "baseline,checkpointing", "--steps", "1", "--budget_gib", "0.003"]
-    command = [sys.executable, str(ROOT / "scripts" / "sweep.py"), *flags(tmp_path, *techniques), "--cpu_threads", "1"]
+    command = [sys.executable, str(ROOT / "scripts" / "study.py"), *flags(tmp_path, *techniques), "--cpu_threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     values = json.loads((tmp_path / "sweep.json").read_text())

@@ -1,0 +1,377 @@
+"""Models, optimizers, micro-batches and steps for benchmarks: the one place where they call the template's core.
+
+Only ``looping.py``, which runs the whole loop, calls it, too. Imports stand in the functions, because benchmarks read
+their flags before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+    from train.config import Config
+    from train.memory.predict import Job
+    from train.records import MicroBatch, StepOutcome
+
+    Loss = Callable[[Tensor, Tensor, None, Tensor], Tensor]
+    """(hidden, weight, bias, labels) -> sum of the token losses."""
+
+RECOMPUTED = "chunked, recomputed"
+
+
+def config_of(values: Mapping[str, Any]) -> Config:
+    """The template's defaults with ``values`` (flags) over them."""
+    from train.config import Config, from_values, to_values
+
+    return from_values({**to_values(Config()), **values})
+
+
+def parsed_config(words: Sequence[str]) -> Config:
+    """The configuration of a training command line, without its outputs, which have no effect on a step.
+
+    Raises:
+        UsageError: a flag is unknown or has a value that cannot work.
+    """
+    from train.config import Output, parse
+
+    return replace(parse(list(words)), output=Output())
+
+
+def changed_config(config: Config, changes: Mapping[str, Any]) -> Config:
+    """``config`` with other values for some flags.
+
+    Raises:
+        UsageError: they cannot work together.
+    """
+    from train.config import check, from_values, to_values
+
+    changed = from_values({**to_values(config), **changes})
+    check(changed)
+    return changed
+
+
+def is_classifier(config: Config) -> bool:
+    """Whether the task of ``config`` classifies sequences.
+
+    Raises:
+        UsageError: there is no such task.
+    """
+    from train.tasks import TASKS, check_task
+
+    check_task(config.data.task)
+    return TASKS[config.data.task] == TASKS["sequence_classification"]
+
+
+def use_expandable_segments() -> None:
+    """Sets torch's CUDA allocator as a run does; call it before torch is imported."""
+    from train.launch import let_segments_grow
+
+    let_segments_grow()
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def training_device() -> torch.device:
+    """The device that a run would take here."""
+    from train.runtime import target_device
+
+    return target_device()
+
+
+def usable_precision(asked: str, device: torch.device) -> str:
+    """no, bf16 or fp16: what a run makes of ``asked``; auto is bf16 or fp16 on a card, fp32 elsewhere."""
+    import torch
+
+    from train.runtime import resolve_precision
+
+    if asked == "auto" and device.type == "cuda":
+        asked = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return resolve_precision("no" if asked == "auto" else asked, device)[0]
+
+
+def fast_precisions(device: torch.device) -> list[str]:
+    """fp32, and bf16 where the hardware is fast at it."""
+    from train.runtime import cpu_is_fast_at_bf16
+
+    return ["no", *(["bf16"] if device.type == "cuda" or cpu_is_fast_at_bf16() else [])]
+
+
+def use_cpu_threads(asked: int | None) -> int:
+    """Sets torch's CPU threads as a run does; returns how many."""
+    from train.runtime import set_cpu_threads
+
+    return set_cpu_threads(asked)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """A prepared model and optimizer with their step."""
+
+    config: Config
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    network: nn.Module
+    """The model inside ``model``."""
+    make_step: Callable[..., StepOutcome]
+    micro_batches: Sequence[MicroBatch] = ()
+    """Of one optimizer step."""
+    precision: str = ""
+    peak_flops_per_second: float | None = None
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch] | None = None, mark: Callable[[str], None] | None = None
+    ) -> StepOutcome:
+        """One optimizer step.
+
+        Args:
+            micro_batches: default: all of ``self.micro_batches``.
+            mark: told which phase begins (forward, backward, clip, optimizer); the plain step is made then.
+        """
+        from train.step import optimizer_step
+
+        window = self.micro_batches if micro_batches is None else micro_batches
+        arguments = self.accelerator, self.model, self.optimizer, window, self.config.optimization
+        return self.make_step(*arguments) if mark is None else optimizer_step(*arguments, mark=mark)
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last step left the weights as they were, because a gradient was not finite."""
+        return bool(self.optimizer.step_was_skipped)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
+    def peak_bytes(self) -> int:
+        """On CUDA the peak of allocated memory, on a CPU the largest resident set of the process."""
+        from train.runtime import DeviceMeter
+
+        return DeviceMeter(self.accelerator.device).summary()["peak_allocated_bytes"]
+
+    def speed(self, seconds_per_step: float, tokens: int, length: int) -> dict[str, float | None]:
+        """tokens_per_second, flops_per_second (of the model, recomputation not counted) and mfu of a step.
+
+        Args:
+            tokens: of one step.
+            length: of a sequence.
+        """
+        from train.extras.meter.throughput import mfu, model_flops_per_token
+
+        per_second, flops = tokens / seconds_per_step, model_flops_per_token(self.network, length)
+        return {
+            "tokens_per_second": per_second,
+            "flops_per_second": flops and flops * per_second,
+            "mfu": mfu(per_second, flops, self.peak_flops_per_second),
+        }
+
+
+def random_micro_batches(job: Job, number: int) -> list[MicroBatch]:
+    """Random tokens in the shape of ``job``."""
+    from train.memory.predict import random_batch
+
+    return [random_batch(job, job.micro_batch_size) for _ in range(number)]
+
+
+def build_training(
+    job: Job, micro_batches: Sequence[MicroBatch], launched: bool = False, recovers: bool = False
+) -> Training:
+    """The training of ``job`` with random weights, as a run builds it.
+
+    Args:
+        micro_batches: of one optimizer step.
+        launched: in a process that a launcher started with others.
+        recovers: with the step that survives running out of memory.
+    """
+    import torch
+
+    from train.config import from_values
+    from train.extras.activations.compilation import compile_layers
+    from train.extras.endurance.recovery import RecoveringStep
+    from train.launch import Launch, read_launch
+    from train.memory.predict import build
+    from train.optim import step_function
+    from train.runtime import start_runtime
+
+    config = from_values(job.values)
+    if job.target.device_type == "cpu" and torch.cuda.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    launch = read_launch() if launched else Launch()
+    runtime = start_runtime(config, launch, len(micro_batches))
+    accelerator = runtime.accelerator
+    divide = None
+    if launch.tensor_size > 1:
+        from train.main import divide_work  # pyright: ignore[reportAttributeAccessIssue]
+
+        divide = partial(divide_work, launch, accelerator)
+    torch.manual_seed(config.optimization.seed)
+    # On a CPU the random weights of billions of parameters would take minutes.
+    with accelerator.device if accelerator.device.type == "cuda" else nullcontext():
+        model, optimizer, network = build(
+            job, config.architecture, config, accelerator, initialised=True, divide=divide
+        )
+    if config.architecture.compile:
+        compile_layers(network)
+    return Training(
+        config=config,
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        network=network,
+        make_step=RecoveringStep(print) if recovers else step_function(config.optimization),
+        micro_batches=micro_batches,
+        precision=runtime.precision,
+        peak_flops_per_second=runtime.peak_flops_per_second,
+    )
+
+
+def train_network(
+    network: nn.Module, settings: Mapping[str, Any], accelerator: Accelerator, offloads: bool
+) -> Training:
+    """Trains a causal language model that is there already.
+
+    Args:
+        settings: flags of the optimizer.
+        offloads: build an offloading optimizer also on a CPU, where host and device are one.
+    """
+    import torch
+
+    from train.loss import ModelWithLoss
+    from train.optim import build_optimizer, step_function
+
+    config = config_of(settings)
+    device = torch.device("cuda") if offloads else accelerator.device
+    optimizer = build_optimizer(network, config.optimization, device)
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), optimizer)
+    return Training(config, accelerator, model, optimizer, network, step_function(config.optimization))
+
+
+def set_scheduled_rate(training: Training, step: int, total_steps: int) -> None:
+    """Sets the learning rate of ``step`` by the schedule of the configuration."""
+    from train.optim import learning_rate_at, set_learning_rate
+
+    optimization = training.config.optimization
+    rate = learning_rate_at(step, total_steps, optimization.learning_rate, optimization)
+    set_learning_rate(training.optimizer, rate)
+
+
+def next_token_batch(tokens: Tensor) -> MicroBatch:
+    """The micro-batch that predicts each next one of ``tokens``: (B, S + 1) integers."""
+    from train.records import MicroBatch
+
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    return MicroBatch({"input_ids": inputs}, targets, targets.numel(), (), targets.numel())
+
+
+def reset_accelerate() -> None:
+    """Forgets the state that all Accelerators of a process share, so that the next one reads the environment again."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+# ---- models and losses alone -----------------------------------------------------------------------------------------
+
+
+def causal_lm(config: Config, length: int) -> nn.Module:
+    """A causal language model over bytes with random weights, with the techniques of ``config``."""
+    from train.model import build_model
+    from train.tokenization import load_tokenizer
+
+    return build_model(config.architecture, "AutoModelForCausalLM", load_tokenizer("bytes", ()), length)
+
+
+def with_loss(network: nn.Module, loss: str) -> nn.Module:
+    """``network`` with the loss named: called with (inputs, labels), it returns the sum of the token losses."""
+    from train.loss import ModelWithLoss
+
+    return ModelWithLoss(network, loss=loss)
+
+
+def losses() -> dict[str, Loss]:
+    """Sums of cross-entropy over a vocabulary, by name; some need a package or a card, see :func:`obstacle`."""
+    import torch.nn.functional as F
+
+    from train.cross_entropy import PLAIN, cross_entropy_sum
+    from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
+    from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
+
+    def full(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
+        return cross_entropy_sum(F.linear(hidden, weight, bias), labels)
+
+    def recomputed(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
+        """``chunked`` as it is under fp16, which cannot prepare gradients in forward."""
+        how = _How(product_dtype(hidden), PLAIN, None)
+        return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, False)  # pyright: ignore
+
+    chunks: dict[str, Any] = {"chunked": chunked_sum, RECOMPUTED: recomputed}
+    return {"full": full, **chunks, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
+
+
+def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the loss ``name`` cannot run on this machine; None: it can."""
+    import torch
+
+    from train.extras.losses.fused import Place, obstacle_to
+
+    if name in ("full", RECOMPUTED):
+        return None
+    capability = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
+    return obstacle_to(name, Place(device.type, dtype, capability), has_bias=False)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def example_lengths(config: Config, folder: Path) -> np.ndarray:
+    """Tokens of each training example of ``config``, prepared in ``folder``."""
+    from train.data import prepare_data
+    from train.records import column
+    from train.tasks import build_task
+
+    prepared = prepare_data(config, build_task(config.data), folder, saves=False)
+    return column(prepared.examples.train, "length")  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+def example_order(num_examples: int, seed: int) -> np.ndarray:
+    """The order in which the first epoch takes the examples."""
+    from train.batching import epoch_order
+
+    return epoch_order(num_examples, seed, 0)
+
+
+def by_count(ids: list[int], lengths: np.ndarray, size: int) -> Iterator[list[int]]:
+    """Micro-batches of ``size`` examples that the template forms of one step's ``ids``."""
+    from train.batching import micro_batches
+
+    return (part for (part,) in micro_batches(ids, lengths[ids].tolist(), size, 1))
+
+
+def by_tokens(ids: list[int], lengths: np.ndarray, most_tokens: int) -> Iterator[list[int]]:
+    """Micro-batches of at most ``most_tokens``, padding included, that the template forms of one step's ``ids``."""
+    from train.batching import micro_batches_by_tokens
+
+    return (part for (part,) in micro_batches_by_tokens(ids, lengths[ids].tolist(), most_tokens, 1))
+
+
+def packed_rows(lengths: np.ndarray, length: int) -> int:
+    """Rows of ``length`` tokens that packing needs."""
+    from train.extras.long_sequences.packing import best_fit
+
+    return len(best_fit(lengths, length))

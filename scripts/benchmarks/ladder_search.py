@@ -1,0 +1,300 @@
+"""The measured ladder: real steps, each in a process of its own, between what trained and what ran out of memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scripts.benchmarks import building, harness
+from scripts.benchmarks.rungs import (
+    NAMES,
+    NOTHING,
+    OPTIMIZER,
+    Rung,
+    outcome_at,
+    predicted_longest,
+    question_of,
+    rungs_of,
+)
+from train.memory.devices import Device
+from train.memory.plan import Outcome, Predictions, Question, predicted, replace_length, target_of
+from train.memory.predict import Job, Predictor, job_from
+
+HOST_MARGIN_BYTES = 8 * 2**30
+"""Of host memory, for the process itself."""
+CLOSE = 1.03
+"""The search ends when what trained and what did not differ by less than this factor."""
+SPEED_LENGTHS = (4096, 32768)
+SPEED_STEPS = 7
+TRAINER = "Trainer's default"
+
+
+class Results:
+    """What was tried.
+
+    Args:
+        path: of a file that keeps it from call to call; None: it is kept in memory only.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.tries: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            self.tries = json.loads(path.read_text(encoding="utf-8"))["tries"]
+
+    def of(self, kind: str, key: str) -> list[dict[str, Any]]:
+        """Tries of one rung."""
+        return [row for row in self.tries if row["kind"] == kind and row["key"] == key]
+
+    def add(self, row: dict[str, Any], about: dict[str, Any]) -> None:
+        """Keeps ``row``, in the file at once."""
+        self.tries.append(row)
+        if self.path is not None:
+            harness.write_figures(self.path, {**about, "tries": self.tries})
+
+
+def measure(job: Job, steps: int) -> dict[str, Any]:
+    """Real steps of ``job`` in this process, after a short one: median seconds and, on a card, peak bytes."""
+    import torch
+
+    [batch] = building.random_micro_batches(job, 1)
+    training = building.build_training(job, [batch])
+    # A short step makes the optimizer's state and loads kernels.
+    training.step(building.random_micro_batches(replace(job, length=min(job.length, 1024)), 1))
+    on_card = job.target.device_type == "cuda"
+    if on_card:
+        torch.cuda.reset_peak_memory_stats()
+    norms: list[float] = []
+    seconds = [harness.timed(lambda: norms.append(training.step().grad_norm)) for _ in range(steps)]
+    if not all(map(math.isfinite, norms)):
+        raise SystemExit("a gradient was not finite: such a step is not a measurement")
+    median = statistics.median(seconds)
+    speed = training.speed(median, job.micro_batch_size * job.length, job.length)
+    row: dict[str, Any] = {"seconds": median, "tokens_per_second": speed["tokens_per_second"]}
+    if on_card:
+        row["mfu"] = speed["mfu"]
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        row["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return row
+
+
+def free_host_bytes() -> int:
+    """Host memory that a new process may take."""
+    import psutil  # comes with accelerate
+
+    return psutil.virtual_memory().available
+
+
+def measure_trainer(job: Job) -> dict[str, Any]:
+    """Two steps of transformers' Trainer with its defaults and bf16, on the same model and length."""
+    import tempfile
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    fields = dict(job.values["model_config"])
+    config = AutoConfig.for_model(fields.pop("model_type"), **{**fields, "max_position_embeddings": job.length})
+    with torch.device("cuda"):
+        network = AutoModelForCausalLM.from_config(config)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, job.vocab_size, (2, job.length))]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=1, max_steps=2, bf16=True, report_to="none",
+            save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        Trainer(network, arguments, train_dataset=rows).train()  # pyright: ignore[reportArgumentType]
+    return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+
+
+def tried_apart(job: Job, mode: str, timeout_seconds: float, steps: int = 1) -> dict[str, Any]:
+    """:func:`measure` or :func:`measure_trainer` in a process of its own; see :func:`harness.apart` for the outcome."""
+    return harness.apart([__file__, mode, str(steps)], asdict(job), timeout_seconds)
+
+
+def next_length(tries: Sequence[dict[str, Any]], guess: int) -> int | None:
+    """The length to try after ``tries``, first ``guess``; None: the bracket is narrow enough, or nothing is left."""
+    low = max((row["length"] for row in tries if row["outcome"] == "ok"), default=0)
+    high = min((row["length"] for row in tries if row["outcome"] in ("oom", "host")), default=None)
+    if high is None:
+        length = guess if not low else math.ceil(low * 1.05 / 1024) * 1024
+    elif not low:
+        length = high * (97 if len(tries) < 2 else 80 if len(tries) < 4 else 50) // 100 // 1024 * 1024
+    elif high <= low * CLOSE or high - low <= 1024:
+        return None
+    else:
+        length = (low + high) // 2 // 1024 * 1024
+    known = {row["length"] for row in tries}
+    return length if length >= 1024 and length not in known else None
+
+
+@dataclass
+class Search:
+    """Tries until nothing is left or time is up.
+
+    Args:
+        about: date and machine, written with the results.
+        budget_seconds: no measurement begins after this.
+        step_seconds: a step that is predicted to take longer is not measured.
+        speed: also measure tokens per second.
+    """
+
+    device: Device
+    results: Results
+    about: dict[str, Any]
+    budget_seconds: float = 420
+    step_seconds: float = 200
+    speed: bool = True
+
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def run(self, models: Sequence[str]) -> bool:
+        """Whether nothing is left to try."""
+        for model in models:
+            with Predictor() as predictor:
+                predictions = Predictions([predictor])
+                for rung in [Rung(model, TRAINER, dict(NOTHING)), *rungs_of(model)]:
+                    if not self._find_longest(rung, predictions):
+                        return False
+                for length in SPEED_LENGTHS if self.speed else ():
+                    for name, settings in speed_settings(model):
+                        if not self._measure_speed(Rung(model, name, settings), length, predictions):
+                            return False
+        return True
+
+    def _is_late(self) -> bool:
+        return time.perf_counter() - self._started > self.budget_seconds
+
+    def _timeout_seconds(self) -> float:
+        return max(60.0, self.budget_seconds + 50 - (time.perf_counter() - self._started))
+
+    def _add(self, kind: str, rung: Rung, length: int, **found: Any) -> str:
+        """Keeps and prints a row; returns its outcome."""
+        row = {"kind": kind, "key": rung.key, "model": rung.model, "rung": rung.name, "length": length, **found}
+        self.results.add(row, self.about)
+        print(TABLE.row(cells(row)), flush=True)
+        return row["outcome"]
+
+    def _find_longest(self, rung: Rung, predictions: Predictions) -> bool:
+        """Brackets the longest sequence of one rung; False: time is up."""
+        tries = self.results.of("longest", rung.key)
+        if any(row["outcome"] in ("error", "slow", "does not fit") for row in tries):
+            return True
+        if self._is_late():
+            return False
+        guess = tries[0]["predicted_longest"] if tries else predicted_longest(rung, self.device, predictions)
+        if guess == 0:
+            self._add("longest", rung, 1024, outcome="does not fit", predicted_longest=0)
+            return True
+        while (length := next_length(tries, guess)) is not None:
+            if self._is_late():
+                return False
+            outcome = outcome_at(rung, self.device, length, predictions)
+            found = {
+                "predicted_peak_bytes": outcome.prediction.peak_bytes,
+                "predicted_longest": guess,
+                "predicted_host_bytes": outcome.host_bytes,
+                **(self._obstacle(outcome, length) or self._tried(rung, question_of(rung, self.device, length))),
+            }
+            if self._add("longest", rung, length, **found) in ("error", "slow", "timeout"):
+                break
+            tries = self.results.of("longest", rung.key)
+        return True
+
+    def _obstacle(self, outcome: Outcome, length: int) -> dict[str, Any] | None:
+        """Why a length is not measured; None: it is."""
+        free_bytes, seconds = free_host_bytes(), outcome.seconds_per_token * length
+        if outcome.host_bytes > free_bytes - HOST_MARGIN_BYTES:
+            return {"outcome": "host", "free_host_bytes": free_bytes}
+        return {"outcome": "slow", "predicted_seconds": seconds} if seconds > self.step_seconds else None
+
+    def _tried(self, rung: Rung, question: Question, steps: int = 1) -> dict[str, Any]:
+        job = replace(question.job(question.asked), target=target_of(self.device))
+        return tried_apart(job, "trainer" if rung.name == TRAINER else "template", self._timeout_seconds(), steps)
+
+    def _measure_speed(self, rung: Rung, length: int, predictions: Predictions) -> bool:
+        """Seconds per step at one length; False: time is up."""
+        if any(row["length"] == length for row in self.results.of("speed", rung.key)):
+            return True
+        if self._is_late():
+            return False
+        question = replace_length(question_of(rung, self.device, length), length)
+        outcome = predicted(question, predictions)
+        found = self._tried(rung, question, SPEED_STEPS) if outcome.fits else {"outcome": "does not fit"}
+        self._add("speed", rung, length, predicted_peak_bytes=outcome.prediction.peak_bytes, **found)
+        return True
+
+
+def speed_settings(model: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and settings with which tokens per second are measured."""
+    first = OPTIMIZER[1] if model == "8b" else {}
+    base = {**NOTHING, "loss": "auto", **first}
+    return [
+        ("fast", base),
+        ("fast, compiled", {**base, "compile": True}),
+        ("selective checkpointing", {**base, "gradient_checkpointing": "selective"}),
+        ("full checkpointing", {**base, "gradient_checkpointing": "full"}),
+    ]
+
+
+TABLE = harness.Table(
+    ("model", "rung, with those above it", "tokens", "outcome", "step, s", "tokens/s", "MFU", "peak, GiB", "predicted"),
+    "llrlrrrrr",
+)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of what was tried."""
+
+    def shown(name: str, form: str, scale: float = 1.0) -> str:
+        return format(row[name] / scale, form) if row.get(name) is not None else ""
+
+    outcome = row["outcome"]
+    if outcome == "slow":
+        outcome = f"not run: {row['predicted_seconds']:,.0f} s a step by estimate"
+    elif outcome == "host":
+        outcome = f"not run: {row['predicted_host_bytes'] / 2**30:,.0f} GiB of host memory"
+    elif outcome == "error":
+        outcome = f"error: {row['message']}"
+    return [
+        NAMES[row["model"]],
+        row["rung"],
+        f"{row['length']:,}",
+        outcome,
+        shown("seconds", ".2f"),
+        shown("tokens_per_second", ",.0f"),
+        shown("mfu", ".1%"),
+        shown("peak_bytes", ".2f", 2**30),
+        shown("predicted_peak_bytes", ".2f", 2**30),
+    ]
+
+
+def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
+    """The longest sequence that trained with each rung, and the speeds."""
+    longest = [row for row in tries if row["kind"] == "longest"]
+    best = []
+    for key in dict.fromkeys(row["key"] for row in longest):
+        own = [row for row in longest if row["key"] == key]
+        trained = [row for row in own if row["outcome"] == "ok"]
+        best.append(max(trained, key=lambda row: row["length"]) if trained else own[-1])
+    speeds = [row for row in tries if row["kind"] == "speed"]
+    lines = ["## The longest sequence", "", *TABLE.lines(map(cells, best))]
+    return [*lines, "", "## Speed", "", *TABLE.lines(map(cells, speeds))]
+
+
+def main() -> None:
+    """In the process of :func:`tried_apart`: reads a job from stdin and prints its figures."""
+    mode, steps = sys.argv[1], int(sys.argv[2])
+    job = job_from(json.loads(sys.stdin.read()))
+    print(json.dumps(measure_trainer(job) if mode == "trainer" else measure(job, steps)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The rungs of the ladder: models, the techniques that each rung adds, and what the planner says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.benchmarks.building import config_of
+from train.memory.devices import Device
+from train.memory.plan import Outcome, Predictions, Question, largest_fitting, predicted
+
+MODELS: dict[str, dict[str, Any]] = {
+    "0.5b": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+             "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151936},
+    "1b": {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True, "vocab_size": 128256},
+    "8b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+"""Published shapes; nothing is downloaded."""
+NAMES = {"0.5b": "Qwen2.5-0.5B", "1b": "Llama-3.2-1B", "8b": "Llama-3.1-8B"}
+
+OPTIMIZER = ("optimizer on the host", {"dtype": "bfloat16", "optimizer_offload": True})
+TECHNIQUES: list[tuple[str, dict[str, Any]]] = [
+    ("chunked loss", {"loss": "chunked"}),
+    ("activation checkpointing", {"gradient_checkpointing": "full"}),
+    ("checkpoints on the host", {"gradient_checkpointing_offload": True}),
+    ("tiled MLP", {"tiled_mlp": True}),
+]
+NOTHING = {"loss": "full", "gradient_checkpointing": "none", "mixed_precision": "bf16"}
+IN_BACKWARD = ("update in backward", {"optimizer_in_backward": True, "max_grad_norm": None})
+QLORA = (
+    "QLoRA instead",
+    {
+        "dtype": "bfloat16",
+        "optimizer_offload": False,
+        "optimizer_in_backward": False,
+        "max_grad_norm": 1.0,
+        "adapter": "qlora",
+    },
+)
+LONGEST = 16 * 2**20
+"""Most tokens that are tried."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A model with all techniques up to one."""
+
+    model: str
+    name: str
+    settings: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.model}: {self.name}"
+
+
+def rungs_of(model: str, with_qlora: bool = False) -> list[Rung]:
+    """The ladder of ``model``; for 8B the optimizer moves to the host first, because nothing fits without it."""
+    steps = [OPTIMIZER, *TECHNIQUES] if model == "8b" else [*TECHNIQUES, OPTIMIZER]
+    steps += [IN_BACKWARD, QLORA] if with_qlora else [IN_BACKWARD]
+    settings, rungs = dict(NOTHING), [Rung(model, "nothing", dict(NOTHING))]
+    for name, added in steps:
+        settings = {**settings, **added}
+        rungs.append(Rung(model, name, settings))
+    return rungs
+
+
+def question_of(rung: Rung, device: Device, length: int) -> Question:
+    """One sequence of ``length`` tokens with the settings of ``rung``."""
+    values = {
+        "model_config": dict(MODELS[rung.model]),
+        "tokenizer": "bytes",
+        "max_length": length,
+        "micro_batch_size": 1,
+        **rung.settings,
+    }
+    return Question(config_of(values), device, MODELS[rung.model]["vocab_size"])
+
+
+def outcome_at(rung: Rung, device: Device, length: int, predictions: Predictions) -> Outcome:
+    """The prediction for a step with ``length`` tokens."""
+    return predicted(question_of(rung, device, length), predictions)
+
+
+def lengths_to_try() -> list[int]:
+    """Multiples of 1,024, each about 1 % more than the one before it."""
+    lengths = [1024]
+    while lengths[-1] < LONGEST:
+        lengths.append(max(lengths[-1] + 1024, int(lengths[-1] * 1.01) // 1024 * 1024))
+    return lengths
+
+
+def predicted_longest(rung: Rung, device: Device, predictions: Predictions, near: int = 8192) -> int:
+    """The longest of :func:`lengths_to_try` that is predicted to fit; 0: not even the shortest.
+
+    Args:
+        near: where the search begins.
+    """
+
+    def needs(length: int) -> int:
+        return outcome_at(rung, device, length, predictions).needed_bytes
+
+    room = question_of(rung, device, 1024).room_bytes
+    lengths = lengths_to_try()
+    return largest_fitting(lengths, needs, room, min(lengths, key=lambda length: abs(length - near))) or 0

@@ -1,0 +1,236 @@
+"""The harness of the benchmarks, their pages, and what they may import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+
+from scripts.benchmarks import harness
+from scripts.benchmarks.study.cells import sweep_from
+from scripts.benchmarks.study.page import page as study_page
+from scripts.benchmarks.study.tables import markdown
+
+BENCHMARKS = ROOT / "scripts" / "benchmarks"
+SCRIPTS = sorted(
+    path
+    for path in BENCHMARKS.glob("*.py")
+    if re.search(r"harness\.(report|read_options)\(Options", path.read_text(encoding="utf-8"))
+)
+BUILDERS = {"building.py", "looping.py"}
+CORE = {"batching", "cross_entropy", "data", "launch", "loop", "loss", "main", "model", "optim", "outputs", "runtime"}
+CORE |= {"step", "tasks", "tokenization"}
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+# ---- pages and imports -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_a_committed_page_is_what_its_script_makes_of_the_figures(path: Path) -> None:
+    if path.stem == "scaling-memory":
+        pytest.skip("figures for docs/scaling.md, which test_scaling.py compares")
+    script = next(script.stem for script in SCRIPTS if re.match(rf"{script.stem}(-|$)", path.stem))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    text = path.with_suffix(".md").read_text(encoding="utf-8")
+    if "date" not in found:  # two older files have it on the page only
+        text = re.sub(r"; \d{4}-\d\d-\d\d\b", "", text)
+    assert importlib.import_module(f"scripts.benchmarks.{script}").page(found) == text
+
+
+def test_the_committed_pages_of_the_study_are_made_of_its_figures() -> None:
+    folder = ROOT / "docs" / "results" / "sweep-cpu"
+    sweep = sweep_from(json.loads((folder / "sweep.json").read_text(encoding="utf-8")))
+    assert markdown(sweep) == (folder / "sweep.md").read_text(encoding="utf-8")
+    without_charts = partial(re.sub, r"<svg.*?</svg>", "", flags=re.DOTALL)  # drawn by this version of matplotlib
+    assert without_charts(study_page(sweep)) == without_charts((folder / "index.html").read_text(encoding="utf-8"))
+
+
+def test_the_package_imports_no_script() -> None:
+    bad = {str(path): imports(path) for path in (ROOT / "train").rglob("*.py")}
+    assert not {path for path, names in bad.items() if any(name.startswith("scripts") for name in names)}
+
+
+def test_only_two_modules_call_the_core() -> None:
+    for path in [*BENCHMARKS.rglob("*.py"), ROOT / "scripts" / "study.py"]:
+        if path.name not in BUILDERS:
+            used = {name.split(".")[1] for name in imports(path) if name.startswith("train.")}
+            assert not used & CORE, path
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_runs_from_any_folder(path: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(path), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--write" in done.stdout and "--output_dir" in done.stdout
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options(harness.Options):
+    number: int = 3
+
+
+def figures(options: Options) -> dict[str, Any]:
+    return {"number": options.number}
+
+
+def page(found: dict[str, Any]) -> str:
+    return f"# {found['number']}\n\n{harness.machine_line(found)}\n"
+
+
+def reported(monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["tried.py", *flags])
+    monkeypatch.setattr(harness, "prepare_environment", lambda: None)
+    return harness.report(Options, "", figures, page, name="tried")
+
+
+def test_nothing_is_written_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = reported(monkeypatch, "--number", "5", "--output_dir", str(tmp_path))
+    assert found["number"] == 5 and {"date", "hardware", "versions"} < set(found)
+    assert "# 5" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_figures_and_page_are_written_and_the_page_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = reported(monkeypatch, "--write", "--output_dir", str(tmp_path))
+    [path] = tmp_path.glob("tried-*.json")
+    assert json.loads(path.read_text()) == found
+    written = path.with_suffix(".md").read_text()
+    assert written == page(found)
+    path.with_suffix(".md").unlink()
+    assert reported(monkeypatch, "--page_of", str(path)) == found
+    assert path.with_suffix(".md").read_text() == written
+
+
+def test_machine_line() -> None:
+    found = {"hardware": {"cpu": "CPU", "cpu_cores": 2, "gpus": []}, "versions": {"python": "3", "torch": "2"}}
+    assert harness.machine_line(found) == "CPU, 2 cores; python 3, torch 2"
+    found |= {"date": "2026-01-01"}
+    assert harness.machine_line(found, "here", ["torch"]) == "here; torch 2; 2026-01-01"
+    found["hardware"] = {**found["hardware"], "gpus": [{"name": "NVIDIA X 1"}]}
+    assert harness.machine_line(found, names=()).startswith("NVIDIA X 1; ")
+    assert harness.device_slug(found) == "nvidia-x-1"
+
+
+def test_table() -> None:
+    table = harness.Table(("", "n"), "lr")
+    assert table.lines([("a", 1), ("b", "")]) == ["| | n |", "| --- | ---: |", "| a | 1 |", "| b |  |"]
+    with pytest.raises(ValueError, match="2 titles, 1 alignments"):
+        harness.Table(("", "n"), "l").head()
+
+
+# ---- rounds and processes --------------------------------------------------------------------------------------------
+
+
+def test_rounds_are_paired() -> None:
+    order: list[str] = []
+
+    def measure(name: str, value: float) -> float:
+        order.append(name)
+        return value * (1 + len(order) // 3)  # each round is slower than the one before it
+
+    values = {"a": 1.0, "b": 2.0}
+    announced: list[int] = []
+    rounds = harness.paired_rounds(
+        {name: partial(measure, name, value) for name, value in values.items()},
+        20,
+        lambda number, _: announced.append(number),
+    )
+    assert announced == list(range(1, 21))
+    assert all(sorted(order[first : first + 2]) == ["a", "b"] for first in range(0, 40, 2))
+    assert {"ab", "ba"} == {"".join(order[first : first + 2]) for first in range(0, 40, 2)}
+    assert all(list(found) == ["a", "b"] for found in rounds)
+    assert harness.ratios([{"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 6.0}], "b", "a") == [2.0, 3.0]
+
+
+def test_spread() -> None:
+    assert harness.spread([3.0]) == {"median": 3.0, "quartile_1": 3.0, "quartile_3": 3.0}
+    assert harness.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3.0, "quartile_1": 2.0, "quartile_3": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("import json, sys; print(json.dumps({'twice': 2 * json.load(sys.stdin)}))", {"outcome": "ok", "twice": 8}),
+        ("raise MemoryError('CUDA out of memory')", {"outcome": "oom", "message": "MemoryError: CUDA out of memory"}),
+        ("raise ValueError('a bug')", {"outcome": "error", "message": "ValueError: a bug"}),
+        ("import time; time.sleep(60)", {"outcome": "timeout"}),
+    ],
+)
+def test_outcome_of_a_script_of_its_own(code: str, outcome: dict[str, Any]) -> None:
+    assert harness.apart(["-c", code], 4, timeout_seconds=2) == outcome
+
+
+def test_functions_in_processes_of_their_own() -> None:
+    processes = harness.Processes(on_cpu=False)
+    assert processes.call(abs, -3) == 3
+    with pytest.raises(harness.EndedError, match="1"):
+        processes.call(sys.exit, 1)
+    with pytest.raises(TimeoutError, match="took longer than 1 s"):
+        processes.call(time.sleep, 60, timeout_seconds=1)
+
+
+def test_traced_allocations_and_tracked_peaks_agree() -> None:
+    import torch
+
+    def step() -> None:
+        torch.ones(2**20).add(1)
+
+    held = torch.ones(1000)
+    before, peak = harness.peak_bytes(step, {"parameters": [held]}, torch.device("cpu"))
+    assert (before, peak) == (4000, 4000 + 2 * 4 * 2**20)
+    with harness.traced_allocations(held_bytes=4000) as traced:
+        step()
+    assert traced.peak_bytes == pytest.approx(peak, abs=100)  # scalars are counted by one of them
+
+
+def test_processes_import_this_checkout(tmp_path: Path) -> None:
+    """Although another copy of the package comes first on their path."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "__init__.py").touch()
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from scripts.benchmarks import harness, looping\n"
+        "import train.wording\n"
+        "if __name__ == '__main__':\n"
+        "    print(harness.Processes(True, ['train.wording']).call(train.wording.gib, 2**30))\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == "1.00 GiB\n", done.stderr

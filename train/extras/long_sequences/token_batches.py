@@ -1,0 +1,58 @@
+"""Micro-batches formed by tokens, padding included, instead of by a number of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from train.batching import Rounds, with_padding
+from train.records import BatchArithmetic
+
+
+class TokenRounds(Rounds):
+    """Micro-batches of at most ``max_tokens`` positions."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+
+    def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
+        """The examples of one step as ``[round][rank]`` lists of ids."""
+        return micro_batches_by_tokens(ids, lengths, self.max_tokens, arithmetic.world_size)
+
+    def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
+        """The micro-batch of most positions, padding included."""
+        order = np.argsort(-lengths, kind="stable")
+        widths = lengths[order]
+        most = arithmetic.global_batch_size - arithmetic.world_size + 1  # the other ranks have one each
+        sizes = np.minimum(np.minimum(self.max_tokens // widths, most), np.arange(len(order), 0, -1))
+        first = int(np.argmax(sizes * widths))
+        order = order[first:]
+        return with_padding(order[: int(sizes[first])].tolist(), order, lengths)
+
+
+def micro_batches_by_tokens(
+    ids: Sequence[int], lengths: Sequence[int], max_tokens: int, world_size: int
+) -> list[list[list[int]]]:
+    """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
+
+    The longest come first, and each list takes as many as fit. Every rank gets the same number of rounds: where the
+    lists do not divide, those of most examples are halved.
+    """
+    order = np.argsort([-int(length) for length in lengths], kind="stable")
+    parts: list[list[int]] = []
+    width = 0
+    for i in order:
+        if not parts or (len(parts[-1]) + 1) * width > max_tokens:
+            parts.append([])
+            width = int(lengths[i])
+        parts[-1].append(ids[i])
+    while len(parts) % world_size:
+        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
+        part = parts[largest]
+        if len(part) < 2:
+            parts.append([])
+        else:
+            middle = len(part) // 2
+            parts[largest : largest + 1] = [part[:middle], part[middle:]]
+    return [parts[first : first + world_size] for first in range(0, len(parts), world_size)]

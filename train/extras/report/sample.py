@@ -1,0 +1,51 @@
+"""What a trained language model writes, and what its bits per byte compare with."""
+
+from __future__ import annotations
+
+import lzma
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from train.records import Run
+from train.tasks import Task
+
+
+def references(texts: Sequence[str]) -> dict[str, float]:
+    """Bits per byte without any model: the entropy of single bytes, and xz at its best preset."""
+    data = "".join(texts).encode()
+    counts = Counter(data).values()
+    entropy = -sum(n / len(data) * math.log2(n / len(data)) for n in counts)
+    return {"order-0 entropy": entropy, "xz -9": 8 * len(lzma.compress(data, preset=9)) / len(data)}
+
+
+def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) -> str | None:
+    """What the model writes after the beginning of ``text``, the seam marked.
+
+    None if it cannot generate, or ``text`` has no token to continue.
+    """
+    from transformers import GenerationMixin, PreTrainedModel
+
+    if not (task.is_causal and isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
+        return None
+    max_length = run.config.data.max_length
+    ids = next(task.token_ids([text], tokenizer))[: min(64, max_length // 2)]
+    if not ids:
+        return None
+    model.eval()
+    prompt = torch.tensor([ids], device=model.device)
+    torch.manual_seed(run.config.optimization.seed)
+    written = cast("Any", model).generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=min(160, max_length - len(ids)),
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )
+    return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)}⟫"
