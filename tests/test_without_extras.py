@@ -90,8 +90,8 @@ def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[li
 
 
 def joined(lines: Sequence[str]) -> list[str]:
-    """The extras that the run says it has."""
-    (line,) = [line.removeprefix("extras: ") for line in lines if line.startswith("extras: ")]
+    """The extras that each run of ``lines`` says it has."""
+    (line,) = {line.removeprefix("extras: ") for line in lines if line.startswith("extras: ")}
     return [] if line == "none" else line.split(", ")
 
 
