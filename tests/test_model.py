@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from train.config import Config
 from train.data import pad_token_id
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.readers.tokenizers_of_own import build_tokenizer
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, UserError

@@ -15,7 +15,7 @@ import pytest
 from support import ROOT, write_recipe
 
 from train import extras
-from train.extras.readers.tokenizers_of_own import build_tokenizer
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 
 # An editable installation of this repository would lend the copy what was deleted from it.

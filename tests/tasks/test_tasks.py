@@ -17,7 +17,6 @@ from torch import nn
 
 from train.config import Config
 from train.data import load_tokenizer
-from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, Corpus, Examples, UsageError, UserError
 from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, task_names, tokenize

@@ -18,7 +18,7 @@ from train.config import Config, parse
 from train.extras.adapters.lora import has_adapter
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.losses.loss_head import obstacle_to_chunks
-from train.extras.readers.tokenizers_of_own import build_tokenizer
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.loss import ModelWithLoss
 from train.main import main
 from train.model import build_model, parameter_counts

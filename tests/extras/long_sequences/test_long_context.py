@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from train.config import Config
 from train.extras.long_sequences import attention
-from train.extras.readers.tokenizers_of_own import build_tokenizer
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.model import build_model
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
 from train.tasks import load_task

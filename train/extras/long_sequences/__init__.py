@@ -100,15 +100,15 @@ class Room(Extra):
         self._length = length
         return [cut(batch, length, causal) for batch in micro_batches]
 
-    def measured(self, run: Run, values: dict[str, Any]) -> None:
-        if self._length is not None:
-            values["sequence_length"] = self._length
-
     def summary(self, run: Run) -> dict[str, Any]:
         if (max_tokens := run.config.of(Options).max_tokens_per_micro_batch) is None:
             return {}
         sizes = {"micro_batch_size": None, "gradient_accumulation_steps": None}
         return {**sizes, "max_tokens_per_micro_batch": max_tokens}
+
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
+        if self._length is not None and "sequence_length" in values:
+            values["sequence_length"] = self._length
 
     def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
         if model_config is not None:
