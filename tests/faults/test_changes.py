@@ -58,7 +58,7 @@ def test_change_is_named_and_refused_unless_allowed(tmp_path: Path, change: str)
     assert end.status == EXIT_ERROR
     assert "belongs to a run with other settings" in end.said
     assert f"{named}: was " in end.said
-    assert "--allow_changes_on_resume True" in end.said
+    assert "--allow_changes_on_resume" in end.said
     end = go_on(tmp_path, "--allow_changes_on_resume", "True")
     assert end.status == (EXIT_DONE if can_go_on else EXIT_ERROR), end.said
 
