@@ -13,8 +13,8 @@ from typing import Any
 
 from scripts.benchmarks import building, harness
 from scripts.benchmarks.study.cells import FAILED, MEASURED, OUT_OF_MEMORY
-from train.records import UserError
 from train.memory.predict import Job
+from train.records import UserError
 
 LIBRARIES = ["torch.profiler", "accelerate", "transformers.modeling_utils", "train.step", "train.model"]
 SCALE_STEPS = 20
@@ -55,7 +55,7 @@ class Processes(harness.Processes):
 
 def measure_or_explain(task: Task) -> dict[str, Any]:
     """:func:`measure`, or the status and reason of its failure."""
-    from train.memory.explain import is_out_of_memory, parse_oom
+    from train.memory.oom import is_out_of_memory, parse_oom
 
     try:
         return measure(task)

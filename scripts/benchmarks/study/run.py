@@ -29,9 +29,9 @@ from scripts.benchmarks.study.measure import Processes, Task
 from scripts.benchmarks.study.page import page
 from scripts.benchmarks.study.request import Request, job_for, pages_of, read_request, shapes
 from scripts.benchmarks.study.tables import markdown
-from train.records import EXIT_DONE, UserError
 from train.memory.predict import Job, Prediction, Predictor
 from train.outputs_log import count, gib
+from train.records import EXIT_DONE, UserError
 
 FENCE = 1.25
 """Times the limit: a CPU cell that needs so much more than was predicted is stopped by its own allocator."""
@@ -42,7 +42,7 @@ CELL_TIMEOUT = 10
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the study of the command line and returns the exit status (see ``train.errors``)."""
+    """Runs the study of the command line and returns the exit status (see ``train.records``)."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         if (path := pages_of(words)) is not None:
@@ -181,7 +181,7 @@ def _beyond(
     deadline: float,
 ) -> list[Cell]:
     """Predictions around the largest micro-batch within the budget, by technique and length, with accumulation."""
-    from train.memory.plan import largest_fitting
+    from train.memory.ladder import largest_fitting
 
     found: list[Cell] = []
 
