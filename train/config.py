@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import re
 import sys
 import types
 import typing
@@ -237,7 +238,8 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
         "Train on long sequences. Every flag is also a key of a recipe; recipes/ holds examples. With none of --config "
         "--task --dataset --model --model_config --tokenizer, recipes/quickstart.yaml runs."
     )
-    parser = _Parser(prog="train/main.py", description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    usage = "train/main.py [--config recipe.yaml] [--flag value ...]"
+    parser = _Parser(usage=usage, description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     everyday = parser.add_argument_group("everyday")
     everyday.add_argument("--config", metavar="FILE", help="A YAML recipe; flags override it.")
     for section, cls in sections().items():
@@ -245,13 +247,15 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
         for entry in dataclasses.fields(cls):
             hint = known[entry.name][0]
             nargs = {bool: "?", tuple[str, ...]: "*"}.get(hint, "*" if typing.get_origin(hint) is tuple else None)
-            text = f"{entry.metadata['help']} [{entry.type}; default: {entry.default}]".replace("%", "%%")
+            text = f"{entry.metadata['help']} [{_kind(str(entry.type))}; default: {entry.default}]".replace("%", "%%")
+            options: dict[str, Any] = {"nargs": nargs, "const": "True" if nargs == "?" else None, "help": text}
             place = everyday if entry.metadata.get("everyday") else group
-            place.add_argument(
-                f"--{entry.name}", nargs=nargs, const="True" if nargs == "?" else None, metavar="…", help=text
-            )
-    given = []
+            place.add_argument(f"--{entry.name}", metavar="…" if nargs != "?" else "True|False", **options)
+    given: list[str] = []
     for argument in arguments:  # hyphens or underscores, --packing, --packing False, --no-packing
+        if given and re.fullmatch(r"-[\d.]+e[-+]?\d+", argument, re.IGNORECASE):  # argparse takes -1e-4 for a flag
+            given[-1] += "=" + argument
+            continue
         name, equals, value = argument.partition("=")
         if argument.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
@@ -261,6 +265,15 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
                 raise _unknown(name[2:], known, "--")
         given.append(name + equals + value)
     return vars(parser.parse_args(given))
+
+
+def _kind(annotation: str) -> str:
+    """``Literal["a", "b"] | None`` as a|b, and other types as a person calls them."""
+    words = re.sub(
+        r"Literal\[(.*?)\]", lambda found: found[1].replace('"', "").replace("'", "").replace(", ", "|"), annotation
+    )
+    words = re.sub(r"tuple\[(.*), \.\.\.\]", r"\1 ...", words).replace(" | None", "").replace("dict[str, Any]", "JSON")
+    return words.replace(" | ", "|").replace("str", "text")
 
 
 def _from_text(text: Any, hint: Any) -> Any:
@@ -418,6 +431,10 @@ def _check_bounds(name: str, value: float, hint: Any, entry: dataclasses.Field[A
 def _check_optimization(config: Config) -> None:
     """The part of :func:`check` about batch sizes, steps and the optimizer."""
     optim = config.optimization
+    if optim.micro_batch_size == "auto" and "memory" in extras.missing():
+        raise UsageError(
+            "micro_batch_size: auto needs train/memory/, which is not here or lacks train/extras/meter/: give a number."
+        )
     if optim.max_grad_norm is not None and optim.max_grad_value is not None:
         raise UsageError(
             "max_grad_norm and max_grad_value clip the same gradient: give one and set the other to null "

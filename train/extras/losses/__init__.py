@@ -54,14 +54,15 @@ class Room(Extra):
         kind = choose_loss(asked, model, place, True if run.is_planned else None)
         if kind != "full":
             use_loss_in_head(model, kind)
-        return [describe_loss(kind, model.objective, asked)]
+        # Whether a package of another machine sums in fp32 is not known here.
+        return [] if run.is_planned else [describe_loss(kind, model.objective, asked)]
 
     def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+        from train.extras.losses.choice import obstacle_to_loss_in_head
         from train.extras.losses.in_head import use_loss_in_head
-        from train.extras.losses.loss_head import obstacle_to_chunks
 
         def chunk() -> bool:
-            if model.loss_in_head is not None or obstacle_to_chunks(model.model) is not None:
+            if model.loss_in_head is not None or obstacle_to_loss_in_head(model) is not None:
                 return False
             use_loss_in_head(model, "chunked")
             return True
