@@ -149,12 +149,9 @@ def start_accelerator(config: Config, launch: Launch, accumulation_steps: int) -
     device = training_device()
     precision, _ = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     set_up_device(device, launch, config)
-    return Accelerator(
-        gradient_accumulation_steps=accumulation_steps,
-        mixed_precision=precision,
-        **accelerator_options(launch, precision, device),
-        **extras.join().merged("accelerator_options", config, launch),
-    )
+    options = accelerator_options(launch, precision, device)
+    options |= extras.join().merged("accelerator_options", config, launch)
+    return Accelerator(gradient_accumulation_steps=accumulation_steps, mixed_precision=precision, **options)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
