@@ -334,7 +334,7 @@ def causal_lm(config: Config, length: int) -> nn.Module:
     """A causal language model over bytes with random weights, with the techniques of ``config``."""
     from accelerate import Accelerator
 
-    from train.extras.readers.tokenizers_of_own import build_tokenizer
+    from train.extras.readers.own_tokenizers import build_tokenizer
     from train.model import build_model
     from train.tasks import load_task
 

@@ -91,7 +91,7 @@ def _data(run: Run, tokens: Tensor) -> PreparedData:
 
     from train.batching import Loading
     from train.data import PreparedData, pad_token_id
-    from train.extras.readers.tokenizers_of_own import build_tokenizer
+    from train.extras.readers.own_tokenizers import build_tokenizer
     from train.records import Corpus, Examples
     from train.tasks import load_task
 
