@@ -19,11 +19,12 @@ from test_main import checkpoint_digests, stopping_after, train, trained_losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train import extras
-from train.batching import Loading, MapBatches, StreamBatches, evaluation_batches
+from train.batching import Loading, MapBatches, evaluation_batches
 from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import best_fit, collate_packed, in_order, pack_split, pack_stream
+from train.extras.readers.stream import StreamBatches
 from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.records import (
@@ -263,7 +264,7 @@ def test_rows_of_documents_are_not_divided_among_ranks(name: str) -> None:
     engine = "deepspeed" if name == "sp_size" else "ddp" if name == "tp_size" else "fsdp2"
     launch = replace(Launch(world_size=2, engine=engine), **{name: 2})
     extras.check(Config(), launch)
-    with pytest.raises(UsageError, match=r"packing does not work with .* parallel 2 .*leave packing out"):
+    with pytest.raises(UsageError, match=r"packing.* parallelism_config_.*size: 2 .*leave packing out"):
         extras.check(Config().changed(packing=True), launch)
 
 
