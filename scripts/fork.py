@@ -138,15 +138,15 @@ class Fork:
         for name in self.options:
             signs.append(rf"--{name}\b|^{name}: |\b{name}=")
             signs += [f"['\"]{name}['\"]"] if name != "loss" else []  # which is a metric, too
-        texts = {path: path.read_text(encoding="utf-8") for path in self._files("tests")}
         shared = [ROOT / "tests" / name for name in ("conftest.py", "support.py")]
+        texts = {path: path.read_text(encoding="utf-8") for path in self._files("tests") if path.suffix == ".py"}
+        signs += _imports_of(path for path in (ROOT / "tests").rglob("*.py") if path not in texts)
         while signs:
             dropped = [p for p, text in texts.items() if p not in shared and re.search("|".join(signs), text, re.M)]
             folders = [path.parent for path in dropped if path.name == "conftest.py"]
             dropped += [path for path in texts if path not in dropped and path.parent in folders]
             texts = {path: text for path, text in texts.items() if path not in dropped}
-            names = [path.stem for path in dropped if path.stem != "conftest"]
-            signs = [rf"(from|import) {name}\b|\b{name}\.py" for name in names]
+            signs = _imports_of(dropped)
         return texts
 
     def _readme(self, starts: bool) -> str:
@@ -165,6 +165,12 @@ bash scripts/setup.sh dev
 bash scripts/test.sh            # lint, types, tests
 ```
 """
+
+
+def _imports_of(paths: Iterable[Path]) -> list[str]:
+    """What a file looks like that needs one of these test files: it imports or starts it."""
+    names = {path.stem for path in paths} - {"conftest"}
+    return [rf"(from|import) ([\w.]+\.)?{name}\b|\b{name}\.py" for name in names]
 
 
 def main(words: Sequence[str] | None = None) -> int:
