@@ -159,25 +159,6 @@ def loss_and_gradients(model: nn.Module, task: Task, rows: list[dict[str, Any]])
     return loss.item(), gradients
 
 
-def test_causal_lm_references_are_entropy_and_xz() -> None:
-    references = made("causal_lm").references(["ab" * 500])
-    assert references["order-0 entropy"] == pytest.approx(1.0)
-    assert references["xz -9"] < 1.0
-
-
-def test_causal_lm_samples_after_the_beginning_of_the_text() -> None:
-    task = made("causal_lm", max_length=24)
-    config = transformers.LlamaConfig(
-        vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    first, again = (task.sample(model, BYTES, "to be or not to be", seed=3) for _ in range(2))
-    assert first is not None and first == again
-    assert first.startswith("to be or not⟪") and first.endswith("⟫")
-    assert task.sample(nn.Linear(1, 1), BYTES, "to be", seed=3) is None
-    assert task.sample(model, BYTES, "", seed=3) is None  # nothing to begin with
-
-
 # masked_lm
 
 
