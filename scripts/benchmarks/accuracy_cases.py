@@ -9,11 +9,6 @@ from scripts.benchmarks.building import config_of
 from train.config import to_values
 from train.memory.predict import Job, Target
 
-AUTO_CLASS = {
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-}
 SMALL = {
     "llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
               "num_key_value_heads": 4},
@@ -25,7 +20,6 @@ SMALL = {
     "bert": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024,
              "attention_probs_dropout_prob": 0.0},
     "modernbert": {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "t5": {"d_model": 192, "d_kv": 48, "d_ff": 384, "num_layers": 3, "num_heads": 4, "feed_forward_proj": "gated-gelu"},
     "opt": {"hidden_size": 256, "ffn_dim": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
             "word_embed_proj_dim": 256, "attention_dropout": 0.0},
     "gpt_neox": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -64,7 +58,6 @@ def small_cases() -> list[Job]:
             ("modernbert", "masked_lm", 384, 2),
             ("bert", "sequence_classification", 384, 4),
             ("modernbert", "sequence_classification", 512, 2),
-            ("t5", "seq2seq", 256, 2),
         )
         for precision in ("no", "bf16")
     ]
@@ -95,7 +88,6 @@ def small_cases() -> list[Job]:
         small("modernbert", "masked_lm", 384, 2, padded=True),
         small("modernbert", "sequence_classification", 512, 2, padded=True, **full),
         small("bert", "sequence_classification", 384, 4, padded=True, mixed_precision="bf16"),
-        small("t5", "seq2seq", 256, 2, **full),
         small("llama", "causal_lm", 1536, 1, **full, loss="chunked"),
     ]
     return [*every, *with_each, *others]
@@ -164,14 +156,13 @@ def job(architecture: dict[str, Any], task: str, length: int, size: int, **setti
     return Job(
         values=to_values(config_of(values)),
         target=Target("cpu"),
-        auto_class=AUTO_CLASS.get(task, "AutoModelForSeq2SeqLM"),
+        task=task,
         vocab_size=VOCABULARY_OF_SMALL,
         micro_batch_size=size,
         length=length,
         accumulates=accumulation > 1,
         num_labels=8 if task == "sequence_classification" else 0,
         padded=padded,
-        input_names=("input_ids", "decoder_input_ids") if task == "seq2seq" else ("input_ids",),
     )
 
 
@@ -183,8 +174,7 @@ def title(job: Job) -> str:
         changed.pop(name, None)
     if not job.accumulates:
         changed.pop("gradient_accumulation_steps", None)
-    kind = job.auto_class.removeprefix("AutoModelFor")
     settings = ", ".join(f"{k} {v}" for k, v in changed.items())
-    return f"{job.values['model_config']['model_type']} {kind} {job.micro_batch_size}×{job.length}" + (
+    return f"{job.values['model_config']['model_type']} {job.task} {job.micro_batch_size}×{job.length}" + (
         f" {'padded ' if job.padded else ''}{settings}".rstrip()
     )

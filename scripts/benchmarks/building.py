@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from train.config import Config
+    from train.launch import Launch
     from train.memory.predict import Job
-    from train.records import MicroBatch, StepOutcome
+    from train.records import MicroBatch, Run, StepOutcome
+    from train.step import Engine
 
     Loss = Callable[[Tensor, Tensor, None, Tensor], Tensor]
     """(hidden, weight, bias, labels) -> sum of the token losses."""
@@ -32,9 +33,9 @@ RECOMPUTED = "chunked, recomputed"
 
 def config_of(values: Mapping[str, Any]) -> Config:
     """The template's defaults with ``values`` (flags) over them."""
-    from train.config import Config, from_values, to_values
+    from train.config import from_values
 
-    return from_values({**to_values(Config()), **values})
+    return from_values(dict(values))
 
 
 def parsed_config(words: Sequence[str]) -> Config:
@@ -54,30 +55,29 @@ def changed_config(config: Config, changes: Mapping[str, Any]) -> Config:
     Raises:
         UsageError: they cannot work together.
     """
-    from train.config import check, from_values, to_values
+    from train.config import check
 
-    changed = from_values({**to_values(config), **changes})
+    changed = config.changed(**changes)
     check(changed)
     return changed
 
 
 def is_classifier(config: Config) -> bool:
-    """Whether the task of ``config`` classifies sequences.
+    """Whether the task of ``config`` has classes of its own, not those of a vocabulary.
 
     Raises:
         UsageError: there is no such task.
     """
-    from train.tasks import TASKS, check_task
+    from train.tasks import load_task
 
-    check_task(config.data.task)
-    return TASKS[config.data.task] == TASKS["sequence_classification"]
+    return load_task(config.data.task).labelled
 
 
 def use_expandable_segments() -> None:
     """Sets torch's CUDA allocator as a run does; call it before torch is imported."""
-    from train.launch import let_segments_grow
+    from train import launch
 
-    let_segments_grow()
+    launch.use_expandable_segments()
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def use_expandable_segments() -> None:
 
 def training_device() -> torch.device:
     """The device that a run would take here."""
-    from train.runtime import target_device
+    from train.launch import target_device
 
     return target_device()
 
@@ -93,7 +93,8 @@ def training_device() -> torch.device:
 def usable_precision(asked: str, device: torch.device) -> str:
     """no, bf16 or fp16: what a run makes of ``asked``; auto is bf16 or fp16 on a card, fp32 elsewhere."""
     import torch
-    from train.runtime import resolve_precision
+
+    from train.launch import resolve_precision
 
     if asked == "auto" and device.type == "cuda":
         asked = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -102,16 +103,55 @@ def usable_precision(asked: str, device: torch.device) -> str:
 
 def fast_precisions(device: torch.device) -> list[str]:
     """fp32, and bf16 where the hardware is fast at it."""
-    from train.runtime import cpu_is_fast_at_bf16
+    from train.launch import cpu_has_fast_bf16
 
-    return ["no", *(["bf16"] if device.type == "cuda" or cpu_is_fast_at_bf16() else [])]
+    return ["no", *(["bf16"] if device.type == "cuda" or cpu_has_fast_bf16() else [])]
 
 
 def use_cpu_threads(asked: int | None) -> int:
-    """Sets torch's CPU threads as a run does; returns how many."""
-    from train.runtime import set_cpu_threads
+    """Sets torch's CPU threads, by default one per core as in a run; returns how many."""
+    import torch
 
-    return set_cpu_threads(asked)
+    # Only the threads: what else a run sets up on a CPU would make the variants faster that it is compared with.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(asked or cores)
+    return torch.get_num_threads()
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def silent_run(
+    config: Config, accelerator: Accelerator, launch: Launch | None = None, without: Sequence[str] = ()
+) -> Run:
+    """What the stages of a run are handed; writes and prints nothing.
+
+    Args:
+        without: extras that are left out.
+    """
+    from train import extras
+    from train.launch import Launch, StopRequest
+    from train.outputs import Outputs
+    from train.records import Run
+
+    joined = extras.Extras({name: extra for name, extra in extras.join().by_name.items() if name not in without})
+    outputs = Outputs(config, accelerator, is_silent=True)
+    return Run(config, launch or Launch(), accelerator, joined, outputs, StopRequest())
+
+
+def start_accelerator(config: Config, launch: Launch, accumulation_steps: int) -> Accelerator:
+    """Device and Accelerator as ``main.py`` sets them up."""
+    from accelerate import Accelerator
+
+    from train import extras
+    from train.launch import accelerator_options, resolve_precision, set_up_device
+
+    device = training_device()
+    precision, _ = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
+    set_up_device(device, launch, config)
+    options = accelerator_options(launch, precision, device)
+    options |= extras.join().merged("accelerator_options", config, launch)
+    return Accelerator(gradient_accumulation_steps=accumulation_steps, mixed_precision=precision, **options)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -121,17 +161,27 @@ def use_cpu_threads(asked: int | None) -> int:
 class Training:
     """A prepared model and optimizer with their step."""
 
-    config: Config
-    accelerator: Accelerator
+    run: Run
     model: nn.Module
     optimizer: Any
     network: nn.Module
     """The model inside ``model``."""
-    make_step: Callable[..., StepOutcome]
     micro_batches: Sequence[MicroBatch] = ()
     """Of one optimizer step."""
-    precision: str = ""
-    peak_flops_per_second: float | None = None
+    plain: Engine = field(init=False)
+    """Without recovery from running out of memory."""
+    engine: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        from train.extras import Extras
+        from train.step import Engine
+
+        self.mark: Callable[[str], None] = lambda phase: None
+        extras = dict(self.run.extras.by_name)
+        guard = Extras({name: extras.pop(name) for name in ("endurance",) if name in extras})
+        engine = Engine(self.run.accelerator, self.run.config, lambda phase: self.mark(phase))
+        self.plain = Extras(extras).pipe("wrap_step", self.run, engine)
+        self.engine = guard.pipe("wrap_step", self.run, self.plain)
 
     def step(
         self, micro_batches: Sequence[MicroBatch] | None = None, mark: Callable[[str], None] | None = None
@@ -142,11 +192,19 @@ class Training:
             micro_batches: default: all of ``self.micro_batches``.
             mark: told which phase begins (forward, backward, clip, optimizer); the plain step is made then.
         """
-        from train.step import optimizer_step
-
         window = self.micro_batches if micro_batches is None else micro_batches
-        arguments = self.accelerator, self.model, self.optimizer, window, self.config.optimization
-        return self.make_step(*arguments) if mark is None else optimizer_step(*arguments, mark=mark)
+        if mark is None:
+            return self.engine.step(self.model, self.optimizer, window)
+        before, self.mark = self.mark, mark
+        try:
+            return self.plain.step(self.model, self.optimizer, window)
+        finally:
+            self.mark = before
+
+    @property
+    def precision(self) -> str:
+        """no, fp16 or bf16."""
+        return self.run.accelerator.mixed_precision
 
     @property
     def was_skipped(self) -> bool:
@@ -159,9 +217,9 @@ class Training:
 
     def peak_bytes(self) -> int:
         """On CUDA the peak of allocated memory, on a CPU the largest resident set of the process."""
-        from train.runtime import DeviceMeter
+        from train.launch import peak_bytes
 
-        return DeviceMeter(self.accelerator.device).summary()["peak_allocated_bytes"]
+        return peak_bytes(self.run.accelerator.device)
 
     def speed(self, seconds_per_step: float, tokens: int, length: int) -> dict[str, float | None]:
         """tokens_per_second, flops_per_second (of the model, recomputation not counted) and mfu of a step.
@@ -170,13 +228,17 @@ class Training:
             tokens: of one step.
             length: of a sequence.
         """
+        from train.extras.meter.cards import peak_flops_per_second
         from train.extras.meter.throughput import mfu, model_flops_per_token
+        from train.launch import arithmetic_in_use, device_name
 
+        accelerator = self.run.accelerator
+        peak = peak_flops_per_second(device_name(accelerator.device), arithmetic_in_use(accelerator))
         per_second, flops = tokens / seconds_per_step, model_flops_per_token(self.network, length)
         return {
             "tokens_per_second": per_second,
             "flops_per_second": flops and flops * per_second,
-            "mfu": mfu(per_second, flops, self.peak_flops_per_second),
+            "mfu": mfu(per_second, flops, peak),
         }
 
 
@@ -198,45 +260,23 @@ def build_training(
         recovers: with the step that survives running out of memory.
     """
     import torch
-    from train.runtime import start_runtime
 
     from train.config import from_values
-    from train.extras.activations.compilation import compile_layers
-    from train.extras.endurance.recovery import RecoveringStep
     from train.launch import Launch, read_launch
-    from train.memory.predict import build
-    from train.optim import step_function
+    from train.memory.building import build
 
-    config = from_values(job.values)
+    config = from_values(job.values).changed(max_length=job.length)
+    config = config.changed(on_oom="split") if recovers else config
     if job.target.device_type == "cpu" and torch.cuda.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"
     launch = read_launch() if launched else Launch()
-    runtime = start_runtime(config, launch, len(micro_batches))
-    accelerator = runtime.accelerator
-    divide = None
-    if launch.tensor_size > 1:
-        from train.main import divide_work  # pyright: ignore[reportAttributeAccessIssue]
-
-        divide = partial(divide_work, launch, accelerator)
+    accelerator = start_accelerator(config, launch, len(micro_batches))
+    run = silent_run(config, accelerator, launch, without=() if recovers else ("endurance",))
     torch.manual_seed(config.optimization.seed)
     # On a CPU the random weights of billions of parameters would take minutes.
     with accelerator.device if accelerator.device.type == "cuda" else nullcontext():
-        model, optimizer, network = build(
-            job, config.architecture, config, accelerator, initialised=True, divide=divide
-        )
-    if config.architecture.compile:
-        compile_layers(network)
-    return Training(
-        config=config,
-        accelerator=accelerator,
-        model=model,
-        optimizer=optimizer,
-        network=network,
-        make_step=RecoveringStep(print) if recovers else step_function(config.optimization),
-        micro_batches=micro_batches,
-        precision=runtime.precision,
-        peak_flops_per_second=runtime.peak_flops_per_second,
-    )
+        model, optimizer, network = build(job, run, initialised=True)
+    return Training(run, model, optimizer, network, micro_batches)
 
 
 def train_network(
@@ -251,20 +291,22 @@ def train_network(
     import torch
 
     from train.loss import ModelWithLoss
-    from train.optim import build_optimizer, step_function
+    from train.optim import build_optimizer, parameter_groups
 
-    config = config_of(settings)
-    device = torch.device("cuda") if offloads else accelerator.device
-    optimizer = build_optimizer(network, config.optimization, device)
-    model, optimizer = accelerator.prepare(ModelWithLoss(network), optimizer)
-    return Training(config, accelerator, model, optimizer, network, step_function(config.optimization))
+    run = silent_run(config_of(settings), accelerator, without=("endurance",))
+    made: Any = None
+    if offloads:
+        groups = parameter_groups(network, run.config.optimization)
+        made = run.extras.first("build_optimizer", run.config, groups, torch.device("cuda"))
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), made or build_optimizer(run, network))
+    return Training(run, model, optimizer, network)
 
 
 def set_scheduled_rate(training: Training, step: int, total_steps: int) -> None:
     """Sets the learning rate of ``step`` by the schedule of the configuration."""
     from train.optim import learning_rate_at, set_learning_rate
 
-    optimization = training.config.optimization
+    optimization = training.run.config.optimization
     rate = learning_rate_at(step, total_steps, optimization.learning_rate, optimization)
     set_learning_rate(training.optimizer, rate)
 
@@ -290,27 +332,36 @@ def reset_accelerate() -> None:
 
 def causal_lm(config: Config, length: int) -> nn.Module:
     """A causal language model over bytes with random weights, with the techniques of ``config``."""
-    from train.tokenization import load_tokenizer
+    from accelerate import Accelerator
 
+    from train.extras.readers.own_tokenizers import build_tokenizer
     from train.model import build_model
+    from train.tasks import load_task
 
-    return build_model(config.architecture, "AutoModelForCausalLM", load_tokenizer("bytes", ()), length)
+    accelerator = Accelerator(cpu=training_device().type == "cpu")
+    run = silent_run(config.changed(max_length=length), accelerator, without=("losses", "meter"))
+    reset_accelerate()  # whoever trains the model makes an Accelerator of its own
+    return build_model(run, load_task("causal_lm"), build_tokenizer("bytes", ())).model
 
 
 def with_loss(network: nn.Module, loss: str) -> nn.Module:
     """``network`` with the loss named: called with (inputs, labels), it returns the sum of the token losses."""
+    from train.extras.losses.in_head import use_loss_in_head
     from train.loss import ModelWithLoss
 
-    return ModelWithLoss(network, loss=loss)
+    model = ModelWithLoss(network)
+    if loss != "full":
+        use_loss_in_head(model, loss)
+    return model
 
 
 def losses() -> dict[str, Loss]:
     """Sums of cross-entropy over a vocabulary, by name; some need a package or a card, see :func:`obstacle`."""
     import torch.nn.functional as F
-    from train.cross_entropy import PLAIN, cross_entropy_sum
 
     from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
     from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
+    from train.loss import PLAIN, cross_entropy_sum
 
     def full(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
         return cross_entropy_sum(F.linear(hidden, weight, bias), labels)
@@ -341,12 +392,13 @@ def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 def example_lengths(config: Config, folder: Path) -> np.ndarray:
     """Tokens of each training example of ``config``, prepared in ``folder``."""
+    from accelerate import Accelerator
+
     from train.data import prepare_data
     from train.records import column
-    from train.tasks import build_task
 
-    prepared = prepare_data(config, build_task(config.data), folder, saves=False)
-    return column(prepared.examples.train, "length")  # pyright: ignore[reportReturnType, reportArgumentType]
+    prepared = prepare_data(silent_run(config.changed(output_dir=str(folder)), Accelerator()))
+    return column(prepared.examples.train, "length")  # pyright: ignore[reportArgumentType]
 
 
 def example_order(num_examples: int, seed: int) -> np.ndarray:
@@ -365,7 +417,7 @@ def by_count(ids: list[int], lengths: np.ndarray, size: int) -> Iterator[list[in
 
 def by_tokens(ids: list[int], lengths: np.ndarray, most_tokens: int) -> Iterator[list[int]]:
     """Micro-batches of at most ``most_tokens``, padding included, that the template forms of one step's ``ids``."""
-    from train.batching import micro_batches_by_tokens
+    from train.extras.long_sequences.token_batches import micro_batches_by_tokens
 
     return (part for (part,) in micro_batches_by_tokens(ids, lengths[ids].tolist(), most_tokens, 1))
 

@@ -108,10 +108,8 @@ class Case:
             "gradient_checkpointing": self.checkpointing,
             "mixed_precision": self.precision,
         }
-        auto_class, vocabulary = "AutoModelForCausalLM", MODEL["vocab_size"]
-        return Job(
-            to_values(building.config_of(values)), Target("cpu"), auto_class, vocabulary, self.batch_size, self.length
-        )
+        config, vocabulary = building.config_of(values), MODEL["vocab_size"]
+        return Job(to_values(config), Target("cpu"), "causal_lm", vocabulary, self.batch_size, self.length)
 
 
 @dataclass
@@ -227,8 +225,7 @@ def held_bytes(training: building.Training) -> dict[str, int]:
     """Bytes of this rank by kind, when all gradients exist; counted storage by storage during a step."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from train.extras.meter.memory import tag_held
-    from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker
+    from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, WORKSPACE, StorageTracker, tag_held
 
     network, optimizer = training.network, training.optimizer.optimizer
     found: dict[str, int] = {}

@@ -139,7 +139,7 @@ def write_page(path: Path, text: str) -> None:
 
 def about() -> dict[str, Any]:
     """Date, machine and versions of a measurement, as they are kept with its figures."""
-    from train.extras.report.files import hardware, versions
+    from train.extras.report.machine import hardware, versions
 
     return {"date": datetime.now(timezone.utc).date().isoformat(), "hardware": hardware(), "versions": versions()}
 

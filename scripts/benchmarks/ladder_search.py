@@ -24,8 +24,9 @@ from scripts.benchmarks.rungs import (
     rungs_of,
 )
 from train.memory.devices import Device
-from train.memory.plan import Outcome, Predictions, Question, predicted, replace_length, target_of
+from train.memory.plan import Outcome, Predictions, predicted
 from train.memory.predict import Job, Predictor, job_from
+from train.memory.question import Question, replace_length, target_of
 
 HOST_MARGIN_BYTES = 8 * 2**30
 """Of host memory, for the process itself."""

@@ -68,7 +68,7 @@ def measured(options: Options) -> dict[str, Any]:
     return {
         "help_seconds": seconds_of_help(),
         "import_seconds": seconds_of_imports(),
-        "memory_source": "CUDA allocator" if device.type == "cuda" else "CPU allocator, traced over 2 steps",
+        "memory_source": f"{'CUDA' if device.type == 'cuda' else 'CPU'} allocator, over 2 steps",
         "results": [compare(load, processes) for load in loads],
     }
 

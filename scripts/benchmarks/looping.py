@@ -6,89 +6,98 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from scripts.benchmarks import building
+
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from torch import Tensor, nn
 
     from train.config import Config
+    from train.data import PreparedData
+    from train.records import Evaluation, Run
+
+
+class NoEvaluation:
+    """Stands in for :class:`train.evaluation.Evaluator`."""
+
+    def validation(self, step: int) -> Evaluation:
+        """A loss of zero."""
+        from train.records import Evaluation
+
+        return Evaluation("validation", step, {"loss": 0.0})
 
 
 def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callable[[int], None]) -> None:
     """The template's loop over ``tokens`` as ``main.py`` wires it; evaluation and saving do nothing.
 
+    All extras of a run that is made with defaults take part in its steps. Only the planner's rehearsal, which comes
+    before the first step, is left out.
+
     Args:
         tokens: (examples, length + 1), taken in the order of the first epoch.
         tick: called at the end of each step with its number, from 1.
     """
-    from train.runtime import DeviceMeter, StopRequest, start_runtime
-
-    from train.extras.meter.throughput import model_flops_per_token
+    from train.data import arithmetic_of
     from train.launch import Launch
-    from train.loop import Goal, Parts, fit
-    from train.loss import ModelWithLoss, choose_loss, place_of
-    from train.optim import build_optimizer, peak_learning_rate
+    from train.loop import Parts, fit, goal_of
+    from train.loss import ModelWithLoss
+    from train.model import parameter_counts
+    from train.optim import build_optimizer
+    from train.records import Progress
+    from train.state import TrainingState
+    from train.step import Engine
+
+    arithmetic = arithmetic_of(config, 1)
+    accelerator = building.start_accelerator(config, Launch(), arithmetic.accumulation_steps)
+    run = building.silent_run(config, accelerator, without=("memory",))
+    run.outputs = _watched_outputs(config, accelerator, tick)
+    run.outputs.prepare()
+    with run.stop.listening(), run.extras.inside("open", config, run.launch):
+        data = _data(run, tokens)
+        batches = data.training_batches(run, arithmetic)
+        with_loss = ModelWithLoss(network, task=type(data.task))
+        run.extras.lines("change_loss", run, with_loss)
+        sizes = parameter_counts(network)
+        optimizer: Any = build_optimizer(run, network)
+        model: Any = with_loss
+        model, optimizer = accelerator.prepare(model, optimizer)
+        state = TrainingState(network, optimizer.optimizer, {}, accelerator.scaler)
+        engine = run.extras.pipe("wrap_step", run, Engine(accelerator, config, run.extras.mark))
+        goal, evaluator = goal_of(run, data, batches.steps_per_epoch, arithmetic), NoEvaluation()
+        parts = Parts(data, batches, arithmetic, model, sizes, optimizer, engine, state, evaluator, goal)  # pyright: ignore[reportArgumentType]
+        run.extras.each("ready", run, parts)
+        run.outputs.begin(goal.total_steps, Progress())
+        run.extras.each("starting", run, parts)
+        fit(run, parts, Progress())
+        run.outputs.bar.close()
+
+
+def _watched_outputs(config: Config, accelerator: Any, tick: Callable[[int], None]) -> Any:
+    """The outputs of a run that tell ``tick`` of each step and save no checkpoint."""
     from train.outputs import Outputs
-    from train.records import Evaluation, Progress
-    from train.step import optimizer_step
 
-    accumulation = config.optimization.gradient_accumulation_steps or 1
-    runtime = start_runtime(config, Launch(), accumulation)
-    accelerator, outputs = runtime.accelerator, Outputs(config, runtime.accelerator)
-    batches, global_batch_size = _batches(config, accelerator, tokens)
-    place = place_of(network, accelerator.device, accelerator.mixed_precision)
-    model = ModelWithLoss(network, choose_loss(config.optimization.loss, network, place))
-    model, optimizer = accelerator.prepare(model, build_optimizer(network, config.optimization))
+    class Watched(Outputs):
+        def tick(self, step: int) -> None:
+            tick(step)
+            super().tick(step)
 
-    def tick_all(step: int) -> None:
-        tick(step)
-        outputs.tick(step)
+        def save(self, run: Run, state: Any, progress: Any, wait: bool) -> None: ...
 
-    with StopRequest().listening() as stop:
-        parts = Parts(
-            launch=Launch(),
-            accelerator=accelerator,
-            model=model,
-            optimizer=optimizer,
-            batches=batches,
-            meter=DeviceMeter(accelerator.device),
-            stop=stop,
-            step=optimizer_step,
-            evaluate=lambda step: Evaluation("validation", step, {"loss": 0.0}),
-            save=lambda progress, wait: None,
-            restore=lambda step: None,
-            report=outputs.record,
-            tick=tick_all,
-        )
-        goal = Goal(
-            total_steps=config.optimization.max_steps or 0,
-            peak_learning_rate=peak_learning_rate(config.optimization, global_batch_size),
-            metric="loss",
-            greater_is_better=False,
-            flops_per_token=model_flops_per_token(network, tokens.shape[1] - 1),
-            peak_flops_per_second=runtime.peak_flops_per_second,
-        )
-        fit(parts, config, goal, Progress())
-    outputs.close()
+    return Watched(config, accelerator)
 
 
-def _batches(config: Config, accelerator: Accelerator, tokens: Tensor) -> tuple[Any, int]:
-    """The template's batches of ``tokens`` from an Arrow table, and the global batch size."""
+def _data(run: Run, tokens: Tensor) -> PreparedData:
+    """``tokens`` in an Arrow table, as examples of the task."""
     import datasets
 
-    from train.batching import MapBatches, batch_arithmetic
-    from train.tasks import build_task
+    from train.batching import Loading
+    from train.data import PreparedData, pad_token_id
+    from train.extras.readers.own_tokenizers import build_tokenizer
+    from train.records import Corpus, Examples
+    from train.tasks import load_task
 
-    optimization = config.optimization
-    size = optimization.micro_batch_size
-    assert isinstance(size, int)
-    arithmetic = batch_arithmetic(size, optimization.gradient_accumulation_steps, None, 1)
-    columns = {"tokens": tokens.int().numpy(), "length": [tokens.shape[1] - 1] * len(tokens)}
-    batches = MapBatches(
-        datasets.Dataset.from_dict(columns),
-        partial(build_task(config.data).collate, pad_id=0),
-        arithmetic,
-        accelerator.process_index,
-        optimization.seed,
-        pin_memory=accelerator.device.type == "cuda",
-    )
-    return batches, arithmetic.global_batch_size
+    tokenizer, task = build_tokenizer("bytes", ()), load_task(run.config.data.task)(run.config)
+    lengths = [tokens.shape[1] - 1] * len(tokens)
+    rows = datasets.Dataset.from_dict({"tokens": tokens.int().numpy(), "length": lengths})
+    pins = run.accelerator.device.type == "cuda"
+    loading = Loading(partial(task.collate, pad_id=pad_token_id(tokenizer)), pin_memory=pins)
+    return PreparedData(task, Corpus("tokens", rows, rows), tokenizer, Examples(rows, rows), loading)

@@ -34,8 +34,8 @@ class Options(harness.Options):
 def measured(options: Options) -> dict[str, Any]:
     """A row for each model, checkpointing and batch."""
     from train.memory.devices import find_device
-    from train.memory.plan import target_of
     from train.memory.predict import Predictor
+    from train.memory.question import target_of
 
     rows: list[dict[str, Any]] = []
     with Predictor() as predictor:

@@ -7,7 +7,9 @@ from typing import Any
 
 from scripts.benchmarks.building import config_of
 from train.memory.devices import Device
-from train.memory.plan import Outcome, Predictions, Question, largest_fitting, predicted
+from train.memory.ladder import largest_fitting
+from train.memory.plan import Outcome, Predictions, predicted
+from train.memory.question import Question
 
 MODELS: dict[str, dict[str, Any]] = {
     "0.5b": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,

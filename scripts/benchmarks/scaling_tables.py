@@ -23,8 +23,8 @@ from scripts.benchmarks import building, harness
 from scripts.benchmarks.cluster import Cluster, StepTime, step_time
 from scripts.benchmarks.scaling import Division, Shape, Work, sent_bytes, shape_of, state_of
 from train.memory.devices import find_device, nccl_buffer_bytes
-from train.memory.plan import MARGIN, job_of, target_of
 from train.memory.predict import Predictor
+from train.memory.question import MARGIN, job_of, target_of
 
 PAGE = harness.ROOT / "docs" / "scaling.md"
 MEASURED = harness.RESULTS / "communication-cpu.json"
@@ -96,8 +96,9 @@ def predict_memory(only: str) -> None:
                 }
             )
             target = target_of(find_device(DEVICE))
-            job = job_of(config, target, VOCABULARY, world_size=size, sharding=sharding)
-            known[name] = predictor.predict(replace(job, eval_batch_size=None)).reserved_bytes
+            job = job_of(config, target, VOCABULARY, world_size=size)
+            job = replace(job, sharding=sharding, eval_batch_size=None)
+            known[name] = predictor.predict(job).reserved_bytes
             print(f"{name}: {known[name] / harness.GIB:.1f} GiB", flush=True)
             versions = harness.about()["versions"]
             harness.write_figures(MEMORY, {"device": DEVICE, "versions": versions, "peak_reserved_bytes": known})

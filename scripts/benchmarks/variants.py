@@ -283,9 +283,10 @@ def measure(variant: str, load: Workload, trace_memory: bool) -> Measurement:
     device = building.training_device()
     if device.type == "cpu":
         building.use_cpu_threads(load.cpu_threads)
-    traces = trace_memory and device.type == "cpu"
+    traces, on_cuda = trace_memory and device.type == "cpu", device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        config = configuration(load, folder)
+        # A run that measures its memory resets CUDA's peaks, and follows operators on a CPU.
+        config = configuration(load, folder).changed(measure_memory=not trace_memory)
         with harness.traced_allocations() if traces else contextlib.nullcontext() as traced:
             torch.manual_seed(load.seed)
             network = building.causal_lm(config, load.length)
@@ -293,7 +294,7 @@ def measure(variant: str, load: Workload, trace_memory: bool) -> Measurement:
             before = loss_of(network, job.tokens)
             VARIANTS[variant](job)
         after = loss_of(network, job.tokens)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else traced and traced.peak_bytes
+    peak = torch.cuda.max_memory_allocated() if trace_memory and on_cuda else traced and traced.peak_bytes
     return Measurement(job.clock.seconds_per_step(), before, after, peak)
 
 
@@ -315,6 +316,6 @@ class Processes(harness.Processes):
             raise SystemExit(f"{variant} ({load.name}) failed; its error is printed above.") from None
 
     def peak_bytes(self, variant: str, load: Workload, measurement: Measurement) -> int | None:
-        """Of a measurement; on a CPU from a run of two steps with a traced allocator."""
+        """Of a measurement, or else from a run of two steps; on a CPU with a traced allocator."""
         two_steps = replace(load, warmup_steps=1, steps=1)
         return measurement.peak_bytes or self.measure(variant, two_steps, trace_memory=True).peak_bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import ROOT
-from test_multi_node import free_port, last_step, newest_checkpoint, until
+from test_multi_node import free_port, last_step, newest_checkpoint, until  # pyright: ignore[reportMissingImports]
 
 from train.checkpoint import verify
 from train.outputs_log import read_metrics

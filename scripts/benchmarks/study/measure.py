@@ -55,7 +55,7 @@ class Processes(harness.Processes):
 
 def measure_or_explain(task: Task) -> dict[str, Any]:
     """:func:`measure`, or the status and reason of its failure."""
-    from train.memory.explain import is_out_of_memory, parse_oom
+    from train.memory.oom import is_out_of_memory, parse_oom
 
     try:
         return measure(task)

@@ -34,7 +34,7 @@ def page(sweep: Sweep) -> str:
     budget = gib(sweep.budget_bytes)
     items = "".join(f"<li>{_unbroken(escape(sentence))}</li>" for sentence in findings(sweep))
     sections = [
-        f'<ul class="findings">{items}</ul>',
+        f'<ul class="findings">{items}</ul>\n',
         section_html("Peak memory, GiB", _maps(sweep, memory_text, lambda cell: cell.peak_bytes)),
         section_html(
             f"What fits within {budget}",
@@ -53,8 +53,8 @@ def page(sweep: Sweep) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{CSS}{_MORE_CSS}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(title)}</h1>\n<p class="glance">{escape(subject(sweep))}</p>\n'
-        + "\n".join(section for section in sections if section)
-        + "\n<footer>Sizes in GiB of 2<sup>30</sup> bytes; memory is what tensors hold at the peak of a step. "
+        + "".join(sections)
+        + "<footer>Sizes in GiB of 2<sup>30</sup> bytes; memory is what tensors hold at the peak of a step. "
         "Figures: sweep.json next to this page.</footer>\n</main>\n</body>\n</html>\n"
     )
 

@@ -90,7 +90,7 @@ def read_request(arguments: Sequence[str]) -> Request:
             f"--tokens_per_update {tokens}: the smallest micro-batch has {min(lengths) * min(sizes):,} tokens already."
         )
 
-    from train.memory.plan import position_limit, vocabulary_size
+    from train.memory.question import position_limit, vocabulary_size
 
     classifies = building.is_classifier(config)
     limit = position_limit(config)
@@ -268,7 +268,7 @@ def job_for(request: Request, technique: str, length: int, size: int, accumulati
     Raises:
         UsageError: the technique and the recipe exclude each other.
     """
-    from train.memory.plan import job_of
+    from train.memory.question import job_of
 
     changes = {
         "max_length": length,

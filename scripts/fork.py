@@ -1,0 +1,185 @@
+"""Copies the template into a new folder, with the extras that your project needs and without the others.
+
+    python scripts/fork.py ../my_project                                # everything
+    python scripts/fork.py ../my_project --without parallelism report   # all extras but these
+    python scripts/fork.py ../my_project --only adapters losses         # these alone; --only by itself: the core
+
+What comes along: train/, accelerate_configs/, the scripts to set up, test and train, and the docs, recipes and tests of
+what is kept. Recipes lose the keys of extras that are gone; a recipe that needs such an extra stays behind. So does a
+test file that imports an extra that is gone, sets one of its options, shows one of its SIGNS, or needs such a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from train import extras
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("pyproject.toml", "constraints.txt", "LICENSE", ".gitignore")
+SCRIPTS = ("setup.sh", "test.sh", "slurm.sbatch", "quickstart.sh")
+PAGES = {"long_sequences": "long_sequences", "memory": "memory", "reliability": "endurance"}
+"""Pages of docs/ that are about one extra."""
+RECIPE_SIGNS = {
+    "readers": r"^dataset: [^:\n]*$|^tokenizer: (bytes|words|train:)",
+    "memory": r"^\w+: auto$",
+    "optimizers": r"^optimizer: adamw_8bit",
+}
+"""What shows that a recipe needs an extra, in addition to the keys, which can be taken out."""
+SIGNS = {
+    "readers": r"\b(llama_)?recipes?\b|write_recipe|quickstart|jsonl|['\"](bytes|words|train:\d+)['\"]",
+    "meter": r"\bmfu\b|bytes_by_kind|bytes_by_phase|peak_resident_bytes|memory_leak",
+    "memory": r"predicted|rehears|\bauto\b",
+    "endurance": r"oom|in_background|lost_rank|rollback",
+    "optimizers": r"adamw_8bit",
+    "report": r"report\.(html|md)|model_card|sample: ",
+    "parallelism": r"deepspeed|[tcs]p_size",
+}
+"""What shows that a test file needs an extra, in addition to imports and options."""
+OF_THE_TEMPLATE = r"README|CHANGELOG|CONTRIBUTING|docs['\"/]|benchmarks|scripts/study|fork\.py|extras\.ORDER"
+"""What shows that a test file is about a part of the template that is not copied, or about all extras."""
+
+
+def asked_for(words: Sequence[str] | None) -> tuple[Path, list[str], list[str]]:
+    """The target, the extras to keep, and lines about extras that need another; a wrong flag exits with status 2."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path, help="a folder that does not exist yet or is empty")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--without", nargs="+", default=[], metavar="EXTRA")
+    choice.add_argument("--only", nargs="*", metavar="EXTRA")
+    asked, here = parser.parse_args(words), extras.classes()
+    for name in [*asked.without, *(asked.only or [])]:
+        if name not in here:
+            guess = "".join(f" Did you mean {near}?" for near in difflib.get_close_matches(name, here, 1))
+            parser.error(f"{name!r} is not one of the extras here: {', '.join(here)}.{guess}")
+    target = asked.target.expanduser().resolve()
+    if target.is_relative_to(ROOT):
+        parser.error(f"{target} is inside the template. Give a folder outside of it, such as ../my_project.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        parser.error(f"{target} is there already and not an empty folder. Give another one.")
+    keep = {name for name in here if (name not in asked.without if asked.only is None else name in asked.only)}
+    lines = []
+    for name in [name for name in here if name in keep]:
+        if needed := set(here[name].needs) - keep:
+            keep = keep - {name} if asked.only is None else keep | needed
+            lines.append(f"{name} needs {', '.join(needed)}: {'left out' if asked.only is None else 'kept'}, too")
+    return target, [name for name in here if name in keep], lines
+
+
+class Fork:
+    """A copy of the template in ``target`` with the extras ``keep``."""
+
+    def __init__(self, target: Path, keep: Sequence[str]) -> None:
+        self.target, self.keep = target, keep
+        gone = [name for name in extras.ORDER if name not in keep]
+        self.gone = {name: extras.ORDER[name].removeprefix("train.").replace(".", "/") for name in gone}
+        """Their folders within train/ and tests/."""
+        known = extras.options()
+        self.options = [field.name for name in gone if name in known for field in fields(known[name])]
+
+    def make(self) -> list[str]:
+        """Copies all; returns lines about recipes that stay behind."""
+        pages = [page for page in (ROOT / "docs").glob("*.md") if PAGES.get(page.stem) not in self.gone]
+        for path in [
+            *(ROOT / name for name in FILES),
+            *pages,
+            *self._files("train"),
+            *self._files("accelerate_configs"),
+        ]:
+            self._copy(path)
+        needs = {path: self._needed_by(path.read_text(encoding="utf-8")) for path in self._files("recipes")}
+        for path, needed in needs.items():
+            if not needed or path.suffix != ".yaml":
+                self._copy(path, without_keys=path.suffix == ".yaml")
+        starts = (self.target / "recipes" / "quickstart.yaml").exists()
+        for name in SCRIPTS if starts else SCRIPTS[:-1]:
+            self._copy(ROOT / "scripts" / name)
+        for path in self._tests():
+            self._copy(path, without_keys=path.name in ("conftest.py", "support.py"))
+        if self.gone:  # what is left imports extras that are gone in functions, if they are there
+            setting, project = 'typeCheckingMode = "standard"\n', self.target / "pyproject.toml"
+            text = project.read_text(encoding="utf-8").replace(setting, f'{setting}reportMissingImports = "warning"\n')
+            project.write_text(text, encoding="utf-8")
+        (self.target / "README.md").write_text(self._readme(starts), encoding="utf-8")
+        named = {path.relative_to(ROOT): needed for path, needed in needs.items() if path.suffix == ".yaml" and needed}
+        return [f"{path} needs {', '.join(needed)}: left out" for path, needed in named.items()]
+
+    def _files(self, folder: str) -> list[Path]:
+        """Files of a folder of the template that belong to what is kept."""
+        found = [p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+        return [p for p in found if not any(p.is_relative_to(ROOT / folder / part) for part in self.gone.values())]
+
+    def _copy(self, path: Path, without_keys: bool = False) -> None:
+        """Copies a file to where it is in the template; ``without_keys`` of YAML that set options which are gone."""
+        to = self.target / path.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, to)
+        if without_keys and self.options:
+            lines = re.compile(rf"^({'|'.join(self.options)}):.*\n([ \t]+.*\n)*", re.MULTILINE)
+            to.write_text(lines.sub("", to.read_text(encoding="utf-8")), encoding="utf-8")
+
+    def _needed_by(self, recipe: str) -> list[str]:
+        """The extras that are gone and without which a recipe cannot run."""
+        return [name for name in self.gone if re.search(RECIPE_SIGNS.get(name, "(?!)"), recipe, re.MULTILINE)]
+
+    def _tests(self) -> Iterable[Path]:
+        """The test files that need nothing that is gone."""
+        signs = [OF_THE_TEMPLATE, *(SIGNS[name] for name in self.gone if name in SIGNS)]
+        signs += [f"train[./]{part.replace('/', '[./]')}\\b" for part in self.gone.values()]
+        for name in self.options:
+            signs.append(rf"--{name}\b|^{name}: |\b{name}=")
+            signs += [f"['\"]{name}['\"]"] if name != "loss" else []  # which is a metric, too
+        shared = [ROOT / "tests" / name for name in ("conftest.py", "support.py")]
+        texts = {path: path.read_text(encoding="utf-8") for path in self._files("tests") if path.suffix == ".py"}
+        signs += _imports_of(path for path in (ROOT / "tests").rglob("*.py") if path not in texts)
+        while signs:
+            dropped = [p for p, text in texts.items() if p not in shared and re.search("|".join(signs), text, re.M)]
+            folders = [path.parent for path in dropped if path.name == "conftest.py"]
+            dropped += [path for path in texts if path not in dropped and path.parent in folders]
+            texts = {path: text for path, text in texts.items() if path not in dropped}
+            signs = _imports_of(dropped)
+        return texts
+
+    def _readme(self, starts: bool) -> str:
+        pages = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
+        first = (
+            "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" if starts else ""
+        )
+        return f"""# {self.target.name}
+
+Made from a training template for 🤗 Accelerate. A run is `train/main.py`, its step `train/step.py`; a task is a file of
+`train/tasks/`. Extras: {", ".join(self.keep) or "none"}. Docs: {", ".join(pages)}.
+
+```bash
+bash scripts/setup.sh dev
+{first}.venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml train/main.py --help
+bash scripts/test.sh            # lint, types, tests
+```
+"""
+
+
+def _imports_of(paths: Iterable[Path]) -> list[str]:
+    """What a file looks like that needs one of these test files: it imports or starts it."""
+    names = {path.stem for path in paths} - {"conftest"}
+    return [rf"(from|import) ([\w.]+\.)?{name}\b|\b{name}\.py" for name in names]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Forks as the command line says; returns the exit status."""
+    target, keep, lines = asked_for(words)
+    lines += Fork(target, keep).make()
+    print("\n".join([*lines, f"{target}: the core and {', '.join(keep) or 'no extra'}; README.md says how to begin"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""A fork: a copy with some extras alone trains, lints, and runs its own tests; wrong names get a message."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from scripts import fork
+from train import extras
+from train.config import parse, read_recipe
+
+# An editable installation of this repository would lend the copy what it was forked without.
+OWN_IMPORTS = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+DATA = """
+import datasets
+
+
+def documents(config):
+    return datasets.Dataset.from_dict({"text": [f"document {n}: " + "abc def " * (n % 7) for n in range(25)]})
+"""
+PROGRAM = """
+import sys
+import train
+from train.main import main
+
+print("package:", train.__file__)
+sys.exit(main(sys.argv[1:]))
+"""
+MODEL = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The fork that some flags make; each is made once."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(*words: str) -> Path:
+        if words not in made:
+            made[words] = tmp_path_factory.mktemp("forks") / "my_project"
+            assert fork.main([str(made[words]), *words]) == 0
+        return made[words]
+
+    return make
+
+
+def run_in(folder: Path, scratch: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a fork, which finds no other copy of the template."""
+    (scratch / "sitecustomize.py").write_text(OWN_IMPORTS)
+    path = os.pathsep.join([str(folder), str(scratch)])
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+FORKS = [("--only",), ()]
+"""The smallest and the largest."""
+WITHOUT = [("--without", name) for name in ("parallelism", "activations", "meter")]
+
+
+@pytest.mark.parametrize("words", [*FORKS, *(pytest.param(words, marks=pytest.mark.slow) for words in WITHOUT)])
+def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
+    from train.extras.readers.own_tokenizers import build_tokenizer
+
+    folder = forked(*words)
+    (tmp_path / "my_data.py").write_text(DATA)
+    build_tokenizer("bytes", ()).save_pretrained(tmp_path / "tokenizer")
+    flags = {
+        "task": "causal_lm",
+        "dataset": "my_data:documents",
+        "tokenizer": tmp_path / "tokenizer",
+        "model_config": json.dumps(MODEL),
+        "max_length": 64,
+        "max_steps": 3,
+        "output_dir": tmp_path / "run",
+        "cpu_threads": 1,
+    }
+    done = run_in(folder, tmp_path, "-c", PROGRAM, *(f"--{name}={value}" for name, value in flags.items()))
+    assert done.returncode == 0, done.stderr
+    assert f"package: {folder / 'train' / '__init__.py'}" in done.stdout
+    gone = words[1:] if "meter" not in words else ("meter", "memory")
+    kept = [] if words == ("--only",) else [name for name in extras.ORDER if name not in gone]
+    assert f"extras: {', '.join(kept) or 'none'}" in done.stdout.splitlines()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize("words", [*FORKS, *WITHOUT], ids=" ".join)
+def test_the_fork_is_clean(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
+    folder = forked(*words)
+    for command in (["check"], ["format", "--check"]):
+        done = run_in(folder, tmp_path, "-m", "ruff", *command, "--no-cache", ".")
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [*FORKS, *WITHOUT], ids=" ".join)
+def test_the_tests_of_the_fork_are_found(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
+    done = run_in(forked(*words), tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "more"), [(FORKS[0], []), (FORKS[1], ["tests/extras/readers/test_corpora_tables.py"])]
+)
+def test_tests_of_the_fork_pass(
+    words: tuple[str, ...], more: list[str], forked: Callable[..., Path], tmp_path: Path
+) -> None:
+    done = run_in(forked(*words), tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_step.py", *more)
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout or re.search(r"\.{5,}", done.stdout)
+
+
+def test_the_largest_fork_has_all_but_the_histories(forked: Callable[..., Path]) -> None:
+    folder = forked()
+    for path in (ROOT / "train").rglob("*.py"):
+        assert (folder / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+    for path in (ROOT / "recipes").glob("*.yaml"):
+        assert read_recipe(folder / path.relative_to(ROOT)) == read_recipe(path)
+    for name in ("pyproject.toml", "constraints.txt", "LICENSE", ".gitignore", "scripts/test.sh", "docs/memory.md"):
+        assert (folder / name).read_bytes() == (ROOT / name).read_bytes()
+    for name in (
+        "CHANGELOG.md",
+        ".git",
+        "docs/results",
+        "scripts/benchmarks",
+        "scripts/study.py",
+        "tests/scripts/test_study.py",
+    ):
+        assert not (folder / name).exists(), name
+    assert os.access(folder / "scripts" / "test.sh", os.X_OK) == os.access(ROOT / "scripts" / "test.sh", os.X_OK)
+    assert f"Extras: {', '.join(extras.ORDER)}." in (folder / "README.md").read_text()
+
+
+def test_the_smallest_fork_has_nothing_of_an_extra(forked: Callable[..., Path]) -> None:
+    folder = forked("--only")
+    assert not (folder / "train" / "memory").exists() and not (folder / "tests" / "memory").exists()
+    assert all(path.is_file() for path in (folder / "train" / "extras").iterdir())
+    assert not list((folder / "recipes").glob("*.yaml"))  # all of them read text or make a tokenizer
+    assert not (folder / "scripts" / "quickstart.sh").exists()
+    assert "Extras: none." in (folder / "README.md").read_text()
+    for path in (folder / "tests").rglob("*.py"):
+        gone = "|".join(extras.ORDER.values()).replace(".", r"\.")
+        assert not re.search(rf"\b({gone})\b", path.read_text()), path
+    assert "predict_memory" not in (folder / "tests" / "support.py").read_text()
+
+
+def test_recipes_lose_the_keys_of_what_is_gone(forked: Callable[..., Path]) -> None:
+    folder = forked("--without", "activations")
+    own, copied = (read_recipe(root / "recipes" / "quickstart.yaml") for root in (ROOT, folder))
+    assert own.pop("gradient_checkpointing") == "full"
+    assert copied == own
+    assert parse(["--config", str(folder / "recipes" / "quickstart.yaml")]).data.dataset == "stdlib"
+    assert not (folder / "tests" / "extras" / "activations").exists()
+    assert (folder / "tests" / "extras" / "readers").exists()
+
+
+def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fork.main([str(tmp_path / "new"), "--without", "readers"]) == 0
+    assert "recipes/quickstart.yaml needs readers: left out" in capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "new" / "recipes" / "quickstart.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "has_memory"),
+    [
+        (["--without", "meter"], "memory needs meter: left out, too", False),
+        (["--only", "memory"], "memory needs meter: kept, too", True),
+    ],
+)
+def test_memory_needs_the_meter(
+    words: list[str], line: str, has_memory: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fork.main([str(tmp_path / "new"), *words]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+    for name in ("memory", "extras/meter"):
+        assert (tmp_path / "new" / "train" / name).exists() == has_memory
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--without", "reprot"], "'reprot' is not one of the extras here: readers, long_sequences"),
+        (["--without", "reprot"], "Did you mean report?"),
+        (["--only", "Meter"], "Did you mean meter?"),
+        (["--only", "meter", "--without", "report"], "not allowed with argument"),
+        (["--without"], "expected at least one argument"),
+    ],
+)
+def test_wrong_names_end_with_a_message(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fork.main([str(tmp_path / "new"), *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_target_that_is_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for target, message in (
+        (tmp_path, "is there already and not an empty folder"),
+        (tmp_path / "notes.txt", "is there already and not an empty folder"),
+        (ROOT / "train" / "new", "is inside the template"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            fork.main([str(target), "--only"])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert fork.main([str(empty), "--only"]) == 0
+
+
+def test_help_imports_nothing_heavy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "fork.py"), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "--without" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "train.extras" in imported
+    assert not imported & {"torch", "transformers", "datasets", "accelerate"}
