@@ -266,7 +266,9 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
 
 def _kind(annotation: str) -> str:
     """``Literal["a", "b"] | None`` as a|b, and other types as a person calls them."""
-    words = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace('"', "").replace("'", "").replace(", ", "|"), annotation)
+    words = re.sub(
+        r"Literal\[(.*?)\]", lambda found: found[1].replace('"', "").replace("'", "").replace(", ", "|"), annotation
+    )
     words = re.sub(r"tuple\[(.*), \.\.\.\]", r"\1 ...", words).replace(" | None", "").replace("dict[str, Any]", "JSON")
     return words.replace(" | ", "|").replace("str", "text")
 

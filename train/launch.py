@@ -275,12 +275,18 @@ def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> Non
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def accelerator_options(launch: Launch, precision: str, device: torch.device) -> dict[str, Any]:
-    """Arguments of ``Accelerator`` that follow from the launch and the device."""
-    import torch
+def accelerator_options(launch: Launch, precision: str, device: torch.device, seconds: int = 1800) -> dict[str, Any]:
+    """Arguments of ``Accelerator`` that follow from the launch and the device.
 
+    Args:
+        seconds: how long a rank waits for the others.
+    """
+    import torch
+    from accelerate.utils import InitProcessGroupKwargs
+
+    options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]}
     # accelerate would leave DeepSpeed out; init_gloo has chosen the CPU
-    options: dict[str, Any] = {"cpu": device.type == "cpu" and launch.engine != "deepspeed"}
+    options["cpu"] = device.type == "cpu" and launch.engine != "deepspeed"
     if launch.engine == "fsdp2":
         from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -169,11 +169,11 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
     device = target_device()
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     set_up_device(device, launch, config)
+    options = accelerator_options(launch, precision, device, config.optimization.distributed_timeout_seconds)
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
         mixed_precision=precision,  # "fp16", "bf16" or "no"
-        **accelerator_options(launch, precision, device),
-        **joined.merged("accelerator_options", config, launch),
+        **{**options, **joined.merged("accelerator_options", config, launch)},
     )
     if launch.world_size != accelerator.num_processes:
         raise UserError(

@@ -98,23 +98,27 @@ def examples_to(folder: Path) -> Fault:
 
 def _examples_to(folder: Path, rank: int) -> None:
     import train.loop as loop
+    from train.step import Engine
 
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / f"{rank}.jsonl").open("a")
-    cut, advance = loop.cut, loop.advance
+    seed_step, step, advance = loop.seed_step, Engine.step, loop.advance
     seen: list[int] = []
 
-    def keep_ids(batch: Any, *arguments: Any) -> Any:
-        seen.extend(batch.example_ids)
-        return cut(batch, *arguments)
+    def begins(*arguments: Any) -> None:
+        seen.clear()  # of a rehearsal
+        seed_step(*arguments)
+
+    def keep_ids(self: Any, model: Any, optimizer: Any, micro_batches: Any, stop: bool = False) -> Any:
+        seen.extend(i for batch in micro_batches for i in batch.example_ids)
+        return step(self, model, optimizer, micro_batches, stop)
 
     def write(progress: Any, outcome: Any) -> Any:
         file.write(json.dumps([progress.step, sorted(seen)]) + "\n")
         file.flush()
-        seen.clear()
         return advance(progress, outcome)
 
-    loop.cut, loop.advance = keep_ids, write
+    loop.seed_step, Engine.step, loop.advance = begins, keep_ids, write
 
 
 def _shown(path: str | Path) -> str:
@@ -138,9 +142,9 @@ class Changes:
 
     def listen(self) -> None:
         """From now on, for as long as the process lives."""
-        import train.saving as saving
+        from train import checkpoint
 
-        save_file, fsync = saving.save_file, os.fsync
+        save_file, fsync = checkpoint.save_file, os.fsync
 
         def save(tensors: Any, path: Any) -> None:
             self.count(f"open {_shown(path)}")
@@ -158,7 +162,7 @@ class Changes:
                 self.count(f"sync {_shown(path)}")
             fsync(descriptor)
 
-        saving.save_file, os.fsync = save, sync
+        checkpoint.save_file, os.fsync = save, sync
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -217,14 +221,14 @@ def _follow_windows() -> dict[str, int]:
     """The number of the window that is being trained on, in the order of the data, from 0 and over all epochs."""
     from train.batching import MapBatches
 
-    now, windows = {"window": -1}, MapBatches.windows
+    now, windows = {"window": -1}, MapBatches.steps
 
     def counted(self: Any, epoch: int, first_step: int) -> Any:
         for number, window in enumerate(windows(self, epoch, first_step), epoch * self.steps_per_epoch + first_step):
             now["window"] = number
             yield window
 
-    MapBatches.windows = counted
+    MapBatches.steps = counted
     return now
 
 

@@ -25,7 +25,6 @@ import train.loss
 import train.main
 import train.model
 import train.outputs
-import train.runtime
 import train.state  # noqa: F401
 
 logging.captureWarnings(True)

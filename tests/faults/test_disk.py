@@ -178,7 +178,7 @@ def test_slow_disk_does_not_stop_training(
     ended = run(arguments(tmp_path, output, *few), tmp_path / "logs", ranks, fault)
     assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
     assert checkpoint_digests(output, STEPS) == checkpoint_digests(whole(ranks)[0], STEPS)
-    assert json.loads((output / "summary.json").read_text())["checkpoints_beside_training"] == 1
+    assert json.loads((output / "summary.json").read_text())["checkpoints_in_background"] == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -191,13 +191,13 @@ def test_copy_that_does_not_fit_into_host_memory_is_not_made(
     assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
     assert ended[0].said.count("no room for a copy of the state") == 1
     assert checkpoint_digests(output, STEPS) == checkpoint_digests(whole(ranks)[0], STEPS)
-    assert json.loads((output / "summary.json").read_text())["checkpoints_beside_training"] == 0
+    assert json.loads((output / "summary.json").read_text())["checkpoints_in_background"] == 0
 
 
 def no_room_in_host_memory(rank: int) -> None:
-    import train.saving as saving
+    import train.extras.endurance.background as background
 
-    saving.free_host_bytes = lambda: 1000
+    background.free_host_bytes = lambda: 1000
 
 
 def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
@@ -205,10 +205,10 @@ def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
     output = tmp_path / "run"
     few = ("--save_total_limit", 1)
     for number in (2, 4):
-        fault = at_call("train.saving:_complete", disk_is_full, number)
+        fault = at_call("train.checkpoint:complete", disk_is_full, number)
         [end] = run(arguments(tmp_path, output, *few, "--max_steps", STEPS - 1), tmp_path / "logs", fault=fault)
         assert end.status == EXIT_DONE, end.said
-        assert re.search(r"step \d could not be written", end.said)
+        assert re.search(r"step-\d{8} could not be written", end.said)
         assert len(names(output)) == 1
         subprocess.run(["rm", "-r", output], check=True)
 
@@ -222,4 +222,4 @@ def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int,
     assert_no_traceback(ended)
     assert ended[0].status == EXIT_ERROR
     assert ended[-1].status == EXIT_ERROR or "final" in what  # where the other ranks have nothing left to do
-    assert "cannot be written: No space left on device. Restart with the same command" in ended[0].said
+    assert "cannot be written: No space left on device. Run the same command again" in ended[0].said

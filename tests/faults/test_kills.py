@@ -183,7 +183,7 @@ def test_rank_lost_before_all_have_met_is_named(
     assert other.status == EXIT_ERROR, other.said
     assert "Traceback" not in other.said, other.said
     assert f"rank {victim} (" in other.said and "is lost" in other.said
-    assert "There is no checkpoint yet: the same command starts afresh." in other.said
+    assert "There is no checkpoint yet: the same command starts from scratch." in other.said
 
 
 def prepare_for_long() -> None:

@@ -35,8 +35,8 @@ MOMENTS = {
     "model": ("train.model:build_model", 1),
     "forward": ("train.loss:ModelWithLoss.forward", 3),
     "evaluation": ("train.evaluation:Evaluator.validation", 1),
-    "saving": ("train.saving:_write_parts", 1),
-    "completing": ("train.saving:_complete", 1),
+    "saving": ("train.checkpoint:write_parts", 1),
+    "completing": ("train.checkpoint:complete", 1),
 }
 """What is about to be called when the signal comes."""
 
@@ -155,7 +155,7 @@ def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole:
     its = arguments(write_recipe(tmp_path), tmp_path / "run")
     fault = several(
         at_step(2, "begin", send_itself(signal.SIGTERM)),
-        at_call("train.saving:_complete", send_itself(signal.SIGTERM, 2), 2),
+        at_call("train.checkpoint:complete", send_itself(signal.SIGTERM, 2), 2),
         at_change(1, tmp_path / "run" / "checkpoints", disk_is_slow, until=1000),
     )
     [end] = run(its, tmp_path / "logs", fault=fault)

@@ -274,9 +274,13 @@ def check(config: Config, launch: Launch | None = None) -> None:
         UsageError: with names and values.
     """
     from train.launch import Launch
+    from train.records import UsageError
 
+    launch = launch or Launch()
+    if "parallelism" in missing() and (launch.copies > 1 or launch.engine == "deepspeed"):
+        raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():
-        cls.check(config, launch or Launch())
+        cls.check(config, launch)
 
 
 def join() -> Extras:

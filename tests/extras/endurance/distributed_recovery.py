@@ -20,10 +20,11 @@ from test_step import batch, rows
 from torch import Tensor, nn
 
 from train.batching import without_targets
-from train.config import Optimization
-from train.extras.endurance.recovery import OutOfMemoryError, RecoveringStep, can_recover
+from train.config import Config, Optimization
+from train.extras.endurance.recovery import OutOfMemoryError, Recovering, can_recover
 from train.loss import ModelWithLoss
 from train.records import MicroBatch
+from train.step import Engine
 
 Case = tuple[str, dict[int, int], dict[str, Any]]
 CASES: list[Case] = [
@@ -58,6 +59,11 @@ def window_of(ids: list[int], rank: int, size: int, world_size: int) -> list[Mic
     return [*mine, *[without_targets(batch([rows(LENGTHS)[0]]))] * (rounds - len(mine))]
 
 
+def plain_engine(accelerator: Accelerator, max_grad_norm: float | None = 1.0) -> Engine:
+    """What recovery takes the place of."""
+    return Engine(accelerator, Config(optimization=Optimization(max_grad_norm=max_grad_norm)))
+
+
 def gathered(mine: Any) -> list[Any]:
     """What every rank has, by rank."""
     everyone: list[Any] = [None for _ in range(dist.get_world_size())]
@@ -75,15 +81,15 @@ def run_case(name: str, bounds: dict[int, int], options: dict[str, Any], output:
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, weight_decay=0.1)
     model, optimizer = accelerator.prepare(ModelWithLoss(network), optimizer)
     said: list[str] = []
-    step = RecoveringStep(said.append)
+    engine = Recovering(plain_engine(accelerator, 0.5), said.append)
     norms = []
     for ids in WINDOWS:
         window = window_of(ids, rank, 2, accelerator.num_processes)
-        outcome = step(accelerator, model, optimizer, window, Optimization(max_grad_norm=0.5))
+        outcome = engine.step(model, optimizer, window)
         norms.append(outcome.grad_norm)
         assert outcome.num_targets == sum(LENGTHS[i] for i in ids)
     weights = torch.cat([p.detach().flatten() for p in network.parameters()])
-    everyone = gathered((step.recoveries, said, weights))
+    everyone = gathered((engine.recoveries, said, weights))
     assert all(torch.equal(weights, other) for _, _, other in everyone)
     if rank == 0:
         values = {k: v.contiguous() for k, v in network.state_dict().items()}
@@ -107,11 +113,12 @@ def run_measures(helps: bool) -> dict[str, Any]:
         return bound is not None
 
     measures = [("cannot", lambda: take("cannot", None)), ("checkpoint", lambda: take("checkpoint", 30))]
-    step = RecoveringStep(lambda line: None, measures if helps else measures[:1])
+    found_measures = measures if helps else measures[:1]
+    engine = Recovering(plain_engine(accelerator), lambda line: None, lambda model: found_measures)
     error = None
     state = torch.get_rng_state()
     try:
-        step(accelerator, model, optimizer, window_of(WINDOWS[0], rank, 2, 2), Optimization())
+        engine.step(model, optimizer, window_of(WINDOWS[0], rank, 2, 2))
     except OutOfMemoryError as caught:
         error = {"text": str(caught), "intact": caught.weights_intact, "shape": caught.fault.shape}
     unchanged = all(torch.equal(before[k], v) for k, v in network.state_dict().items())
@@ -138,7 +145,7 @@ def run_optimizer_fault() -> dict[str, Any]:
         optimizer.optimizer.register_step_pre_hook(no_memory)
     try:
         window = window_of(WINDOWS[0], accelerator.process_index, 2, 2)
-        RecoveringStep(lambda line: None)(accelerator, model, optimizer, window, Optimization())
+        Recovering(plain_engine(accelerator), lambda line: None).step(model, optimizer, window)
     except OutOfMemoryError as error:
         return {"ranks": gathered((str(error), error.weights_intact))}
     return {"ranks": gathered("no error")}
@@ -158,7 +165,7 @@ def run_partly_used() -> dict[str, Any]:
     )
     ids = torch.tensor([[1, 2, 3]]) if accelerator.process_index == 0 else torch.tensor([[4, 5, 6]])
     window = [MicroBatch({"input_ids": ids}, ids, 3, (0,), 3)]
-    RecoveringStep(lambda line: None)(accelerator, model, optimizer, window, Optimization(max_grad_norm=None))
+    Recovering(plain_engine(accelerator, None), lambda line: None).step(model, optimizer, window)
     moved = (network.heads[1].weight - before["heads.1.weight"]).detach()  # pyright: ignore[reportOperatorIssue]
     everyone = gathered((seen, moved.tolist()))
     hidden = before["embedding.weight"][torch.tensor([1, 2, 3])]
@@ -178,7 +185,7 @@ def run_precision() -> dict[str, Any]:
     network.head.register_forward_hook(lambda module, args, output: dtypes.append(str(output.dtype)))
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
     window = window_of(WINDOWS[0], accelerator.process_index, 2, 2)
-    RecoveringStep(lambda line: None)(accelerator, model, optimizer, window, Optimization())
+    Recovering(plain_engine(accelerator), lambda line: None).step(model, optimizer, window)
     hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
     refused = not can_recover(Accelerator(cpu=True, kwargs_handlers=[hooked]))
     return {"dtypes": sorted(set(dtypes)), "refused": refused}

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from train.records import EXIT_ERROR
 from train.extras.endurance import lost_rank
 from train.extras.endurance.lost_rank import RankLeftError, RankWatch, Store, is_broken_connection
 from train.launch import Launch
+from train.records import EXIT_ERROR
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4711")
 

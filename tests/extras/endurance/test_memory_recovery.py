@@ -7,8 +7,10 @@ import json
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,27 +20,26 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from support import ROOT
-from test_model import LLAMA as TINY_LLAMA
-from test_model import built
-from test_recompute import LazyCopies, offloaded
 from test_step import VOCABULARY, batch, largest_difference, rows
 from torch import Tensor, nn
 
-from train.config import Optimization
+from train.config import Config, Optimization
+from train.extras import Extras
+from train.extras.endurance.agreement import BUCKET_BYTES, buckets
 from train.extras.endurance.recovery import (
-    BUCKET_BYTES,
+    Measure,
     OutOfMemoryError,
-    RecoveringStep,
-    buckets,
+    Recovering,
     can_recover,
     halves,
-    reset_scaler,
+    is_out_of_memory,
     split,
 )
+from train.extras.endurance.rewind import reset_scaler
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
-from train.records import IGNORE, MicroBatch, StepOutcome
-from train.step import optimizer_step
+from train.records import IGNORE, MicroBatch, Run, StepOutcome
+from train.step import Engine
 
 LENGTHS = [9, 2, 5, 7, 3, 3, 8, 1, 6, 4, 2]
 WINDOWS = [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 0, 3, 1], [2, 5]]
@@ -115,19 +116,38 @@ def batches_of(ids: list[int], size: int) -> list[MicroBatch]:
     return [batch([examples[i] for i in ids[first : first + size]]) for first in range(0, len(ids), size)]
 
 
+class Guard:
+    """Puts a recovering engine in place of the plain one, and keeps what it says."""
+
+    engine: Recovering
+
+    def __init__(self, *measures: Measure) -> None:
+        self.said: list[str] = []
+        self._measures = measures
+
+    def __call__(self, engine: Engine) -> Recovering:
+        self.engine = Recovering(engine, self.said.append, lambda model: self._measures)
+        return self.engine
+
+
+def plain(engine: Engine) -> Engine:
+    """Leaves the engine as it is."""
+    return engine
+
+
 def trained(
     network: LimitedModel,
-    step: Callable[..., StepOutcome],
+    guard: Callable[[Engine], Engine] = plain,
     size: int = 4,
     windows: Sequence[list[int]] = WINDOWS,
     fused: bool = False,
 ) -> tuple[dict[str, Tensor], list[StepOutcome]]:
     """Weights and outcomes after a step for each window, in fp64 with AdamW."""
     accelerator = Accelerator(cpu=True)
-    settings = Optimization(max_grad_norm=0.5)
+    engine = guard(Engine(accelerator, Config(optimization=Optimization(max_grad_norm=0.5))))
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
     model, optimizer = accelerator.prepare(ModelWithLoss(network), optimizer)
-    outcomes = [step(accelerator, model, optimizer, batches_of(ids, size), settings) for ids in windows]
+    outcomes = [engine.step(model, optimizer, batches_of(ids, size)) for ids in windows]
     return {k: v.detach().clone() for k, v in network.state_dict().items()}, outcomes
 
 
@@ -144,15 +164,14 @@ def random_states() -> tuple[Any, ...]:
 @pytest.mark.parametrize("error", ERRORS, ids=["device", "host", "python"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_update_after_a_fault_is_the_update_without_one(where: str, error: Exception) -> None:
-    weights, outcomes = trained(limited(), optimizer_step)
-    said: list[str] = []
-    step = RecoveringStep(said.append)
+    weights, outcomes = trained(limited())
+    guard = Guard()
     network = limited(20, where=where, error=error)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     torch.manual_seed(1)
     before = random_states()
-    recovered, again = trained(network, step)
+    recovered, again = trained(network, guard)
     assert random_states() == before
     assert largest_difference(weights, recovered) < 1e-10
     assert weights["rows_seen"].item() == recovered["rows_seen"].item() == 16
@@ -161,38 +180,33 @@ def test_update_after_a_fault_is_the_update_without_one(where: str, error: Excep
         assert (other.num_targets, other.num_tokens) == (one.num_targets, one.num_tokens)
         assert other.num_positions == one.num_positions
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-12)
-    assert step.recoveries == len(said) == 2  # 4 × 9, then 4 × 8; the smaller ones are foreseen
-    assert f"out of memory in {where}, micro-batch of 4 × 9" in said[0]
+    assert guard.engine.recoveries == len(guard.said) == 2  # 4 × 9, then 4 × 8; the smaller ones are foreseen
+    assert f"out of memory in {where}, micro-batch of 4 × 9" in guard.said[0]
 
 
 def test_fault_is_paid_once_and_larger_micro_batches_are_split_beforehand() -> None:
-    network, said = limited(20), []
-    step = RecoveringStep(said.append)
-    trained(network, step, windows=[[0, 1, 2, 3]])
-    assert network.shapes == [(4, 9), (2, 9), (2, 9)]
-    network.shapes.clear()
-    trained(network, step, windows=[[0, 1, 3, 6]] * 2)
-    assert network.shapes == [(2, 9), (2, 9)] * 2
-    assert step.recoveries == len(said) == 1
-    network.shapes.clear()
-    trained(network, step, windows=[[1, 4, 5, 7]])
-    assert network.shapes == [(4, 3)]  # smaller than what failed
+    network, guard = limited(20), Guard()
+    trained(network, guard, windows=[[0, 1, 2, 3], [0, 1, 3, 6], [0, 1, 3, 6], [1, 4, 5, 7]])
+    assert network.shapes[:3] == [(4, 9), (2, 9), (2, 9)]
+    assert network.shapes[3:7] == [(2, 9), (2, 9)] * 2
+    assert network.shapes[7:] == [(4, 3)]  # smaller than what failed
+    assert guard.engine.recoveries == len(guard.said) == 1
 
 
 def test_micro_batch_is_split_until_it_fits_and_an_odd_one_too() -> None:
     window = [[0, 1, 2, 3, 4]]
-    weights, _ = trained(limited(), optimizer_step, size=5, windows=window)
+    weights, _ = trained(limited(), size=5, windows=window)
     network = limited(9, where="backward")
-    recovered, _ = trained(network, RecoveringStep(lambda line: None), size=5, windows=window)
+    recovered, _ = trained(network, Guard(), size=5, windows=window)
     assert network.shapes == [(5, 9), (3, 9), (2, 9), *[(1, 9)] * 5]
     assert largest_difference(weights, recovered) < 1e-10
 
 
 def test_only_micro_batches_as_large_as_the_one_that_failed_are_split() -> None:
     ids = [1, 4, 5, 7, 0, 2, 3, 6]  # the second micro-batch has the long rows
-    weights, _ = trained(limited(), optimizer_step, windows=[ids])
+    weights, _ = trained(limited(), windows=[ids])
     network = limited(20, where="backward")
-    recovered, _ = trained(network, RecoveringStep(lambda line: None), windows=[ids])
+    recovered, _ = trained(network, Guard(), windows=[ids])
     assert network.shapes == [(4, 3), (4, 9), (4, 3), (2, 9), (2, 9)]
     assert largest_difference(weights, recovered) < 1e-10
 
@@ -215,7 +229,7 @@ def test_nothing_of_the_failed_attempt_is_left_when_the_step_is_made_again(where
     network.on_forward = look
     gc.disable()
     try:
-        trained(network, RecoveringStep(lambda line: None), windows=[[1, 4, 5, 7, 0, 2, 3, 6]])
+        trained(network, Guard(), windows=[[1, 4, 5, 7, 0, 2, 3, 6]])
     finally:
         gc.enable()
     assert len(found) == 2
@@ -223,16 +237,72 @@ def test_nothing_of_the_failed_attempt_is_left_when_the_step_is_made_again(where
     assert found[0][2:] == found[1][2:]
 
 
+def test_what_is_made_again_is_the_one_step_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recovery has no second order of the step's parts: who breaks the step breaks this, too."""
+
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("the step")
+
+    monkeypatch.setattr("train.step.optimizer_step", broken)
+    with pytest.raises(ZeroDivisionError, match="the step"):
+        trained(limited(), Guard())
+
+
+def test_totals_are_asked_for_once_however_often_the_step_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that makes its step again would otherwise be alone in that collective."""
+    asked, total = [], Engine.total
+
+    def counted(self: Engine, counts: Sequence[float]) -> Any:
+        asked.append(counts)
+        return total(self, counts)
+
+    monkeypatch.setattr(Engine, "total", counted)
+    guard = Guard()
+    trained(limited(20), guard, windows=[[0, 1, 2, 3]])
+    assert (len(asked), guard.engine.recoveries) == (1, 1)
+    assert guard.engine.total([1.0]) == [1.0]  # of another than the step
+
+
+def test_marks_name_each_phase_of_every_attempt() -> None:
+    marks: list[str] = []
+
+    def guard(engine: Engine) -> Engine:
+        engine.mark = marks.append
+        return Guard()(engine)
+
+    trained(limited(20, where="backward"), guard, windows=[[0, 1, 2, 3]])
+    one = ["forward", "backward"]
+    assert marks == [*one, *one * 2, "clip", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        *((error, True) for error in ERRORS),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8.88 GB, other allocations: 1 GB)"), True),
+        (RuntimeError("Invalid buffer size: 24.00 GB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("If you run out of memory, use smaller batches"), False),
+        (ValueError("CUDA out of memory."), False),
+    ],
+)
+def test_out_of_memory_is_told_from_other_errors(error: Exception, is_it: bool) -> None:
+    assert is_out_of_memory(error) is is_it
+
+
 def test_other_errors_are_not_touched() -> None:
-    step = RecoveringStep(lambda line: None)
+    guard = Guard()
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        trained(limited(20, error=RuntimeError("mat1 and mat2 shapes cannot be multiplied")), step)
-    assert step.recoveries == 0
+        trained(limited(20, error=RuntimeError("mat1 and mat2 shapes cannot be multiplied")), guard)
+    assert guard.engine.recoveries == 0
 
 
 def test_measures_are_taken_in_order_where_a_single_example_does_not_fit() -> None:
-    weights, _ = trained(limited(), optimizer_step)
-    network, said, taken = limited(5), [], []
+    weights, _ = trained(limited())
+    network, taken = limited(5), []
 
     def measure(name: str, bound: int | None) -> tuple[str, Callable[[], bool]]:
         def take() -> bool:
@@ -242,12 +312,12 @@ def test_measures_are_taken_in_order_where_a_single_example_does_not_fit() -> No
 
         return name, take
 
-    step = RecoveringStep(said.append, [measure("one", None), measure("two", 8), measure("three", 40), measure("4", 1)])
-    recovered, _ = trained(network, step)
+    guard = Guard(measure("one", None), measure("two", 8), measure("three", 40), measure("4", 1))
+    recovered, _ = trained(network, guard)
     assert taken == ["one", "two", "three"]
     assert largest_difference(weights, recovered) < 1e-10
-    assert not any("one" in line for line in said)
-    assert [line for line in said if "two" in line or "three" in line] == [
+    assert not any("one" in line for line in guard.said)
+    assert [line for line in guard.said if "two" in line or "three" in line] == [
         f"out of memory in forward, micro-batch of 1 × 9: {name}, and the step is made again"
         for name in ("two", "three")
     ]
@@ -260,14 +330,14 @@ def test_end_of_the_road_leaves_everything_as_before_the_step(where: str) -> Non
     accelerator, network = Accelerator(cpu=True), limited(dropout=0.5)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=True)
     model, optimizer = accelerator.prepare(ModelWithLoss(network), optimizer)
-    step = RecoveringStep(lambda line: None)
-    step(accelerator, model, optimizer, batches_of([1, 4], 2), Optimization())
+    engine = Guard()(Engine(accelerator, Config()))
+    engine.step(model, optimizer, batches_of([1, 4], 2))
     weights = {k: v.clone() for k, v in network.state_dict().items()}
     moments = [v.clone() for state in optimizer.state.values() for v in state.values()]
     states = random_states()
     network.bound, network.where = 6, where
     with pytest.raises(OutOfMemoryError) as caught:
-        step(accelerator, model, optimizer, batches_of([1, 4, 7, 0, 2], 2), Optimization())
+        engine.step(model, optimizer, batches_of([1, 4, 7, 0, 2], 2))
     assert caught.value.weights_intact
     fault = caught.value.fault
     assert (fault.phase, fault.shape, fault.error) == (where, (1, 9), str(ERRORS[0]))
@@ -298,17 +368,17 @@ def one_update(
     network: LimitedModel, said: list[str], **settings: Any
 ) -> tuple[AcceleratedOptimizer, Callable[[], StepOutcome]]:
     """An optimizer as the template builds it, and a function that makes one step."""
-    config = Optimization(learning_rate=0.1, **settings)
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(ModelWithLoss(network), build_optimizer(network, config))
-    step = RecoveringStep(said.append)
-    return optimizer, lambda: step(accelerator, model, optimizer, batches_of([0, 1, 2, 3], 2), config)
+    config, accelerator = Config(optimization=Optimization(learning_rate=0.1, **settings)), Accelerator(cpu=True)
+    run = cast("Run", SimpleNamespace(config=config, accelerator=accelerator, extras=Extras({})))
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), build_optimizer(run, network))
+    engine = Recovering(Engine(accelerator, config), said.append)
+    return optimizer, lambda: engine.step(model, optimizer, batches_of([0, 1, 2, 3], 2))
 
 
 def test_optimizer_that_has_no_memory_for_its_state_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     network, said = limited(), []
-    _, plain = one_update(network, said)
-    plain()
+    _, once = one_update(network, said)
+    once()
     expected = network.state_dict()
     network = limited()
     _, again = one_update(network, said)
@@ -341,7 +411,7 @@ def test_fused_adamw_that_fails_in_its_second_group_has_written_the_first(monkey
     before = network.head.weight.detach().clone()
     _, step = one_update(network, [])
     failing_at(monkeypatch, "zeros_like", {5})  # two matrices have two moments each; then comes the bias
-    with pytest.raises(OutOfMemoryError, match="go on from the last checkpoint") as caught:
+    with pytest.raises(OutOfMemoryError, match="resume from the last checkpoint") as caught:
         step()
     assert not torch.equal(before, network.head.weight)
     assert not caught.value.weights_intact
@@ -374,17 +444,17 @@ def test_optimizer_from_elsewhere_is_not_trusted(monkeypatch: pytest.MonkeyPatch
         def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             raise ERRORS[0]
 
-    accelerator, network, said = Accelerator(cpu=True), limited(), []
+    accelerator, network, guard = Accelerator(cpu=True), limited(), Guard()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), Other(network.parameters(), lr=0.1))
     with pytest.raises(OutOfMemoryError) as caught:
-        RecoveringStep(said.append)(accelerator, model, optimizer, batches_of([0], 1), Optimization())
-    assert (caught.value.weights_intact, said) == (False, [])
+        guard(Engine(accelerator, Config())).step(model, optimizer, batches_of([0], 1))
+    assert (caught.value.weights_intact, guard.said) == (False, [])
 
 
 def test_clipping_is_tried_again_while_gradients_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     network, said = limited(), []
-    _, plain = one_update(network, said, max_grad_norm=0.01)
-    norm = plain().grad_norm
+    _, once = one_update(network, said, max_grad_norm=0.01)
+    norm = once().grad_norm
     expected, network = network.state_dict(), limited()
     _, again = one_update(network, said, max_grad_norm=0.01)
     failing_at(monkeypatch, "stack", {1})  # of the norms
@@ -442,6 +512,28 @@ def test_halves_hold_the_same_examples_and_counts() -> None:
     ]
 
 
+class Rows:
+    """An input that is not a tensor, such as where the documents of packed rows begin."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.values[rows])
+
+
+def test_halves_slice_whatever_has_a_row_for_each_example() -> None:
+    whole = batch(rows([4, 6, 2]))
+    shared, single = Rows([1, 2, 3, 4]), torch.tensor(7)
+    whole = replace(whole, inputs={**whole.inputs, "documents": Rows([1, 2, 3]), "table": shared, "scale": single})
+    first, second = halves(whole)
+    assert (first.inputs["documents"].values, second.inputs["documents"].values) == ([1, 2], [3])
+    assert all(half.inputs["table"] is shared and half.inputs["scale"] is single for half in (first, second))
+
+
 def test_split_stops_at_single_examples() -> None:
     window = batches_of([0, 1, 2, 7], 3)
     assert split(window, None) == window
@@ -480,7 +572,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 @pytest.mark.distributed
 def test_two_ranks_with_faults_make_the_update_of_one_without(two_ranks: tuple[Path, dict[str, Any]]) -> None:
     output, found = two_ranks
-    weights, outcomes = trained(limited(), optimizer_step, size=8)
+    weights, outcomes = trained(limited(), size=8)
     cases = {
         "no fault": [0, 0],
         "forward on rank 1": [0, 1],
@@ -536,7 +628,7 @@ def test_autocast_stays_on_and_communication_hooks_are_refused(two_ranks: tuple[
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that can run out of memory")
 def test_real_fault_on_a_gpu_gives_the_same_update() -> None:
-    def updated(step: Callable[..., StepOutcome]) -> tuple[dict[str, Tensor], int]:
+    def updated(guard: Callable[[Engine], Engine]) -> tuple[dict[str, Tensor], int]:
         torch.manual_seed(0)
         accelerator = Accelerator()
         network = nn.Sequential(nn.Embedding(512, 512), *[nn.Linear(512, 512) for _ in range(8)]).double()
@@ -544,20 +636,21 @@ def test_real_fault_on_a_gpu_gives_the_same_update() -> None:
         ids = torch.randint(512, (8, 4096), generator=torch.Generator().manual_seed(1))
         window = [MicroBatch({"input_ids": ids}, ids, ids.numel(), tuple(range(8)), ids.numel())]
         torch.cuda.reset_peak_memory_stats()
-        step(accelerator, model, optimizer, window, Optimization(max_grad_norm=None))
+        engine = guard(Engine(accelerator, Config(optimization=Optimization(max_grad_norm=None))))
+        engine.step(model, optimizer, window)
         weights = {k: v.detach().clone() for k, v in network.state_dict().items()}
         return weights, torch.cuda.max_memory_allocated()
 
-    weights, peak = updated(optimizer_step)
+    weights, peak = updated(plain)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    said: list[str] = []
+    guard = Guard()
     try:
         torch.cuda.set_per_process_memory_fraction(0.7 * peak / total)
-        recovered, _ = updated(RecoveringStep(said.append))
+        recovered, _ = updated(guard)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert said
+    assert guard.said
     assert largest_difference(weights, recovered) < 1e-10
 
 
@@ -580,16 +673,19 @@ class _ByPosition(nn.Module):
 @pytest.mark.parametrize("fail_at", [2, 5])
 def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int) -> None:
     """A copy runs out of memory in the first forward or backward: the update is the same, no memory stays taken."""
+    pytest.importorskip("train.extras.activations.recompute")
+    from test_model import LLAMA, built
+    from test_recompute import LazyCopies, offloaded  # pyright: ignore[reportMissingImports]
 
-    def update(step: Callable[..., StepOutcome], transfers: LazyCopies | None) -> tuple[dict[str, Tensor], Any]:
-        network = built({**TINY_LLAMA, "num_hidden_layers": 3}, tiled_mlp=True, mlp_tile_tokens=3).double()
+    def update(guard: Callable[[Engine], Engine], transfers: LazyCopies | None) -> tuple[dict[str, Tensor], Any]:
+        network = built({**LLAMA, "num_hidden_layers": 3}, tiled_mlp=True, mlp_tile_tokens=3).double()
         offload = offloaded(network, transfers) if transfers is not None else None
-        return trained(network, step)[0], offload  # pyright: ignore[reportArgumentType]
+        return trained(network, guard)[0], offload  # pyright: ignore[reportArgumentType]
 
-    expected, _ = update(optimizer_step, None)
-    transfers, said = LazyCopies(), []
+    expected, _ = update(plain, None)
+    transfers, guard = LazyCopies(), Guard()
     transfers.fail_at = fail_at
-    recovered, offload = update(RecoveringStep(said.append), transfers)
+    recovered, offload = update(guard, transfers)
     assert largest_difference(expected, recovered) < 1e-10
-    assert len(said) == 1 and ("forward" if fail_at == 2 else "backward") in said[0]
+    assert len(guard.said) == 1 and ("forward" if fail_at == 2 else "backward") in guard.said[0]
     assert len(offload._free) == len(transfers.buffers) > 0

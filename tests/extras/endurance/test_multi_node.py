@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from support import ROOT, checkpoint_digests
 
 from train.checkpoint import verify
-from train.records import EXIT_DONE, EXIT_ERROR
 from train.outputs_log import read_metrics
+from train.records import EXIT_DONE, EXIT_ERROR
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 CABLE = "cable"
@@ -194,7 +194,7 @@ def test_lost_host_is_named_and_both_started_again_resume_exactly(
     [message] = [line for line in survivor.text.splitlines() if line.startswith("error")]
     step = int(newest_checkpoint(pieces).name[5:])
     assert f"rank {lost} " in message and "is lost" in message
-    assert message.endswith(f"Restart with the same command: it goes on from the checkpoint of step {step}.")
+    assert message.endswith(f"Run the same command again to resume from step {step}.")
     assert str(ROOT / "train") not in survivor.text  # the only traceback is the launcher's own
 
     pair = hosts(*flags, pieces, "--max_steps", step + 3, launcher=launcher)

@@ -17,7 +17,10 @@ from train.checkpoint import verify
 from train.outputs_log import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
-FOLLOWS = "from train.extras.endurance.parent import follow_launcher; import time; follow_launcher(); print('on', flush=True); "
+FOLLOWS = (
+    "from train.extras.endurance.parent import follow_launcher; import time; follow_launcher(); "
+    "print('on', flush=True); "
+)
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none"}
 
 
@@ -52,8 +55,8 @@ def test_process_of_a_launcher_gets_sigterm_when_that_is_killed_and_others_live_
 def test_launcher_that_was_gone_before_is_noticed() -> None:
     """The parent dies while the process looks: nothing would tell it later."""
     code = (
-        "import os; import train.extras.endurance.parent as p; answers = [4711, 1]; p.os.getppid = lambda: answers.pop(0); "
-        "p.follow_launcher(); print('lives')"
+        "import os; import train.extras.endurance.parent as p; answers = [4711, 1]; "
+        "p.os.getppid = lambda: answers.pop(0); p.follow_launcher(); print('lives')"
     )
     process = python(code, **LAUNCHED)
     out, _ = process.communicate(timeout=30)

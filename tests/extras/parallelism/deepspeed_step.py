@@ -1,4 +1,4 @@
-"""Run by ``test_deepspeed.py`` under torchrun: optimizer steps by DeepSpeed, or without it, and what came of them.
+"""Run by ``test_deepspeed.py`` under torchrun: optimizer steps with or without DeepSpeed; writes outcomes and weights.
 
 The last window is shorter than the others and gives one of two ranks no example, one gradient is not finite, and the
 learning rate changes.
@@ -10,25 +10,22 @@ import json
 import os
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
+from parallel_run import run_of
 from safetensors.torch import save_file
 from test_step import TinyModel, batch, rows
 from torch import Tensor
 
 from train.batching import micro_batches, without_targets
 from train.config import Config, Optimization
-from train.extras.parallelism.deepspeed_engine import deepspeed_plugin, optimizer_step, prepare
-from train.extras.parallelism.deepspeed_state import DeepSpeedState
 from train.launch import read_launch
 from train.loss import ModelWithLoss
 from train.optim import set_learning_rate
-from train.records import BatchArithmetic, MicroBatch
-from train.runtime import make_accelerator, meet_over_gloo
-from train.step import optimizer_step as plain_step
+from train.records import MicroBatch
+from train.state import TrainingState
+from train.step import Engine, optimizer_step
 
 LENGTHS = [9, 2, 5, 7, 3, 3, 8, 1, 6]
 WINDOWS = ([0, 1, 2, 3], [4, 5, 6, 7], [1, 3, 5, 7], [8])
@@ -47,24 +44,20 @@ class Poisoned(TinyModel):
 
 
 def main(output: str, engine: str) -> None:
-    launch = read_launch({**os.environ, "ACCELERATE_USE_DEEPSPEED": str(engine != "plain").lower()})
-    meet_over_gloo(launch, timedelta(seconds=60))
-    options: dict[str, Any] = {}
     if engine != "plain":
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = engine[-1]
-        options["deepspeed_plugin"] = deepspeed_plugin(Config(optimization=OPTIMIZATION), launch, 2)
-    arithmetic = BatchArithmetic(1, 4 // launch.world_size, launch.world_size)
-    accelerator = make_accelerator(launch, "no", arithmetic.accumulation_steps, on_cpu=True, **options)
+        os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE=engine[-1])
+    launch = read_launch()
+    run = run_of(Config(optimization=OPTIMIZATION), launch)
+    accelerator = run.accelerator
     torch.manual_seed(0)
     network = Poisoned()
-    built, with_loss = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9), ModelWithLoss(network)
-    if engine == "plain":
-        model, optimizer = accelerator.prepare(with_loss, built)
-        step = plain_step
-    else:
-        model, optimizer = prepare(accelerator, arithmetic, with_loss, built)
-        step = optimizer_step
+    with_loss = ModelWithLoss(network)
+    run.extras.each("change_loss", run, with_loss)
+    built = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
+    model, optimizer = accelerator.prepare(with_loss, built)
+    state = run.extras.first("state", network, optimizer.optimizer, {}) or TrainingState(network, built, None, {})
+    steps = run.extras.pipe("wrap_step", run, Engine(accelerator, run.config))
+    assert (type(steps) is Engine) == (type(state) is TrainingState) == (engine == "plain")
 
     outcomes = []
     examples = rows(LENGTHS)
@@ -73,12 +66,10 @@ def main(output: str, engine: str) -> None:
         window = [micro_batch(examples, part[launch.rank]) for part in parts]
         set_learning_rate(optimizer, 1.0 / (number + 1))
         network.factor = float("nan") if number == NOT_FINITE and launch.rank == launch.world_size - 1 else 1.0
-        outcome = step(accelerator, model, optimizer, window, OPTIMIZATION, stop_requested=launch.rank == number == 1)
+        outcome = optimizer_step(steps, model, optimizer, window, stop_requested=launch.rank == number == 1)
         plain = replace(outcome, loss_sum=torch.zeros(()), grad_norm=float(outcome.grad_norm))
         outcomes.append({**vars(plain), "loss_sum": outcome.loss_sum.item()})
-    weights = network.state_dict()
-    if engine != "plain":
-        weights = DeepSpeedState(network, optimizer.optimizer, {}).whole_tensors(keep=accelerator.is_main_process)
+    weights = state.whole_tensors(keep=accelerator.is_main_process)
     Path(f"{output}-{launch.rank}.json").write_text(json.dumps(outcomes))
     if accelerator.is_main_process:
         save_file({name: t.contiguous() for name, t in weights.items()}, f"{output}.safetensors")

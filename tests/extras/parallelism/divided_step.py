@@ -1,4 +1,4 @@
-"""Run by the tests of tensor and context parallelism under torchrun: updates in fp64, beside those of plain PyTorch.
+"""Run by the tests of tensor and context parallelism under torchrun: updates in fp64, and those of plain PyTorch.
 
 Every rank also makes the same updates with the whole model and whole sequences, by nothing of this template; the
 largest differences are written as JSON by rank 0.
@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -18,84 +17,73 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from parallel_run import run_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.config import Optimization
-from train.cross_entropy import PLAIN, Objective
-from train.extras.activations.recompute import enable_checkpointing
+from train.config import Config
 from train.extras.losses import chunked
-from train.extras.parallelism.context import check_model, positions_of
-from train.extras.parallelism.tensor import split_weights
-from train.launch import read_launch
-from train.loss import ModelWithLoss
+from train.extras.parallelism.context import positions_of
+from train.launch import read_launch, shard_by_layer
+from train.loss import ModelWithLoss, Objective
 from train.optim import build_optimizer
-from train.records import IGNORE, MicroBatch
-from train.runtime import make_accelerator, meet_over_gloo, shard_by_layer
-from train.step import optimizer_step
+from train.records import IGNORE, MicroBatch, Run
+from train.step import Engine, optimizer_step
+from train.tasks.causal_lm import Task
 
 VOCABULARY = 259  # odd: the parts of it differ
-TENSOR = {
-    "llama": {"attention_bias": True, "chunked": True, "checkpointing": "full"},
-    "qwen3": {"tie_word_embeddings": True, "chunked": True, "checkpointing": "selective"},
-    "llama, smoothed": {"chunked": True, "objective": Objective(0.2, 0.05)},
-    "gpt_neox": {"chunked": False, "optimizer": "sgd"},
-    "llama, tied": {"tie_word_embeddings": True, "chunked": False},
+CHUNKED = {"loss": "chunked"}
+TENSOR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"attention_bias": True}, {**CHUNKED, "gradient_checkpointing": "full"}),
+    "qwen3": ({"tie_word_embeddings": True}, {**CHUNKED, "gradient_checkpointing": "selective"}),
+    "llama, smoothed": ({}, {**CHUNKED, "label_smoothing": 0.2, "z_loss": 0.05}),
+    "gpt_neox": ({}, {"optimizer": "sgd"}),
+    "llama, tied": ({"tie_word_embeddings": True}, {}),
 }
-CONTEXT = {
-    "llama": {"chunked": True, "checkpointing": "full"},
-    "llama, tied": {"tie_word_embeddings": True, "chunked": False, "optimizer": "sgd"},
+"""Fields of the model's configuration, and of the run's."""
+CONTEXT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {**CHUNKED, "gradient_checkpointing": "full"}),
+    "llama, tied": ({"tie_word_embeddings": True}, {"optimizer": "sgd"}),
 }
-OPTIMIZATION = Optimization(learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.5, sgd_momentum=0.9)
+CONFIG = Config().changed(
+    learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.5, sgd_momentum=0.9, gradient_accumulation_steps=2
+)
 
 
 def main(output: str) -> None:
-    launch = read_launch()
-    meet_over_gloo(launch)
-    accelerator = make_accelerator(launch, "no", accumulation_steps=2, on_cpu=True)
-    found: dict[str, Any] = {}
-    for name, settings in (TENSOR if launch.tensor_size > 1 else CONTEXT).items():
+    run, found = run_of(CONFIG, read_launch()), cast("dict[str, Any]", {})
+    for name, (fields, settings) in (TENSOR if run.launch.tp_size > 1 else CONTEXT).items():
+        run.config = CONFIG.changed(**settings)
         with patch.multiple(chunked, MIN_CHUNK_TOKENS=16, CHUNK_LOGITS_BYTES=1):  # several chunks
-            found[name] = compared(accelerator, name.split(",")[0], **settings)
-    if launch.context_size > 1:
-        found["positions"] = positions_as_torch_divides_them(accelerator)
-    if accelerator.is_main_process:
+            found[name] = compared(run, small_model(name.split(",")[0], **fields))
+    if run.launch.cp_size > 1:
+        found["positions"] = positions_as_torch_divides_them(run.accelerator)
+    if run.accelerator.is_main_process:
         Path(output).write_text(json.dumps(found))
 
 
-def compared(
-    accelerator: Accelerator,
-    model_type: str,
-    chunked: bool,
-    checkpointing: str = "none",
-    optimizer: str = "adamw",
-    objective: Objective = PLAIN,
-    **fields: Any,
-) -> dict[str, float]:
+def compared(run: Run, network: nn.Module) -> dict[str, float]:
     """Three updates, and how far they are from those of plain PyTorch."""
-    config = replace(OPTIMIZATION, optimizer=optimizer)  # pyright: ignore[reportArgumentType]
-    network = small_model(model_type, **fields)
-    reference = copy.deepcopy(network)
-    enable_checkpointing(network, checkpointing)
-    with_loss = ModelWithLoss(network, "chunked" if chunked else "full", objective)
-    mesh = accelerator.torch_device_mesh
-    assert mesh is not None
-    if accelerator.is_fsdp2:
-        check_model(network)
-        shard_by_layer(accelerator, network)
-    else:
-        split_weights(with_loss, mesh["tp"])
+    accelerator, optim, reference = run.accelerator, run.config.optimization, copy.deepcopy(network)
+    objective = Objective(optim.label_smoothing, optim.z_loss)
+    run.extras.each("change_model", run, network, Task, 64)
+    with_loss = ModelWithLoss(network, objective, Task)
+    run.extras.each("change_loss", run, with_loss)
+    assert (with_loss.loss_in_head is not None) == (run.config.get("loss") == "chunked")
+    shard_by_layer(accelerator, network)
     accelerator._models.clear()
-    model, prepared = accelerator.prepare(with_loss, build_optimizer(network, config))
-    plain_optimizer, plain_norms, plain_losses = build_optimizer(reference, config), [], []
+    model, prepared = accelerator.prepare(with_loss, build_optimizer(run, network))
+    engine = run.extras.pipe("wrap_step", run, Engine(accelerator, run.config))
+    assert engine.copies == 2
+    plain_optimizer, plain_norms, plain_losses = build_optimizer(run, reference), [], []
     norms, sums, stopped = [], [], False
     for window in ([batch([37, 20]), batch([9, 1])], [batch([30, 30]), batch([4])], [batch([5, 3])]):
         plain_losses.append(plain_loss(reference, window, objective))
         plain_norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item())
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-        outcome = optimizer_step(accelerator, model, prepared, window, config, accelerator.process_index == 1)
+        outcome = optimizer_step(engine, model, prepared, window, accelerator.process_index == 1)
         assert outcome.num_targets == sum(b.num_targets for b in window)
         assert (outcome.num_tokens, outcome.clipped) == (outcome.num_targets, True)
         norms.append(outcome.grad_norm)

@@ -16,10 +16,14 @@ from test_main import STEPS, trained_losses
 from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values
+<<<<<<< HEAD
 from train.records import EXIT_DONE, UsageError, UserError
+=======
+from train.extras.parallelism import Room
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.extras.parallelism.context import check_model, part_of, positions_of
-from train.launch import check_launch, read_launch
-from train.records import IGNORE, MicroBatch
+from train.launch import read_launch
+from train.records import EXIT_DONE, IGNORE, MicroBatch, UsageError, UserError
 
 
 def test_each_rank_holds_an_early_and_a_late_piece() -> None:
@@ -72,19 +76,21 @@ def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "values", "message"),
     [
-        ({}, {}, "the engine ddp does not go with parallelism_config_cp_size: 2 .* fsdp_version: 2"),
-        (FSDP2, {"task": "masked_lm"}, "task: masked_lm .* causal_lm"),
+        ({}, {}, "the engine ddp does not work with parallelism_config_cp_size: 2 .* use fsdp2, as"),
+        (FSDP2, {"task": "masked_lm"}, "task: masked_lm .*causal_lm"),
         (FSDP2, {"attn_implementation": "eager"}, "attn_implementation: eager .* sdpa"),
         (FSDP2, {"micro_batch_size": "auto"}, "micro_batch_size: auto"),
+        (FSDP2, {"packing": True}, r"packing .* leave packing out, or use accelerate_configs/fsdp2\.yaml"),
+        (FSDP2, {"sequence_length_warmup_steps": 3}, "sequence_length_warmup_steps: 3 .* set it to 0"),
     ],
 )
 def test_combinations_that_cannot_be(engine: dict[str, str], values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_launch(read_launch({**sizes(2, cp=2), **engine}), from_values(values))
+        Room.check(from_values(values), read_launch({**sizes(2, cp=2), **engine}))
 
 
 def test_the_launch_file_alone_is_accepted() -> None:
-    check_launch(read_launch({**sizes(4, cp=2, dp_shard=2), **FSDP2}), Config())
+    Room.check(Config(), read_launch({**sizes(4, cp=2, dp_shard=2), **FSDP2}))
 
 
 @pytest.mark.distributed

@@ -1,4 +1,4 @@
-"""DeepSpeed from its launch files, on two CPU processes: the run of one process, and what can go on from it."""
+"""DeepSpeed from its launch files, on two CPU processes: the run of one process, and what can resume from it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ from test_distributed import killed_at_step_4, torchrun
 from test_fsdp2 import final_weights, largest_difference, metrics
 from test_main import STEPS, trained_losses
 
+<<<<<<< HEAD
+=======
+from train.config import Config
+from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
+from train.launch import Launch
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.records import EXIT_DONE, EXIT_USAGE
 
 pytest.importorskip("deepspeed", exc_type=ImportError)
@@ -112,10 +118,10 @@ def test_two_ranks_make_the_updates_of_one_process(plain_steps: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("file", "more"), [("deepspeed_zero2", ()), ("deepspeed_zero3_offload", ("--loss", "chunked"))], ids=lambda v: v
 )
-def test_run_equals_that_of_one_process_and_goes_on_anywhere(
+def test_run_equals_that_of_one_process_and_resumes_anywhere(
     without_dropout: Path, tmp_path: Path, file: str, more: tuple[str, ...]
 ) -> None:
-    """Then one process of DeepSpeed, and one and two without it, go on from two ranks' checkpoint, and the reverse."""
+    """Then one process of DeepSpeed, and one and two without it, resume from two ranks' checkpoint, and the reverse."""
     recipe, one, two = without_dropout, tmp_path / "one", tmp_path / "two"
     flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9, *more)
     run("cpu", recipe, one, *flags, processes=1)
@@ -136,9 +142,9 @@ def test_run_equals_that_of_one_process_and_goes_on_anywhere(
     index = json.loads((two / name / "index.json").read_text())["optimizer"]
     files = {block[0] for entry in index.values() for block in entry["blocks"]}
     assert files == {"optimizer-00000.safetensors", "optimizer-00001.safetensors"}  # each rank wrote its own
-    for goes_on, processes, stored in ((file, 1, two), ("cpu", 1, two), ("ddp", 2, two), (file, 2, one)):
-        output = tmp_path / f"{goes_on}-{processes}"
-        said = run(goes_on, recipe, output, *flags, "--resume", stored / name, processes=processes)
+    for file_of_next, processes, stored in ((file, 1, two), ("cpu", 1, two), ("ddp", 2, two), (file, 2, one)):
+        output = tmp_path / f"{file_of_next}-{processes}"
+        said = run(file_of_next, recipe, output, *flags, "--resume", stored / name, processes=processes)
         assert "resumed from" in said
         losses = trained_losses(output)
         assert min(losses) == 3
@@ -175,6 +181,15 @@ def test_two_ranks_that_share_sequences_make_the_run_of_one(without_dropout: Pat
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
+def test_a_number_of_heads_that_ranks_cannot_share_is_explained(without_dropout: Path, tmp_path: Path) -> None:
+    flags = ("--model_config", LLAMA.replace('_heads": 4', '_heads": 1').replace('_heads": 2', '_heads": 1'))
+    words = ("--config", without_dropout, "--output_dir", tmp_path / "run", *flags)
+    done = launched("ulysses_sequence_parallel", *words, options=("--parallelism_config_sp_size", 2))
+    assert done.returncode != EXIT_DONE
+    assert "error: sequence parallelism of 2 does not work with this model: " in done.stderr
+    assert 'main.py", line' not in done.stderr
+
+
 @pytest.mark.slow
 def test_half_precision_leaves_whole_weights(without_dropout: Path, tmp_path: Path) -> None:
     """The engine computes with bf16 weights; fp32 ones are updated, saved and loaded."""
@@ -189,6 +204,13 @@ def test_half_precision_leaves_whole_weights(without_dropout: Path, tmp_path: Pa
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "final")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert any((p != p.bfloat16()).any() for p in model.parameters())
+
+
+def test_accumulation_is_left_to_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate would read a number from the launch file's "auto"."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    deepspeed_plugin(Config(), Launch(world_size=2, engine="deepspeed"))
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in os.environ
 
 
 def test_launch_file_that_disagrees_is_named(recipe: Path, tmp_path: Path) -> None:

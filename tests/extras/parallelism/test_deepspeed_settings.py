@@ -6,21 +6,28 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from train.config import Architecture, Config, Data, Optimization
+<<<<<<< HEAD
 from train.records import UsageError, UserError
 from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
+=======
+from train.extras.parallelism import Room
+from train.extras.parallelism.deepspeed_engine import DeepSpeed, deepspeed_plugin
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.extras.parallelism.deepspeed_settings import engine_settings
-from train.extras.parallelism.ulysses import part_of_sequences
-from train.launch import Launch, check_launch
-from train.records import IGNORE, MicroBatch
+from train.extras.parallelism.ulysses import Ulysses, part_of_sequences
+from train.launch import Launch
+from train.records import IGNORE, MicroBatch, UsageError, UserError
+from train.step import Engine
 
 TWO = Launch(world_size=2, engine="deepspeed")
-SEQUENCES = replace(TWO, sequence_size=2)
+SEQUENCES = replace(TWO, sp_size=2)
 
 
 def settings(launch: Launch = TWO, dtype: str = "float32", attention: str | None = None, **given: Any):
@@ -87,7 +94,7 @@ def test_deepspeed_file_is_taken_where_it_agrees(tmp_path: Path) -> None:
         ({"fp16": {"enabled": True}}, r"fp16\.enabled: true in .*, mixed_precision: no"),
         ({"optimizer": {"type": "Adam"}}, r"optimizer in .*ds\.json: this template sets that itself"),
         ({"prescale_gradients": True}, r"prescale_gradients in .*Leave it out"),
-        ({"zero_optimization": {"stage": 1}}, r"zero_stage: 1 in .*take 2 or 3"),
+        ({"zero_optimization": {"stage": 1}}, r"zero_stage: 1 in .*use 2 or 3"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, r"zero_hpz_partition_size in .*not tried"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, r"offload_param_device: nvme"),
     ],
@@ -108,8 +115,8 @@ def test_disagreement_with_a_deepspeed_file_is_named(tmp_path: Path, content: di
         ({"DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, r"offload_param_device: cpu .* only stage 3"),
         ({"DEEPSPEED_ZERO3_INIT": "true"}, r"zero3_init_flag: true"),
         ({"DEEPSPEED_CONFIG_FILE": "nowhere.json"}, r"nowhere\.json cannot be read"),
-        ({"optimizer": "adafactor"}, r"optimizer: adafactor with ZeRO stage 2"),
-        ({"max_grad_value": 0.1, "max_grad_norm": None}, r"max_grad_value: 0\.1: DeepSpeed clips by the 2-norm"),
+        ({"optimizer": "adafactor"}, r"optimizer: adafactor does not work with DeepSpeed's ZeRO stage 2"),
+        ({"max_grad_value": 0.1, "max_grad_norm": None}, r"max_grad_value: 0\.1 does not work .* clips by the 2-norm"),
         ({"grad_norm_type": "inf"}, r"grad_norm_type: inf"),
         ({"dtype": "bfloat16"}, r"dtype: bfloat16"),
         ({"launch": SEQUENCES, "attention": "flash_attention_2"}, r"sp_attn_implementation: sdpa in .*: flash_att"),
@@ -128,27 +135,98 @@ def test_stage_stands_in_one_place_or_is_the_same_in_both(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("launch", "config", "message"),
     [
-        (replace(SEQUENCES, engine="fsdp2"), Config(), r"engine fsdp2 does not go with parallelism_config_sp_size: 2"),
-        (SEQUENCES, Config(data=Data(task="masked_lm")), r"task: masked_lm does not go with .*sp_size: 2"),
-        (SEQUENCES, Config(optimization=Optimization(micro_batch_size="auto")), r"micro_batch_size: auto does not go"),
+        (
+            replace(SEQUENCES, engine="fsdp2"),
+            Config(),
+            r"engine fsdp2 does not work with parallelism_config_sp_size: 2",
+        ),
+        (SEQUENCES, Config(data=Data(task="masked_lm")), r"task: masked_lm does not work with .*sp_size: 2"),
+        (
+            SEQUENCES,
+            Config(optimization=Optimization(micro_batch_size="auto")),
+            r"micro_batch_size: auto does not work with",
+        ),
+        (
+            SEQUENCES,
+            Config(optimization=Optimization(global_batch_size=8, max_tokens_per_micro_batch=2048)),
+            r"max_tokens_per_micro_batch: 2048 does not work with .*sp_size: 2 .* give micro_batch_size",
+        ),
     ],
 )
 def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, config: Config, message: str) -> None:
-    check_launch(SEQUENCES, Config())
+    Room.check(Config(), SEQUENCES)
     with pytest.raises(UsageError, match=message):
-        check_launch(launch, config)
+        Room.check(config, launch)
 
 
 def test_ranks_that_share_sequences_evaluate_different_examples() -> None:
     launch = replace(SEQUENCES, world_size=4, rank=3)
-    assert (launch.data_size, launch.data_rank, launch.evaluation_copies) == (2, 1, 1)
-    assert replace(TWO, tensor_size=2).evaluation_copies == 2
+    assert (launch.dp_size, launch.dp_rank, launch.evaluation_copies) == (2, 1, 1)
+    assert replace(TWO, tp_size=2).evaluation_copies == 2
 
 
 def test_want_of_deepspeed_is_said_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
     with pytest.raises(UserError, match=r"pip install -e '\.\[deepspeed\]'"):
-        deepspeed_plugin(Config(), TWO, 1)
+        deepspeed_plugin(Config(), TWO)
+
+
+def fake(stage: int = 2, training: bool = True) -> Any:
+    """An accelerator of rank 3 of 4 with a DeepSpeed engine that shares each sequence between two ranks."""
+    engine = SimpleNamespace(
+        zero_optimization_stage=lambda: stage,
+        train_micro_batch_size_per_gpu=lambda: 2,
+        module=SimpleNamespace(training=training),
+    )
+    return SimpleNamespace(deepspeed_engine_wrapped=SimpleNamespace(engine=engine), num_processes=4, process_index=3)
+
+
+def ulysses(accelerator: Any) -> Ulysses:
+    run: Any = SimpleNamespace(launch=replace(SEQUENCES, world_size=4, rank=3))
+    engine = Room().wrap_step(run, Engine(accelerator, Config()))
+    assert isinstance(engine, Ulysses)
+    return engine
+
+
+def test_gradients_are_scaled_by_what_deepspeed_divides_them_by() -> None:
+    assert [ulysses(fake(stage)).loss_scale for stage in (2, 3)] == [2, 4]
+    assert DeepSpeed(fake(), Config()).loss_scale == 4
+
+
+def test_sequences_are_divided_in_training_and_whole_in_evaluation() -> None:
+    batch = batch_of(8)
+    with ulysses(fake()).share(batch) as part:
+        assert part.labels.shape == (2, 4)
+        assert torch.equal(part.labels, batch.labels[:, 4:])
+    with ulysses(fake(training=False)).share(batch) as part:
+        assert part is batch
+
+
+@pytest.mark.parametrize("message", ["Current loss scale already at minimum - cannot decrease", "anything else"])
+def test_overflow_at_every_loss_scale_is_explained_and_other_errors_are_not(message: str) -> None:
+    accelerator, optimizer = fake(), cast("Any", None)
+
+    def step() -> None:
+        raise Exception(message)
+
+    accelerator.deepspeed_engine_wrapped.engine.step = step
+    with pytest.raises(Exception, match="lowest loss scale. Try" if "minimum" in message else message) as caught:
+        DeepSpeed(accelerator, Config()).update(optimizer, 0.0)
+    assert isinstance(caught.value, UserError) == ("minimum" in message)
+
+
+def test_a_model_that_ulysses_cannot_prepare_is_explained_and_later_errors_are_not() -> None:
+    room, error = Room(), ValueError("num_heads 3 is not\n divisible")
+    assert room.failed(None, error) is None
+    room._sp_size = 2  # as change_loss sets it
+    assert "sequence parallelism of 2 does not work with this model: num_heads 3 is not divisible. It" in str(
+        room.failed(None, error)
+    )
+    assert room.failed(None, OSError()) is None
+    run: Any = SimpleNamespace(launch=SEQUENCES)
+    room.wrap_step(run, Engine(fake(), Config()))
+    assert room.failed(None, error) is None
 
 
 def batch_of(length: int, **more: Any) -> MicroBatch:
@@ -172,5 +250,5 @@ def test_parts_of_sequences_put_together_are_the_sequences(length: int) -> None:
 
 
 def test_what_cannot_be_cut_into_parts_is_refused() -> None:
-    with pytest.raises(UserError, match="attention_mask, input_ids: use causal_lm"):
+    with pytest.raises(UserError, match="attention_mask, input_ids: use a task that gives only input_ids"):
         part_of_sequences(batch_of(8, attention_mask=torch.ones(2, 8)), 0, 2, num_rows=2)

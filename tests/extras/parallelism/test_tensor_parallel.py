@@ -17,10 +17,16 @@ from test_main import STEPS, trained_losses
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from train import extras
 from train.config import Config, from_values
+<<<<<<< HEAD
 from train.records import EXIT_DONE, UsageError, UserError
+=======
+from train.extras.parallelism import Room
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.extras.parallelism.tensor import plan_of
-from train.launch import check_launch, read_launch
+from train.launch import Launch, read_launch
+from train.records import EXIT_DONE, UsageError, UserError
 
 
 def model(model_type: str, auto_class: Any = AutoModelForCausalLM, **fields: Any) -> nn.Module:
@@ -70,8 +76,8 @@ def test_a_classifier_is_divided_but_for_its_head() -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields", "ranks", "message"),
     [
-        ("gpt2", {}, 2, r"gpt2 has no plan of .* Take .*fsdp2\.yaml"),
-        ("mixtral", {}, 2, r"mixtral wants '\w+' for model\.layers\.0\.mlp\.experts.*Take"),
+        ("gpt2", {}, 2, r"gpt2 has no plan of .* Use .*fsdp2\.yaml"),
+        ("mixtral", {}, 2, r"mixtral wants '\w+' for model\.layers\.0\.mlp\.experts.*Use"),
         ("llama", {}, 4, r"llama has 2 num_key_value_heads, which 4 ranks cannot share evenly.*tp_size"),
         ("llama", {"intermediate_size": 63}, 2, r"gate_proj of llama is 63 wide, which 2 ranks"),
     ],
@@ -89,21 +95,30 @@ def test_models_that_cannot_be_divided(model_type: str, fields: dict[str, Any], 
         (
             {"tp": 4},
             {"mixed_precision": "fp16"},
-            "mixed_precision: fp16 does not go with parallelism_config_tp_size: 4",
+            "mixed_precision: fp16 does not work with parallelism_config_tp_size: 4",
         ),
         ({"tp": 4}, {"optimizer": "adafactor"}, "optimizer: adafactor .* adamw or sgd"),
         ({"tp": 4}, {"max_grad_value": 1.0, "max_grad_norm": None}, "max_grad_value .* max_grad_norm"),
         ({"tp": 4}, {"micro_batch_size": "auto"}, "micro_batch_size: auto .* give a number"),
         ({"tp": 4}, {"loss": "torch"}, "loss: torch .* use auto or chunked"),
+        ({"tp": 4}, {"packing": True}, r"packing .* leave packing out, or use accelerate_configs/ddp\.yaml"),
     ],
 )
 def test_combinations_that_cannot_be(launched: dict[str, int], values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_launch(read_launch(sizes(4, **launched)), from_values(values))
+        Room.check(from_values(values), read_launch(sizes(4, **launched)))
 
 
 def test_the_launch_file_alone_is_accepted() -> None:
-    check_launch(read_launch(sizes(2, tp=2)), Config())
+    Room.check(Config().changed(sequence_length_warmup_steps=3), read_launch(sizes(2, tp=2)))
+
+
+@pytest.mark.parametrize("launch", [Launch(2, tp_size=2), Launch(2, engine="deepspeed")], ids=str)
+def test_a_copy_without_this_extra_does_not_take_such_a_launch(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "classes", dict)
+    extras.check(Config(), Launch(2))
+    with pytest.raises(UsageError, match=r"needs train/extras/parallelism/: use ddp\.yaml"):
+        extras.check(Config(), launch)
 
 
 @pytest.mark.distributed

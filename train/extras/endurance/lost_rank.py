@@ -51,9 +51,9 @@ class RankLeftError(RuntimeError):
 
 
 class Store:
-    """The store through which the processes met, for one who cannot wait for ever for an answer.
+    """The store through which the processes met, for callers that cannot wait for an answer for ever.
 
-    A TCPStore waits for one without a limit, also where its host can no longer be reached, and then neither an answer
+    A TCPStore waits for one without a limit, even where its host can no longer be reached, and then neither an answer
     nor the end of the connection comes. Each call here takes at most ``STORE_SECONDS``.
 
     Raises:
@@ -85,7 +85,7 @@ class Store:
 
 
 def _answer(question: Callable[[], T], seconds: float | None = None) -> T:
-    """What ``question`` gives, if it does so in time; else a thread is left behind that waits on."""
+    """What ``question`` gives in time; otherwise a thread that waits for it is left behind."""
     limit = STORE_SECONDS if seconds is None else seconds
     given: list[T] = []
     errors: list[Exception] = []

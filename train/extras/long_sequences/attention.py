@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +70,7 @@ def _arguments(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
     return args, kwargs  # flex_attention: transformers finds the documents by their positions
 
 
-def attend(
+def attend(  # fixed by transformers
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -102,35 +102,31 @@ def attend(
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    return _attend_within(query, key, value, documents, dropout, scaling, causal, sliding_window), None
+    window = None if sliding_window is None or sliding_window >= documents.longest else sliding_window
+    return _attend_within(query, key, value, documents, _How(dropout, scaling, causal, window)), None
+
+
+class _How(NamedTuple):
+    """What of :func:`attend` is the same for all documents."""
+
+    dropout: float
+    scaling: float | None
+    causal: bool
+    window: int | None
 
 
 @torch.compiler.disable(reason="each batch has other lengths: each would be compiled again")
-def _attend_within(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Documents,
-    dropout: float,
-    scaling: float | None,
-    causal: bool,
-    sliding_window: int | None,
-) -> Tensor:
-    """(B, S, H, D) attention within documents; arguments as of :func:`attend`."""
-    if sliding_window is not None and sliding_window >= documents.longest:
-        sliding_window = None
-    if dropout == 0.0 and (flash := _flash_of_lengths()) is not None and _suits_flash(query, value):
-        return _attend_at_once(flash, query, key, value, documents, scaling, causal, sliding_window)
+def _attend_within(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
+    """(B, S, H, D) attention within documents."""
+    if how.dropout == 0.0 and (flash := _flash_of_lengths()) is not None and _suits_flash(query, value):
+        return _attend_at_once(flash, query, key, value, documents, how)
 
     def within(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if sliding_window is None or sliding_window >= query.shape[2]:
-            return _sdpa(query, key, value, None, dropout, scaling, causal)
+        if how.window is None or how.window >= query.shape[2]:
+            return _sdpa(query, key, value, None, how)
+        windows = _windows(query.shape[2], how.window, how.causal, query.device)
         return torch.cat(
-            [
-                _sdpa(query[:, :, q], key[:, :, k], value[:, :, k], mask, dropout, scaling, causal=False)
-                for q, k, mask in _windows(query.shape[2], sliding_window, causal, query.device)
-            ],
-            dim=2,
+            [_sdpa(query[:, :, q], key[:, :, k], value[:, :, k], mask, how) for q, k, mask in windows], dim=2
         )
 
     return _one_by_one(within, query, key, value, documents).transpose(1, 2)
@@ -152,17 +148,16 @@ def _one_by_one(
     return torch.cat(attended)
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None, causal: bool
-) -> Tensor:
-    """Attention, heads of the query sharing those of key and value."""
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _How) -> Tensor:
+    """Attention, heads of the query sharing those of key and value; a mask says what is visible, causality included."""
     options: dict[str, Any] = {}
     if (shared := query.shape[1] // key.shape[1]) > 1:
         if mask is None:
             options["enable_gqa"] = True
         else:  # with a mask and shared heads torch takes the kernel that holds all scores
             key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scaling, **options)
+    causal = how.causal and mask is None
+    return F.scaled_dot_product_attention(query, key, value, mask, how.dropout, causal, scale=how.scaling, **options)
 
 
 def _windows(length: int, window: int, causal: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -213,23 +208,15 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _attend_at_once(
-    flash: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Documents,
-    scaling: float | None,
-    causal: bool,
-    window: int | None,
+    flash: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How
 ) -> Tensor:
     """(B, S, H, D) by one kernel, the rows laid end to end."""
     dtype = _product_dtype(query)
     laid_out = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     cuts, longest = documents.boundaries, documents.longest
-    reach = -1 if window is None else window - 1
-    attended = flash(
-        *laid_out, cuts, cuts, longest, longest, scale=scaling, window_size=(reach, 0 if causal else reach)
-    )
+    reach = -1 if how.window is None else how.window - 1
+    window = (reach, 0 if how.causal else reach)
+    attended = flash(*laid_out, cuts, cuts, longest, longest, scale=how.scaling, window_size=window)
     return attended.unflatten(0, (query.shape[0], query.shape[2]))
 
 

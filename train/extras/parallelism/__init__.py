@@ -1,4 +1,181 @@
+<<<<<<< HEAD
 from train.extras import Extra
 
 
 class Room(Extra): ...
+=======
+"""Beyond data parallelism: DeepSpeed ZeRO, Ulysses, context and tensor parallelism, as the launch file asks for them.
+
+DeepSpeed shards weights and optimizer state; Ulysses and context parallelism divide each sequence among ranks; tensor
+parallelism divides each layer. Each is a small engine behind the one optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from train.extras import Extra
+from train.launch import refuse
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from train.config import Config
+    from train.launch import Launch
+    from train.loss import ModelWithLoss
+    from train.records import Run
+    from train.state import RunState
+    from train.step import Engine
+
+
+class Room(Extra):
+    """Divides the work of a step among ranks."""
+
+    def __init__(self) -> None:
+        self._sp_size = 1
+        """Of a Ulysses model that is about to be prepared, else 1."""
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        """Stops where the parallelism of the launch file cannot do what the training configuration asks for.
+
+        Raises:
+            UsageError: with both names and values.
+        """
+        if launch.tp_size > 1:
+            _check_tensors(config, launch)
+        if launch.cp_size > 1 or launch.sp_size > 1:
+            _check_sequences(config, launch)
+
+    def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
+        """The plugin of DeepSpeed, and Ulysses' sizes; accelerate reads the other sizes from the environment."""
+        if launch.engine != "deepspeed":
+            return {}
+        from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
+        from train.extras.parallelism.ulysses import sequence_parallelism
+
+        options: dict[str, Any] = {"deepspeed_plugin": deepspeed_plugin(config, launch)}
+        if launch.sp_size > 1:
+            options["parallelism_config"] = sequence_parallelism(launch)
+        return options
+
+    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+        """Has transformers build the model whole on every rank, with the weights that a single process draws.
+
+        With DeepSpeed it would shard the model while building it, and draw other initial weights.
+        """
+        if run.launch.engine == "deepspeed" and (plugin := run.accelerator.state.deepspeed_plugin) is not None:
+            plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
+        return {}
+
+    def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
+        """Divides the weights of tensor parallelism; checks or completes what the other kinds need.
+
+        Raises:
+            UserError: the model cannot be divided so.
+        """
+        if (kind := _kind(run.launch)) is not None:
+            self._sp_size = run.launch.sp_size
+            kind[0](run, model)
+        return []
+
+    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any]) -> RunState | None:
+        """DeepSpeed's buffers, where the optimizer is DeepSpeed's."""
+        if not type(optimizer).__module__.startswith("deepspeed."):
+            return None
+        from train.extras.parallelism.deepspeed_state import DeepSpeedState
+
+        return DeepSpeedState(network, optimizer, identity)
+
+    def wrap_step(self, run: Run, engine: Engine) -> Engine:
+        """The engine of the kind that the launch file asks for."""
+        self._sp_size, launch, kind = 1, run.launch, _kind(run.launch)
+        if kind is None:
+            return engine
+        divided = kind[1](engine.accelerator, engine.config, engine.mark)
+        divided.copies, divided.loss_share = launch.copies, 1 / launch.tp_size
+        return divided
+
+    def failed(self, run: Run | None, error: Exception) -> str | None:
+        """Explains why accelerate or DeepSpeed could not prepare a model for Ulysses."""
+        if self._sp_size == 1 or not isinstance(error, AttributeError | ValueError | AssertionError):
+            return None
+        return (
+            f"sequence parallelism of {self._sp_size} does not work with this model: "
+            f"{' '.join(str(error).split())[:300]}. It needs a causal model of transformers, with attn_implementation "
+            "sdpa or flash_attention_2 and a number of heads that it divides."
+        )
+
+
+def _kind(launch: Launch) -> tuple[Callable[[Run, ModelWithLoss], None], type[Engine]] | None:
+    """What makes a model ready, and the engine, of the kind that ``launch`` asks for; Ulysses includes DeepSpeed."""
+    if launch.sp_size > 1:
+        from train.extras.parallelism.ulysses import Ulysses, set_attention
+
+        return set_attention, Ulysses
+    if launch.engine == "deepspeed":
+        from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
+
+        return complete_settings, DeepSpeed
+    if launch.tp_size > 1:
+        from train.extras.parallelism.tensor import TensorParallel, split_weights
+
+        return split_weights, TensorParallel
+    if launch.cp_size > 1:
+        from train.extras.parallelism.context import ContextParallel, check_model
+
+        return lambda run, model: check_model(model.model), ContextParallel
+    return None
+
+
+def _check_tensors(config: Config, launch: Launch) -> None:
+    """Stops for what does not work with tensor parallelism."""
+    optim, loss, size = config.optimization, config.get("loss"), launch.tp_size
+    is_alone = launch.engine == "ddp" and launch.world_size == size
+    is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
+    alone = (
+        f"set num_processes: {size} without fsdp_config or other sizes, as in accelerate_configs/tensor_parallel.yaml"
+    )
+    refuse(
+        f"parallelism_config_tp_size: {size} in the launch file",
+        ("sharding or data parallelism", not is_alone, alone),
+        ("mixed_precision: fp16", is_fp16, "use bf16: each rank would scale its loss by itself"),
+        ("optimizer: adafactor", optim.optimizer == "adafactor", "use adamw or sgd: it needs whole weights"),
+        ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
+        (f"loss: {loss}", loss in ("torch", "cce", "liger"), "use auto or chunked, which divide the classes"),
+        *_rows(config, "ddp.yaml")[:2],
+    )
+
+
+def _check_sequences(config: Config, launch: Launch) -> None:
+    """Stops for what does not work where sequences are divided, by context parallelism or Ulysses."""
+    from train.tasks import load_task, task_names
+
+    is_ulysses, size = launch.sp_size > 1, max(launch.cp_size, launch.sp_size)
+    name, engine, other = ("sp", "deepspeed", "deepspeed_zero2.yaml") if is_ulysses else ("cp", "fsdp2", "fsdp2.yaml")
+    example = "ulysses_sequence_parallel.yaml" if is_ulysses else "fsdp2_context_parallel.yaml"
+    attention, tokens = config.architecture.attn_implementation, config.optimization.max_tokens_per_micro_batch
+    task, causal = config.data.task, [name for name in task_names() if load_task(name).is_causal]
+    a_causal_task = f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}"
+    fixed_rows = "give micro_batch_size: exchanges need a fixed number of rows"
+    refuse(
+        f"parallelism_config_{name}_size: {size} in the launch file",
+        (f"the engine {launch.engine}", launch.engine != engine, f"use {engine}, as accelerate_configs/{example} does"),
+        (f"task: {task}", task not in causal, a_causal_task),
+        (f"attn_implementation: {attention}", not is_ulysses and attention not in (None, "sdpa"), "use sdpa"),
+        (f"max_tokens_per_micro_batch: {tokens}", is_ulysses and tokens is not None, fixed_rows),
+        *_rows(config, other),
+    )
+
+
+def _rows(config: Config, other: str) -> tuple[tuple[str, bool, str], ...]:
+    """Cases of rows that cannot be predicted or divided; the last one concerns divided sequences alone."""
+    steps, instead = config.get("sequence_length_warmup_steps", 0), f"or use accelerate_configs/{other}"
+    is_auto = config.optimization.micro_batch_size == "auto"
+    return (
+        ("micro_batch_size: auto", is_auto, "give a number: the memory of one part is not predicted"),
+        ("packing", bool(config.get("packing")), f"leave packing out, {instead}"),
+        (f"sequence_length_warmup_steps: {steps}", steps > 0, f"set it to 0, {instead}"),
+    )
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef

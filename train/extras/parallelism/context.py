@@ -1,4 +1,4 @@
-"""Context parallelism: each sequence divided among ranks, keys and values coming to all of them (arXiv 2310.01889).
+"""Context parallelism: each sequence is divided among ranks, and keys and values go round (arXiv 2310.01889).
 
 Rank r of n holds the r-th and the r-th from last of 2n equal pieces: early positions attend to few, late ones to many,
 so every rank has the same work. The loss of a rank is that of its positions; sums over ranks give the whole.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from train.records import IGNORE, MicroBatch, UserError
+<<<<<<< HEAD
+=======
+from train.step import Engine
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+
+class ContextParallel(Engine):
+    """The step of ranks that each hold a part of every sequence, in training and evaluation."""
+
+    @contextmanager
+    def share(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+        """This rank's part of ``micro_batch``, with attention that reaches over the parts of all ranks."""
+        assert self.accelerator.torch_device_mesh is not None
+        mesh, device = self.accelerator.torch_device_mesh["cp"], self.accelerator.device
+        part = part_of(micro_batch, mesh.get_local_rank(), mesh.size())
+        length = part.labels.shape[1] * mesh.size()
+        if device.type == "cpu":
+            attention = attention_over_all(mesh, length)
+        else:
+            whole = torch.empty(1, length, dtype=torch.bool, device=device)  # read for its length alone
+            attention = self.accelerator.maybe_context_parallel([whole], [1], {whole})
+        with attention:
+            yield part
 
 
 def positions_of(length: int, rank: int, ranks: int) -> Tensor:
@@ -30,10 +50,9 @@ def positions_of(length: int, rank: int, ranks: int) -> Tensor:
 
 
 def part_of(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
-    """A rank's positions of every example, after filling up to a multiple of 2 · ``ranks`` at the end.
+    """A rank's positions of every example, after padding at the end to a multiple of 2 · ``ranks``.
 
-    The model is told the positions, and that it need make no attention mask: under causal attention nothing sees what
-    was filled in.
+    The model is told the positions, and makes no attention mask: under causal attention no token sees the padding.
     """
     ids = batch.inputs["input_ids"]
     missing = -ids.shape[1] % (2 * ranks)
@@ -42,37 +61,16 @@ def part_of(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     inputs = {
         "input_ids": F.pad(ids, (0, missing))[:, positions],
         "position_ids": positions.unsqueeze(0),
-        # From this the model makes no mask of its own, and the hooks of accelerate take it away before it is used;
-        # where they do not, the loss says so.
+        # With it the model makes no mask of its own; accelerate's hooks remove it before it is used. If they did not,
+        # the loss would be NaN.
         "attention_mask": torch.full((1, 1, 1, 1), torch.nan),
     }
     return replace(batch, inputs=inputs, labels=labels, num_targets=int((labels != IGNORE).sum()))
 
 
 @contextmanager
-def shared_sequences(accelerator: Accelerator, batch: MicroBatch) -> Iterator[MicroBatch]:
-    """This rank's part of ``batch``, with attention that reaches over the parts of all; both forward and backward
-    belong inside. Without context parallelism it is the batch itself."""
-    sizes = accelerator.parallelism_config
-    if sizes is None or not sizes.cp_enabled:
-        yield batch
-        return
-    assert accelerator.torch_device_mesh is not None
-    mesh = accelerator.torch_device_mesh["cp"]
-    part = part_of(batch, mesh.get_local_rank(), mesh.size())
-    length = part.labels.shape[1] * mesh.size()
-    if accelerator.device.type == "cpu":
-        attention = attention_over_all(mesh, length)
-    else:
-        whole = torch.empty(1, length, dtype=torch.bool, device=accelerator.device)  # read for its length alone
-        attention = accelerator.maybe_context_parallel([whole], [1], {whole})
-    with attention:
-        yield part
-
-
-@contextmanager
 def attention_over_all(mesh: DeviceMesh, length: int) -> Iterator[None]:
-    """Causal attention over the sequences' parts on all ranks, in place of torch's, which has none for CPUs.
+    """Causal attention over the sequences' parts on all ranks, which torch has for GPUs alone.
 
     It holds a mask of (length ÷ ranks, length).
     """
@@ -99,16 +97,16 @@ def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def check_model(model: nn.Module) -> None:
-    """Whether the positions of ``model``'s sequences can be divided.
+    """Stops unless the sequences of ``model`` can be divided.
 
     Raises:
-        UserError: naming what stands against it.
+        UserError: with the reason.
     """
     config: Any = getattr(model, "config", None)
     name = getattr(config, "model_type", type(model).__name__)
     obstacle = None
     if config is None:
-        obstacle = "it is no transformers model"
+        obstacle = "it is not a transformers model"
     else:
         config = config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
@@ -124,5 +122,5 @@ def check_model(model: nn.Module) -> None:
     if obstacle:
         raise UserError(
             f"parallelism_config_cp_size in the launch file: {name} cannot divide its sequences among ranks: "
-            f"{obstacle}. Take a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml."
+            f"{obstacle}. Use a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml."
         )

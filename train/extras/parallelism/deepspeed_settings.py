@@ -1,8 +1,8 @@
 """DeepSpeed's own configuration, made from the launcher's and the training configuration, which must agree.
 
-DeepSpeed wants to be told things that the training configuration also says: accumulation, clipping, batch size,
-precision, optimizer. They are taken from the training configuration, and a launch file or a DeepSpeed JSON that says
-otherwise stops the run. What is DeepSpeed's alone (stage, offload, buckets, overlap) is taken from there.
+DeepSpeed wants to know things that the training configuration also says: accumulation, clipping, batch size,
+precision, optimizer. They come from the training configuration, and a launch file or a DeepSpeed JSON that says
+otherwise stops the run. Settings of DeepSpeed alone (stage, offload, buckets, overlap) come from those files.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config
+<<<<<<< HEAD
 from train.launch import Launch
+=======
+from train.launch import Launch, refuse
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.records import UsageError
 
 LAUNCH_FILE = "the launch file"
-_TAKEN = {  # from a DeepSpeed JSON, as they stand
+_TAKEN = {  # unchanged from a DeepSpeed JSON
     "zero_optimization",
     "communication_data_type",
     "data_types",
@@ -29,17 +33,10 @@ _TAKEN = {  # from a DeepSpeed JSON, as they stand
     "comms_logger",
     "flops_profiler",
 }
-_OURS = {  # in it, compared with the training configuration
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "train_micro_batch_size_per_gpu",
-    "train_batch_size",
-    "bf16",
-    "fp16",
-}
 _UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
-"""Kinds of ZeRO that round gradients or hold them elsewhere than checkpoints of this template look for them."""
+"""Kinds of ZeRO that round gradients, or hold them where checkpoints of this template do not look for them."""
 
+_CLIPPING = "it clips by the 2-norm alone (max_grad_norm)"
 MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients that are summed over the ranks at once: 100 or 200 MB, which keeps a network busy."""
 
@@ -47,28 +44,44 @@ MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
 def engine_settings(
     config: Config, launch: Launch, accumulation_steps: int, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` is to be configured with, but for the batch size, which may not be known yet.
+    """The configuration of ``deepspeed.initialize``, except for the batch size, which may not be known yet.
 
     Args:
-        accumulation_steps: as far as it is known: with ``micro_batch_size: auto`` no other number agrees with it.
-        environment: where ``accelerate launch`` leaves what its file says.
+        accumulation_steps: with ``micro_batch_size: auto`` it is not known, and no number elsewhere agrees with it.
+        environment: where ``accelerate launch`` leaves the contents of its file.
 
     Raises:
         UsageError: two places contradict each other, or something was asked for that does not work with DeepSpeed.
     """
-    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    settings = _read(Path(path)) if path else {}
-    where = path or LAUNCH_FILE
-    if unknown := sorted(settings.keys() - _TAKEN - _OURS):
+    path, optim = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config.optimization
+    settings, where = (_read(Path(path)), path) if path else ({}, LAUNCH_FILE)
+    half, micro = optim.mixed_precision or launch.precision, optim.micro_batch_size
+    ours = {  # by DeepSpeed's name: ours, and the value
+        "gradient_accumulation_steps": (
+            "gradient_accumulation_steps",
+            "auto" if micro == "auto" else accumulation_steps,
+        ),
+        "gradient_clipping": ("max_grad_norm", optim.max_grad_norm or 0.0),
+        "train_micro_batch_size_per_gpu": ("micro_batch_size", micro),
+        "train_batch_size": (
+            "global_batch_size",
+            "auto" if micro == "auto" else micro * accumulation_steps * launch.dp_size,
+        ),
+    }
+    if unknown := sorted(settings.keys() - _TAKEN - ours.keys() - {"bf16", "fp16"}):
         raise UsageError(
-            f"{unknown[0]} in {where}: this template sets that itself or has not tried it. Leave it out; optimizer and "
-            f"schedule belong into the training configuration, and taken from a DeepSpeed file are {', '.join(_TAKEN)}."
+            f"{unknown[0]} in {where}: this template sets that itself or has not tried it. Leave it out: optimizer and "
+            f"schedule belong in the training configuration; a DeepSpeed file may set {', '.join(sorted(_TAKEN))}."
         )
-    _compare(config, launch, accumulation_steps, environment, settings, where)
+    _compare(ours, {name: environment.get(f"ACCELERATE_{name.upper()}") for name in list(ours)[:2]}, LAUNCH_FILE)
+    _compare(ours, settings, where)
+    for name in ("bf16", "fp16"):
+        enabled = (settings.get(name) or {}).get("enabled")
+        if enabled not in (None, "auto") and bool(enabled) != (half == name):
+            raise _disagreement(f"{name}.enabled", str(enabled).lower(), where, "mixed_precision", half)
     zero = _zero(environment, settings.get("zero_optimization") or {}, where)
     _refuse(config, zero["stage"])
     _refuse_sequences(config, launch, environment, zero, where)
-    half = config.optimization.mixed_precision or launch.precision
     exact = {} if half == "no" else {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return {
         "zero_allow_untested_optimizer": True,
@@ -76,7 +89,7 @@ def engine_settings(
         **exact,
         **{name: value for name, value in settings.items() if name in _TAKEN},
         "zero_optimization": zero,
-        "gradient_clipping": config.optimization.max_grad_norm or 0.0,
+        "gradient_clipping": optim.max_grad_norm or 0.0,
     }
 
 
@@ -87,49 +100,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"deepspeed_config_file: {path} cannot be read: {error}") from None
 
 
-def _compare(
-    config: Config,
-    launch: Launch,
-    accumulation_steps: int,
-    environment: Mapping[str, str],
-    settings: Mapping[str, Any],
-    where: str,
-) -> None:
-    """Compares what both sides say."""
-    optim = config.optimization
-    half = optim.mixed_precision or launch.precision
-    micro, steps = optim.micro_batch_size, accumulation_steps
-    known = micro != "auto"
-    whole = micro * steps * launch.data_size if isinstance(micro, int) else "auto"
-    accumulation = ("gradient_accumulation_steps", "gradient_accumulation_steps", steps if known else "auto")
-    clipping = ("gradient_clipping", "max_grad_norm", optim.max_grad_norm or 0.0)
-    for (name, ours, value), variable in (
-        (accumulation, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-        (clipping, "ACCELERATE_GRADIENT_CLIPPING"),
-    ):
-        _agree(name, environment.get(variable), LAUNCH_FILE, ours, value)
-    for name, ours, value in (
-        accumulation,
-        clipping,
-        ("train_micro_batch_size_per_gpu", "micro_batch_size", micro),
-        ("train_batch_size", "global_batch_size", whole),
-    ):
-        _agree(name, settings.get(name), where, ours, value)
-    for name in ("bf16", "fp16"):
-        enabled = (settings.get(name) or {}).get("enabled")
-        if enabled not in (None, "auto") and bool(enabled) != (half == name):
-            raise _disagreement(f"{name}.enabled", str(enabled).lower(), where, "mixed_precision", half)
-
-
-def _agree(name: str, given: Any, where: str, ours: str, value: Any) -> None:
-    if given is None or given == "auto":
-        return
-    try:
-        same = value != "auto" and float(given) == float(value)
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise _disagreement(name, given, where, ours, value)
+def _compare(ours: Mapping[str, tuple[str, Any]], given: Mapping[str, Any], where: str) -> None:
+    """Stops where the training configuration says one thing, and the launch file or DeepSpeed JSON another."""
+    for name, (key, value) in ours.items():
+        theirs = given.get(name)
+        if theirs in (None, "auto"):
+            continue
+        try:
+            same = float(theirs) == float(value)  # "auto" of ours is not a number: nothing agrees with it
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise _disagreement(name, theirs, where, key, value)
 
 
 def _disagreement(name: str, given: Any, where: str, ours: str, value: Any) -> UsageError:
@@ -147,7 +129,7 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
         raise UsageError(f"zero_stage: {stage} in {LAUNCH_FILE}, zero_optimization.stage: {zero['stage']} in {where}.")
     if zero.setdefault("stage", 2) not in (2, 3):
         raise UsageError(
-            f"zero_stage: {zero['stage']} in {where}: take 2 or 3, or accelerate_configs/ddp.yaml for no sharding."
+            f"zero_stage: {zero['stage']} in {where}: use 2 or 3, or accelerate_configs/ddp.yaml for no sharding."
         )
     for part in ("offload_optimizer", "offload_param"):
         device = environment.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_DEVICE")
@@ -156,13 +138,15 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
             raise UsageError(f"{part}_device: {device} in {LAUNCH_FILE}, {section['device']} in {where}.")
         zero[part] = {"device": "none", **section}
         if zero[part]["device"] not in ("none", "cpu"):
-            raise UsageError(f"{part}_device: {zero[part]['device']} in {where}: checkpoints know none and cpu alone.")
+            raise UsageError(
+                f"{part}_device: {zero[part]['device']} in {where}: checkpoints work with none and cpu alone."
+            )
     if zero["offload_param"]["device"] != "none" and zero["stage"] != 3:
         raise UsageError(f"offload_param_device: cpu in {where}: only stage 3 shards parameters; set zero_stage: 3.")
     if environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
         raise UsageError(
             "zero3_init_flag: true in the launch file would draw other initial weights than one process does. Set it "
-            "to false: each process builds the model in host memory, and then keeps its part."
+            "to false: each process then builds the model in host memory and keeps its part."
         )
     if untried := [name for name in zero if name.startswith(_UNTRIED) and zero[name] not in (False, None, 1)]:
         raise UsageError(f"zero_optimization.{untried[0]} in {where}: not tried with this template. Leave it out.")
@@ -170,28 +154,32 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
 
 
 def _refuse(config: Config, stage: int) -> None:
-    """Stops for what the engine would not do as it is described."""
-    optim = config.optimization
-    if optim.optimizer == "adafactor":
-        raise UsageError(
-            f"optimizer: adafactor with ZeRO stage {stage}: it factors matrices, and DeepSpeed hands it flat pieces of "
-            "them. Take adamw or sgd, or accelerate_configs/fsdp2.yaml."
-        )
-    if optim.max_grad_value is not None or (optim.max_grad_norm is not None and optim.grad_norm_type != "2"):
-        name = "max_grad_value" if optim.max_grad_value is not None else "grad_norm_type"
-        raise UsageError(f"{name}: {getattr(optim, name)}: DeepSpeed clips by the 2-norm alone (max_grad_norm).")
-    if config.architecture.dtype != "float32":
-        raise UsageError(
-            f"dtype: {config.architecture.dtype}: DeepSpeed computes in half precision by mixed_precision, and keeps "
-            "fp32 weights beside. Leave dtype out and give --mixed_precision bf16."
-        )
+    """Stops for what DeepSpeed would do otherwise than the training configuration says."""
+    optim, dtype = config.optimization, config.architecture.dtype
+    norm_type = optim.grad_norm_type if optim.max_grad_norm is not None else "2"
+    refuse(
+        f"DeepSpeed's ZeRO stage {stage}",
+        (
+            "optimizer: adafactor",
+            optim.optimizer == "adafactor",
+            "it factors matrices, and DeepSpeed hands it flat pieces of them. Use adamw or sgd, or "
+            "accelerate_configs/fsdp2.yaml",
+        ),
+        (f"max_grad_value: {optim.max_grad_value}", optim.max_grad_value is not None, _CLIPPING),
+        (f"grad_norm_type: {norm_type}", norm_type != "2", _CLIPPING),
+        (
+            f"dtype: {dtype}",
+            dtype != "float32",
+            "it keeps fp32 weights, and computes in half precision if --mixed_precision bf16 says so. Leave dtype out",
+        ),
+    )
 
 
 def _refuse_sequences(
     config: Config, launch: Launch, environment: Mapping[str, str], zero: Mapping[str, Any], where: str
 ) -> None:
-    """Stops where sequence parallelism would use another attention, or scale gradients otherwise, than is said."""
-    if launch.sequence_size == 1:
+    """Stops where Ulysses would use another attention, or scale gradients in another way, than expected."""
+    if launch.sp_size == 1:
         return
     given, ours = environment.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"), config.architecture.attn_implementation
     if given not in (None, "None") and ours is not None and given != ours:
@@ -200,6 +188,6 @@ def _refuse_sequences(
         )
     if zero["stage"] == 3 and zero.get("reduce_scatter") is False:
         raise UsageError(
-            f"zero_optimization.reduce_scatter: false in {where}: with sequence parallelism stage 3 then scales "
-            "gradients otherwise than this template undoes. Leave it out."
+            f"zero_optimization.reduce_scatter: false in {where}: with sequence parallelism, stage 3 then scales "
+            "gradients in a way that this template does not undo. Leave it out."
         )

@@ -1,15 +1,16 @@
-"""What a DeepSpeed engine holds between two steps, in parts as :mod:`train.state` describes them.
+"""The state of a DeepSpeed engine between two steps, in the parts that :mod:`train.state` describes.
 
 ZeRO lays the parameters of a group end to end, and gives each rank a stretch of that (stage 2) or a stretch of every
-parameter (stage 3): an fp32 buffer, beside which the optimizer keeps moments of the same length. So a rank's part of
-a parameter is a stretch of it, flattened, wherever the stretch lies in the buffer; and other numbers of ranks cut
-other stretches of the same. Names and layout are those of DeepSpeed 0.19.
+parameter (stage 3): an fp32 buffer, for which the optimizer keeps moments of the same length. So a rank's part of a
+parameter is a stretch of it, flattened, wherever the stretch lies in the buffer; with another number of ranks the
+stretches are others. Names and layout are those of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ class Stretch:
     """Where in the buffer."""
 
     def part_of(self, flat: Tensor) -> Part:
-        """The same part of ``flat``, a buffer or what is as long, to be written."""
+        """This part of ``flat``, a buffer or moments of its length, to be written."""
         return Part(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
 
     @torch.no_grad()
@@ -55,7 +56,7 @@ class DeepSpeedState:
     model: nn.Module
     optimizer: Any
     identity: Mapping[str, Any]
-    """What must be equal for a run to go on: data, model, batch, seed."""
+    """What must be equal for a run to resume: data, model, batch, seed."""
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
         """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
@@ -75,7 +76,7 @@ class DeepSpeedState:
         return {"model": model, "optimizer": optimizer}
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor, as JSON knows it; the same on every rank."""
+        """Everything except tensors, as JSON; the same on every rank."""
         names = {id(parameter): name for name, parameter in self._trained()}
         hyperparameters = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.optimizer.param_groups]
         groups = [
@@ -86,7 +87,7 @@ class DeepSpeedState:
         return {"param_groups": groups, "optimizer": {}, "scaler": None, "loss_scaler": scaler}
 
     def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
-        """Takes everything back in place; also what a run without DeepSpeed left."""
+        """Takes everything back in place, also from a run without DeepSpeed."""
         self.restore_model(blocks)
         keys: dict[str, list[str]] = {}
         for full_name in blocks.names("optimizer"):
@@ -119,7 +120,7 @@ class DeepSpeedState:
             tensor.copy_(blocks.block("model", name, (0,) * tensor.ndim, tuple(tensor.shape)))
         for stretch in self.stretches():
             stretch.fill(self._buffers()[stretch.buffer], blocks, "model", stretch.name)
-        zero = self.optimizer  # now its buffers hold the weights, and what the model computes with has to follow
+        zero = self.optimizer  # its buffers hold the weights now; the copies that the model computes with follow
         if not self._is_stage_3():
             zero.update_lp_params()
             return
@@ -143,6 +144,10 @@ class DeepSpeedState:
                 whole[name] = tensor.detach().cpu()
         return whole
 
+    def write_final(self, folder: Path, keep: bool) -> nn.Module:
+        """Nothing more than the weights."""
+        return self.model
+
     def stretches(self) -> list[Stretch]:
         """What this rank holds of the trained parameters, in the order of its buffers."""
         names = {id(parameter): name for name, parameter in self._trained()}
@@ -150,7 +155,7 @@ class DeepSpeedState:
         if not self._is_stage_3():
             for number, group in enumerate(self.optimizer.bit16_groups):
                 for parameter in group:
-                    if (mapping := parameter._hp_mapping) is None:  # all of it is with other ranks
+                    if (mapping := parameter._hp_mapping) is None:  # other ranks have all of it
                         continue
                     here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
                     shape = tuple(parameter.shape)
@@ -190,4 +195,4 @@ class DeepSpeedState:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)  # of its own: neighbours in a buffer cannot be written one by one
+    return tensor.detach().to("cpu", copy=True)  # a copy: neighbours in a buffer cannot be written one by one

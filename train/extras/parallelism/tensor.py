@@ -2,7 +2,7 @@
 
 A model of transformers says by its plan which of its linear layers are cut by columns, and which of the following ones
 by rows, so that a block of layers needs one sum over the ranks in forward and one in backward (Megatron-LM, arXiv
-1909.08053). Embeddings are cut by the vocabulary. What the plan leaves out, such as norms, every rank holds whole.
+1909.08053). Embeddings are cut by the vocabulary. Every rank holds the rest, such as norms, whole.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+<<<<<<< HEAD
 from train.loss import ModelWithLoss
 from train.records import UserError
+=======
+from train.extras.parallelism.vocabulary import VocabularyPart
+from train.loss import ModelWithLoss
+from train.records import Run, UserError
+from train.step import Engine
+>>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 
 EMBEDDING = "embedding_rowwise"
 GRADIENT_SUM = "replicated_with_grad_allreduce"
@@ -34,19 +41,29 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 """Names of transformers' plans, as styles of torch."""
 
 
-def split_weights(with_loss: ModelWithLoss, mesh: DeviceMesh) -> None:
-    """Leaves this rank its part of the weights, on the device of ``mesh``, and has the model work with it.
+class TensorParallel(Engine):
+    """The step of ranks that share the weights: all compute the same loss, and each the gradient of its part."""
 
-    To be called before the optimizer is built. What is not divided is made equal to that of the first rank.
+    @property
+    def loss_scale(self) -> float:
+        """Undoes averages over micro-batches and data parallelism; ranks with the same examples average nothing."""
+        return super().loss_scale / self.copies
+
+
+def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
+    """Leaves this rank its part of the weights, on its device, and has the model work with it.
+
+    To be called before the optimizer is built. Whole weights become those of the first rank.
 
     Args:
-        with_loss: a model that is the same on all ranks; where its loss comes in chunks, its classes are divided too.
-        mesh: one dimension, the ranks that share the weights.
+        with_loss: a model that is the same on all ranks; with its loss in chunks its classes are divided, too.
 
     Raises:
         UserError: the model has no plan, or cannot be divided among so many ranks.
     """
-    model, ranks = with_loss.model, mesh.size()
+    assert run.accelerator.torch_device_mesh is not None
+    model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
+    ranks = mesh.size()
     plan = plan_of(model, ranks)
     tied = _tied(model)
     names = {module: name for name, module in model.named_modules()}
@@ -55,11 +72,13 @@ def split_weights(with_loss: ModelWithLoss, mesh: DeviceMesh) -> None:
         module = model.get_submodule(name)
         if style == GRADIENT_SUM:
             _sum_gradients(module, mesh)
-        elif module is head and with_loss.chunked:
+        elif module is head and with_loss.loss_in_head is not None:
+            # Only the loss in chunks asks the other ranks for their part of the classes.
+            assert getattr(with_loss.loss_in_head, "kind", None) == "chunked"
+            head.part = VocabularyPart(len(head.weight), mesh)
             for kind, parameter in list(module.named_parameters()):
                 divided = distribute_tensor(parameter, mesh, [Shard(0)])
                 setattr(module, kind, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-            with_loss.split_classes(mesh)
         else:
             parallelize_module(module, mesh, STYLES[style]())
     if names.get(embeddings) in plan:
@@ -87,7 +106,9 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
         if style is None:
             continue
         if style not in {*STYLES, GRADIENT_SUM} or key not in modules:
-            raise UserError(f"tensor parallelism: {name} wants {style!r} for {key}, which is not done here. {_REMEDY}")
+            raise UserError(
+                f"tensor parallelism: {name} wants {style!r} for {key}, which this template does not do. {_REMEDY}"
+            )
         plan[key] = style
     if not plan:
         raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
@@ -106,7 +127,7 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
     return plan
 
 
-_REMEDY = "Take a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
+_REMEDY = "Use a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
 
 
 def _plan_embeddings(model: nn.Module, plan: dict[str, str]) -> None:
@@ -163,7 +184,7 @@ def _summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def _copy_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Puts what is not divided on the device, and gives every rank what the first has."""
+    """Moves whole weights and buffers to the device, and gives every rank the weights of the first."""
     device = torch.device(mesh.device_type)
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.accelerator.current_device_index())

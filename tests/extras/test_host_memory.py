@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from train.extras.endurance.host_memory import free_host_bytes
+from train.extras.host_memory import free_host_bytes
 
 GIB = 2**30
 

@@ -1,0 +1,128 @@
+"""Checkpoints written in the background: what they hold, when they wait, and what happens when a disk refuses."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from train import checkpoint
+from train.extras.endurance import background
+from train.extras.endurance.background import NO_ROOM, Saving
+from train.records import Progress, Run, UserError
+from train.state import TrainingState
+
+
+class Notes:
+    """Outputs that remember what they were told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoints = folder
+        self.notes: list[str] = []
+        self.rotated: list[int] = []
+
+    def note(self, *lines: str) -> None:
+        self.notes += lines
+
+    def rotate(self, run: Run, progress: Progress) -> None:
+        self.rotated.append(progress.step)
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Notes:
+    return Notes(tmp_path)
+
+
+@pytest.fixture
+def run(outputs: Notes) -> Run:
+    return cast("Run", SimpleNamespace(outputs=outputs, accelerator=SimpleNamespace(process_index=0, num_processes=1)))
+
+
+@pytest.fixture
+def state() -> TrainingState:
+    network = nn.Linear(2, 2)
+    return TrainingState(network, torch.optim.SGD(network.parameters(), lr=1.0), {"seed": 1})
+
+
+def names(outputs: Notes) -> list[str]:
+    return sorted(path.name for path in outputs.checkpoints.iterdir())
+
+
+def full(*arguments: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_copy_is_of_the_step_that_was_saved_although_training_continues(
+    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), checkpoint.write_parts
+
+    def slow(*arguments: Any) -> Any:
+        may_write.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_parts", slow)
+    saving, before = Saving(in_background=True), {k: v.clone() for k, v in state.model.state_dict().items()}
+    saving.save(run, state, Progress(step=1), wait=False)
+    assert names(outputs) == [".partial-step-00000001"]
+    with torch.no_grad():
+        state.model.get_parameter("weight").zero_()
+    may_write.set()
+    saving.finish(run)
+    assert (names(outputs), outputs.rotated) == (["step-00000001"], [1])
+    assert checkpoint.verify(outputs.checkpoints / "step-00000001") is None
+    assert checkpoint.restore(outputs.checkpoints / "step-00000001", state).step == 1
+    assert all(torch.equal(before[k], v) for k, v in state.model.state_dict().items())
+    assert saving.checkpoints_in_background == len(saving.stalls_seconds) == 1
+
+
+def test_last_checkpoint_is_there_when_saving_returns(run: Run, outputs: Notes, state: TrainingState) -> None:
+    saving = Saving(in_background=True)
+    saving.save(run, state, Progress(step=1), wait=False)
+    saving.save(run, state, Progress(step=2), wait=True)
+    assert names(outputs) == ["step-00000001", "step-00000002"]
+    assert outputs.rotated == [1, 2]
+    assert saving.checkpoints_in_background == len(saving.stalls_seconds) == 1
+
+
+def test_without_room_for_a_copy_training_waits_and_says_so_once(
+    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "free_host_bytes", lambda: 10)
+    saving = Saving(in_background=True)
+    for step in (1, 2):
+        saving.save(run, state, Progress(step=step), wait=False)
+        assert outputs.rotated[-1] == step
+    assert (outputs.notes, saving.checkpoints_in_background) == ([NO_ROOM], 0)
+
+
+def test_one_failure_is_forgiven_and_two_in_a_row_are_not(
+    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(in_background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "complete", full)
+        saving.save(run, state, Progress(step=1), wait=False)
+        saving.finish(run)
+    assert names(outputs) == [] and len(outputs.notes) == 1
+    assert "No space left" in outputs.notes[0] and "the next checkpoint is tried" in outputs.notes[0]
+    saving.save(run, state, Progress(step=2), wait=False)
+    saving.finish(run)
+    monkeypatch.setattr(checkpoint, "make_empty", full)
+    saving.save(run, state, Progress(step=3), wait=False)
+    with pytest.raises(UserError, match="step-00000004 could not be written"):
+        saving.save(run, state, Progress(step=4), wait=False)
+    assert names(outputs) == ["step-00000002"]
+
+
+def test_checkpoint_that_nobody_tries_again_ends_the_run_at_once(
+    run: Run, state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "complete", full)
+    with pytest.raises(UserError, match="No space left"):
+        Saving(in_background=True).save(run, state, Progress(step=1), wait=True)

@@ -1,0 +1,121 @@
+"""What the extra checks and offers; the rest is tested with whole runs in tests/faults/."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from train.config import Config, check
+from train.extras import Extras
+from train.extras.endurance import ROLL_CALL, Room
+from train.extras.endurance.recovery import Recovering
+from train.launch import Launch
+from train.records import DivergenceError, IntervalSums, Progress, Run, UsageError
+from train.step import Engine
+
+MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
+
+
+def run_with(**values: Any) -> Run:
+    config, outputs = Config().changed(**MODEL, **values), SimpleNamespace(say=lambda line: None)
+    return cast(
+        "Run",
+        SimpleNamespace(config=config, accelerator=Accelerator(cpu=True), extras=Extras({}), outputs=outputs),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_rollbacks": 1}, "max_rollbacks: 1 needs save_every_steps"),
+        ({"max_rollbacks": -1}, "max_rollbacks: -1 is not valid"),
+        ({"loss_spike_factor": 1.0}, "loss_spike_factor: 1.0 is not valid: it must be above 1"),
+        ({"loss_spike_factor": math.inf}, "loss_spike_factor: inf is not valid"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(Config().changed(**MODEL, **values))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("on_oom", ["auto", "split", "adapt", "stop"])
+def test_plain_engine_is_guarded_unless_the_run_shall_stop(on_oom: str) -> None:
+    run, room = run_with(on_oom=on_oom), Room()
+    engine = Engine(run.accelerator, run.config)
+    wrapped = room.wrap_step(run, engine)
+    assert isinstance(wrapped, Recovering) is (on_oom != "stop")
+    assert ("oom_recoveries" in room.summary(run)) is (on_oom != "stop")
+
+    class Other(Engine):
+        """One whose backward cannot be made again."""
+
+    other = Other(run.accelerator, run.config)
+    assert room.wrap_step(run, other) is other
+
+
+def test_several_processes_are_not_guarded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with()
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
+    engine = Engine(run.accelerator, run.config)
+    assert Room().wrap_step(run, engine) is engine
+
+
+def test_measures_come_from_the_other_extras_where_asked_for() -> None:
+    measure = ("a measure", lambda: True)
+    for on_oom, expected in (("split", []), ("adapt", [measure])):
+        run = run_with(on_oom=on_oom)
+        run.extras.lines = lambda method, *given: [measure] if method == "memory_measures" else []  # pyright: ignore
+        engine = Room().wrap_step(run, Engine(run.accelerator, run.config))
+        assert isinstance(engine, Recovering)
+        assert engine._find_measures(None) == expected
+
+
+def test_loss_far_above_the_usual_is_a_divergence() -> None:
+    run, room, progress = run_with(loss_spike_factor=2.0), Room(), Progress(step=8, usual_loss=3.0)
+    room.logged(run, progress, 5.9, 4)
+    room.logged(run_with(), progress, 100.0, 4)
+    room.logged(run, replace(progress, usual_loss=None), 100.0, 4)
+    for loss in (6.1, math.inf, math.nan):
+        with pytest.raises(DivergenceError, match=r"step 8: the loss since step 4 is .*--loss_spike_factor") as caught:
+            room.logged(run, progress, loss, 4)
+        assert (caught.value.sound_step, caught.value.progress) == (4, progress)
+
+
+def test_step_to_keep_is_the_last_sound_one() -> None:
+    progress = Progress(step=9, consecutive_nonfinite_steps=2, interval=IntervalSums(since_step=5))
+    kept = {"max_rollbacks": 1, "save_every_steps": 1}
+    assert Room().steps_to_keep(run_with(), progress) == []
+    assert Room().steps_to_keep(run_with(**kept), progress) == [7]
+    assert Room().steps_to_keep(run_with(**kept, loss_spike_factor=2.0), progress) == [5]
+
+
+def test_run_ends_where_no_rollback_is_left() -> None:
+    error = DivergenceError("bad", Progress(step=9, rollbacks=1), 5)
+    assert Room().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_cuda_the_watch_speaks_before_the_watchdog(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.extras.endurance.target_device", lambda: torch.device(device))
+    config = Config().changed(**MODEL, distributed_timeout_seconds=30)
+    [handler] = Room().accelerator_options(config, Launch())["kwargs_handlers"]
+    assert handler.timeout == timedelta(seconds=30) + (ROLL_CALL if device == "cuda" else timedelta())
+
+
+def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
+    room, before = Room(), signal.getsignal(signal.SIGTERM)
+    with room.open(Config(), Launch()):
+        with room.preparing():
+            pass
+        assert room.confirms_stop()
+        assert room.failed(None, RuntimeError("Connection closed by peer")) is None
+    assert signal.getsignal(signal.SIGTERM) is before
