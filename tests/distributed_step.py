@@ -7,33 +7,34 @@ import sys
 from typing import cast
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 from test_step import TinyModel, batch, rows
 
 from train.batching import micro_batches, without_targets
-from train.config import Optimization
-from train.launch import read_launch
+from train.config import Config, Optimization
+from train.launch import accelerator_options, init_gloo, read_launch
 from train.loss import ModelWithLoss
-from train.runtime import make_accelerator, meet_over_gloo
 from train.state import whole_tensors
-from train.step import optimizer_step
+from train.step import Engine, optimizer_step
 
 
 def main(output: str, micro_batch_size: int) -> None:
     launch = read_launch()
-    meet_over_gloo(launch)
-    accelerator = make_accelerator(launch, "no", accumulation_steps=1, on_cpu=True)
+    init_gloo(launch)
+    accelerator = Accelerator(**accelerator_options(launch, "no", torch.device("cpu")))
     torch.manual_seed(accelerator.process_index)  # ranks start from different weights: the first one's must count
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
+    engine = Engine(accelerator, Config(optimization=Optimization(max_grad_norm=0.5)))
     lengths = [9, 2, 5, 7, 3, 3, 8, 1, 6]
     examples = rows(lengths)
     norms = []
     for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):  # the last window has fewer examples than there are ranks
-        parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, launch.data_size)
-        mine = [part[launch.data_rank] for part in parts]
+        parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, launch.dp_size)
+        mine = [part[launch.dp_rank] for part in parts]
         window = [batch([examples[i] for i in m]) if m else without_targets(batch([examples[0]])) for m in mine]
-        outcome = optimizer_step(accelerator, model, optimizer, window, Optimization(max_grad_norm=0.5))
+        outcome = optimizer_step(engine, model, optimizer, window)
         norms.append(outcome.grad_norm)
         assert outcome.num_targets == sum(lengths[i] for i in ids)
         assert outcome.clipped

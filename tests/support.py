@@ -7,6 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.launch import Launch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from train import records
+    from train.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
@@ -33,7 +42,7 @@ predict_memory: false
 def write_recipe(folder: Path) -> Path:
     """A recipe that trains in a second: 25 documents of different lengths, dropout on, a short last window."""
     path = folder / "recipe.yaml"
-    if path.exists():  # a file that is written anew is another one to a run that resumes
+    if path.exists():  # a rewritten file would be other data to a run that resumes
         return path
     documents = folder / "documents.jsonl"
     with documents.open("w") as file:
@@ -47,3 +56,17 @@ def checkpoint_digests(output: Path, step: int) -> dict[str, str]:
     """Digests of a checkpoint's tensors, by file."""
     manifest = json.loads((output / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
     return {name: file["sha256"] for name, file in manifest["files"].items() if name != "state.json"}
+
+
+def run_for(config: Config, accelerator: Accelerator | None = None, launch: Launch = Launch()) -> records.Run:  # noqa: B008
+    """What ``main`` makes before it loads the data: all extras joined, nothing shown, on the CPU unless told."""
+    from accelerate import Accelerator  # here: conftest imports this file before it sets what libraries read
+
+    from train import extras
+    from train.launch import StopRequest
+    from train.outputs import Outputs
+    from train.records import Run
+
+    accelerator = accelerator or Accelerator(cpu=True)
+    outputs = Outputs(config, accelerator, is_silent=True)
+    return Run(config, launch, accelerator, extras.join(), outputs, StopRequest())

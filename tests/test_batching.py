@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from train.batching import (
+    Loading,
     MapBatches,
     StreamBatches,
     batch_arithmetic,
@@ -20,13 +21,12 @@ from train.batching import (
     micro_batches,
     without_targets,
 )
-from train.config import Data
-from train.records import UsageError
-from train.records import IGNORE, BatchArithmetic, MicroBatch
-from train.tasks.causal_lm import CausalLM
-from train.tasks.masked_lm import MaskedLM
+from train.config import Config
+from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError
+from train.tasks import load_task
 
-COLLATE = partial(CausalLM(Data()).collate, pad_id=1)
+COLLATE = partial(load_task("causal_lm")(Config()).collate, pad_id=1)
+LOADING = Loading(COLLATE)
 COUNT = 29
 SPLITS_OF_12 = [(12, 1, 1), (4, 3, 1), (1, 12, 1), (3, 2, 2), (2, 2, 3), (4, 1, 3), (1, 3, 4), (3, 1, 4)]
 """micro-batch × accumulation × processes = 12."""
@@ -39,13 +39,13 @@ def examples(count: int = COUNT) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"tokens": tokens, "length": lengths})
 
 
-def map_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5, **options: Any) -> MapBatches:
-    return MapBatches(examples(), COLLATE, BatchArithmetic(*split), rank, seed, **options)
+def map_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5) -> MapBatches:
+    return MapBatches(examples(), LOADING, BatchArithmetic(*split), rank, seed)
 
 
 def stream_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5, buffer_size: int = 10) -> StreamBatches:
     stream = examples().to_iterable_dataset()
-    return StreamBatches(stream, COLLATE, BatchArithmetic(*split), rank, seed, buffer_size)
+    return StreamBatches(stream, LOADING, BatchArithmetic(*split), rank, seed, buffer_size)
 
 
 def ids(window: Sequence[MicroBatch]) -> list[int]:
@@ -54,7 +54,7 @@ def ids(window: Sequence[MicroBatch]) -> list[int]:
 
 def over_ranks(make: Any, split: tuple[int, int, int], epoch: int = 0, first_step: int = 0) -> list[list[int]]:
     """The examples of each step over all ranks, sorted, having checked that each rank does its part."""
-    ranks = [list(make(split, rank).windows(epoch, first_step)) for rank in range(split[2])]
+    ranks = [list(make(split, rank).steps(epoch, first_step)) for rank in range(split[2])]
     steps = []
     for windows in zip(*ranks, strict=True):
         assert len({len(window) for window in windows}) == 1, "not as many rounds on each rank"
@@ -133,9 +133,7 @@ def test_each_step_sees_its_slice_of_the_order_on_any_number_of_processes(split:
         order = epoch_order(COUNT, 5, epoch)
         expected = [sorted(order[first : first + 12].tolist()) for first in range(0, COUNT, 12)]
         assert over_ranks(map_batches, split, epoch) == expected
-        batches = map_batches(split)
-        assert [sorted(batches.step_ids(epoch, step).tolist()) for step in range(3)] == expected
-        assert batches.steps_per_epoch == 3
+        assert map_batches(split).steps_per_epoch == 3
         assert len(expected[-1]) == COUNT - 24  # the last window is short and there
 
 
@@ -148,7 +146,7 @@ def test_each_example_is_seen_once_an_epoch(make: Any, split: tuple[int, int, in
 @pytest.mark.parametrize("make", [map_batches, stream_batches])
 def test_ids_belong_to_the_rows_they_number(make: Any) -> None:
     rows = examples()["tokens"]
-    for window in make((3, 2, 2), rank=1).windows(0, 0):
+    for window in make((3, 2, 2), rank=1).steps(0, 0):
         for batch in window:
             for row, (example, tokens) in enumerate(zip(batch.example_ids, batch.inputs["input_ids"], strict=True)):
                 expected = rows[example]
@@ -158,22 +156,22 @@ def test_ids_belong_to_the_rows_they_number(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [map_batches, stream_batches])
 def test_resuming_at_a_step_gives_exactly_the_remaining_windows(make: Any) -> None:
-    whole = list(make((2, 2, 1)).windows(1, 0))
+    whole = list(make((2, 2, 1)).steps(1, 0))
     assert len(whole) == 8
     for step in (0, 1, 5, 7, 8):
-        assert same(list(make((2, 2, 1)).windows(1, step)), whole[step:])
-    assert not same(list(make((2, 2, 1)).windows(2, 0)), whole)
-    assert not same(list(make((2, 2, 1), seed=6).windows(1, 0)), whole)
+        assert same(list(make((2, 2, 1)).steps(1, step)), whole[step:])
+    assert not same(list(make((2, 2, 1)).steps(2, 0)), whole)
+    assert not same(list(make((2, 2, 1), seed=6).steps(1, 0)), whole)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_do_not_change_a_batch(rank: int) -> None:
-    collate = partial(MaskedLM(Data()).collate, pad_id=1)  # draws random numbers
+    collate = partial(load_task("masked_lm")(Config()).collate, pad_id=1)  # draws random numbers
     rows = examples().map(lambda row: {**row, "special": [False] * len(row["tokens"]), "vocab_size": 200, "mask_id": 2})
 
     def windows(workers: int) -> list[list[MicroBatch]]:
-        batches = MapBatches(rows, collate, BatchArithmetic(2, 2, 2), rank, 5, num_workers=workers)
-        return list(batches.windows(1, 1))
+        batches = MapBatches(rows, Loading(collate, num_workers=workers), BatchArithmetic(2, 2, 2), rank, 5)
+        return list(batches.steps(1, 1))
 
     assert same(windows(0), windows(2))
 
@@ -198,9 +196,9 @@ def test_sizes_within_a_step_differ_by_one_at_most(count: int, world: int) -> No
 
 def test_rank_without_examples_gets_a_batch_without_targets() -> None:
     for make in (map_batches, stream_batches):
-        last = [list(make((3, 1, 4), rank).windows(0, 0))[-1] for rank in range(4)]
+        last = [list(make((3, 1, 4), rank).steps(0, 0))[-1] for rank in range(4)]
         assert [len(ids(window)) for window in last] == [2, 1, 1, 1]
-    few = [list(MapBatches(examples(2), COLLATE, BatchArithmetic(4, 1, 4), rank, 0).windows(0, 0)) for rank in range(4)]
+    few = [list(MapBatches(examples(2), LOADING, BatchArithmetic(4, 1, 4), rank, 0).steps(0, 0)) for rank in range(4)]
     assert [[len(w) for w in windows] for windows in few] == [[1]] * 4
     for ((batch,),) in few[2:]:
         assert (batch.num_targets, batch.num_tokens, batch.example_ids) == (0, 0, ())
@@ -223,7 +221,7 @@ def test_batch_without_targets_keeps_its_shapes() -> None:
 @pytest.mark.parametrize(("count", "size"), [(1, 4), (3, 4), (7, 2), (29, 4)])
 def test_evaluation_sees_each_example_once(count: int, size: int, world: int) -> None:
     rows = examples(count)
-    ranks = [list(evaluation_batches(rows, COLLATE, size, world, rank)) for rank in range(world)]
+    ranks = [list(evaluation_batches(rows, LOADING, BatchArithmetic(size, 1, world), rank)) for rank in range(world)]
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for batches in ranks for batch in batches]
     assert sorted(ids(batches)) == list(range(count))
@@ -232,7 +230,7 @@ def test_evaluation_sees_each_example_once(count: int, size: int, world: int) ->
 
 
 def test_evaluation_starts_with_the_longest_batch() -> None:
-    lengths = [batch.labels.shape[1] for batch in evaluation_batches(examples(), COLLATE, 4, 1, 0)]
+    lengths = [batch.labels.shape[1] for batch in evaluation_batches(examples(), LOADING, BatchArithmetic(4, 1, 1), 0)]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == max(examples()["length"])
 
 
@@ -244,7 +242,7 @@ BUDGETS = [(12, 1), (12, 2), (12, 3), (20, 1), (20, 3), (1000, 1), (1000, 4)]
 
 def by_tokens(max_tokens: int, world_size: int, rank: int = 0, epoch: int = 0) -> list[list[MicroBatch]]:
     arithmetic = BatchArithmetic(1, 12 // world_size, world_size, max_tokens)
-    return list(MapBatches(examples(), COLLATE, arithmetic, rank, 5).windows(epoch, 0))
+    return list(MapBatches(examples(), LOADING, arithmetic, rank, 5).steps(epoch, 0))
 
 
 @pytest.mark.parametrize(("max_tokens", "world_size"), BUDGETS)
@@ -259,7 +257,7 @@ def test_micro_batches_hold_as_many_tokens_as_fit(max_tokens: int, world_size: i
 
 
 def test_fewer_micro_batches_at_the_same_peak_than_by_number() -> None:
-    number = list(map_batches((2, 6, 1)).windows(0, 0))
+    number = list(map_batches((2, 6, 1)).steps(0, 0))
     peak = max(batch.labels.numel() for window in number for batch in window)
     tokens = by_tokens(peak, 1)
     assert max(batch.labels.numel() for window in tokens for batch in window) <= peak
@@ -269,19 +267,18 @@ def test_fewer_micro_batches_at_the_same_peak_than_by_number() -> None:
 def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
     for max_tokens, world_size in BUDGETS:
         arithmetic = BatchArithmetic(1, 12 // world_size, world_size, max_tokens)
-        longest = MapBatches(examples(), COLLATE, arithmetic, 0, 5).longest().labels.numel()
+        longest = MapBatches(examples(), LOADING, arithmetic, 0, 5).longest().labels.numel()
         runs = [by_tokens(max_tokens, world_size, rank, epoch) for rank in range(world_size) for epoch in range(6)]
         made = [batch for windows in runs for window in windows for batch in window]
         assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens
 
 
 def test_evaluation_and_streams_by_tokens() -> None:
-    found = list(evaluation_batches(examples(), COLLATE, 1, 2, 0, max_tokens=20))
-    other = list(evaluation_batches(examples(), COLLATE, 1, 2, 1, max_tokens=20))
+    found, other = (list(evaluation_batches(examples(), LOADING, BatchArithmetic(1, 1, 2, 20), r)) for r in (0, 1))
     assert sorted(ids([*found, *other])) == list(range(COUNT)) and len(found) == len(other)
     assert max(batch.labels.numel() for batch in found) <= 20
-    stream = StreamBatches(examples().to_iterable_dataset(), COLLATE, BatchArithmetic(1, 12, 1, 20), 0, 5, 10)
-    windows = list(stream.windows(0, 0))
+    stream = StreamBatches(examples().to_iterable_dataset(), LOADING, BatchArithmetic(1, 12, 1, 20), 0, 5, 10)
+    windows = list(stream.steps(0, 0))
     assert [sorted(ids(w)) for w in windows] == over_ranks(stream_batches, (12, 1, 1))
     assert max(batch.labels.numel() for window in windows for batch in window) <= 20
 
@@ -296,7 +293,7 @@ def test_steps_of_a_stream_are_the_same_on_any_number_of_processes(split: tuple[
 
 
 def flat(epoch: int, buffer_size: int = 10) -> list[int]:
-    return [i for window in stream_batches((1, 1, 1), buffer_size=buffer_size).windows(epoch, 0) for i in ids(window)]
+    return [i for window in stream_batches((1, 1, 1), buffer_size=buffer_size).steps(epoch, 0) for i in ids(window)]
 
 
 def test_stream_is_shuffled_within_blocks() -> None:
@@ -319,6 +316,6 @@ def test_stream_is_read_no_further_than_needed() -> None:
             yield {"tokens": [i, 100], "length": 1}
 
     stream = datasets.IterableDataset.from_generator(rows)
-    windows = StreamBatches(stream, COLLATE, BatchArithmetic(2, 1, 1), 0, 5, buffer_size=10).windows(0, 1)
+    windows = StreamBatches(stream, LOADING, BatchArithmetic(2, 1, 1), 0, 5, buffer_size=10).steps(0, 1)
     assert len(ids(next(windows))) == 2
     assert len(read) <= 11

@@ -11,16 +11,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from support import run_for
 from test_step import TinyModel, batch, rows
 
 from train.config import Architecture, Config, Optimization, Output
-from train.records import UserError
-from train.launch import Launch
+from train.extras import Extra, Extras
 from train.loop import Goal, Parts, fit
 from train.loss import ModelWithLoss
-from train.records import Evaluation, MicroBatch, Progress
-from train.runtime import DeviceMeter, StopRequest
-from train.step import optimizer_step
+from train.outputs import Outputs
+from train.records import Evaluation, MicroBatch, Progress, Run, UserError
+from train.step import Engine, optimizer_step
 
 
 class ThreeSteps:
@@ -34,16 +34,33 @@ class ThreeSteps:
     def longest(self) -> MicroBatch:
         return batch(rows([5]))
 
-    def windows(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
+    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         self.asked.append((epoch, first_step))
         for step in range(first_step, 3):
             made = [batch(rows([3 + step])), batch(rows([4]))]
             yield [replace(b, example_ids=(10 * step + i,)) for i, b in enumerate(made)]
 
 
-class OneGiB(DeviceMeter):
-    def interval(self) -> dict[str, Any]:
-        return {"peak_allocated_bytes": 2**30}
+class OneGiB(Extra):
+    """Measures memory, as an extra may."""
+
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
+        values["peak_allocated_bytes"] = 2**30
+
+
+class RecordingOutputs(Outputs):
+    """Keeps what the loop saves and logs, and writes no file."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder.config, recorder.accelerator, is_silent=True)
+        self.recorder = recorder
+
+    def save(self, run: Run, state: Any, progress: Progress, wait: bool) -> None:
+        self.recorder.saved.append(progress)
+
+    def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
+        if kind != "evaluation":
+            self.recorder.lines.append((kind, step, values))
 
 
 @dataclass
@@ -56,7 +73,6 @@ class Recorder:
     lines: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     batches: ThreeSteps = field(default_factory=ThreeSteps)
-    stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -65,30 +81,35 @@ class Recorder:
         self.model, self.optimizer = self.accelerator.prepare(
             ModelWithLoss(self.network), torch.optim.AdamW(self.network.parameters(), lr=0.1)
         )
+        self.stop = run_for(self.config, self.accelerator).stop
 
-    def evaluate(self, step: int) -> Evaluation:
+    @property
+    def engine(self) -> Engine:
+        return Engine(self.accelerator, self.config)
+
+    def validation(self, step: int) -> Evaluation:
+        """In place of the evaluator's."""
         self.evaluated.append(step)
         value = self.accuracies.pop(0) if self.accuracies else 0.0
         return Evaluation("validation", step, {"accuracy": value, "examples": 1})
 
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
+        run = run_for(self.config, self.accelerator)
+        run.extras, run.outputs, run.stop = Extras({"memory": OneGiB()}), RecordingOutputs(self), self.stop
+        unused: Any = None
+        evaluator: Any = self
         parts = Parts(
-            launch=Launch(),
-            accelerator=self.accelerator,
+            data=unused,
+            batches=self.batches,
+            arithmetic=unused,
             model=self.model,
             optimizer=self.optimizer,
-            batches=self.batches,
-            meter=OneGiB(torch.device("cpu")),
-            stop=self.stop,
-            step=optimizer_step,
-            evaluate=self.evaluate,
-            save=lambda progress, wait: self.saved.append(progress),
-            restore=lambda step: None,
-            report=lambda kind, step, values: self.lines.append((kind, step, values)),
-            tick=lambda step: None,
+            engine=self.engine,
+            state=unused,
+            evaluator=evaluator,
+            goal=Goal(total_steps, 0.1, metric="accuracy", greater_is_better=True),
         )
-        goal = Goal(total_steps, 0.1, metric="accuracy", greater_is_better=True)
-        return fit(parts, self.config, goal, progress or Progress())
+        return fit(run, parts, progress or Progress())
 
     def steps_of(self, kind: str) -> list[int]:
         return [step for line_kind, step, _ in self.lines if line_kind == kind]
@@ -113,7 +134,7 @@ def test_evaluates_saves_and_logs_when_it_is_time() -> None:
     assert run.batches.asked == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_goes_on_inside_an_epoch_and_evaluates_what_was_due() -> None:
+def test_resumes_inside_an_epoch_and_evaluates_what_was_due() -> None:
     run = Recorder(config(eval_every_steps=2))
     run.fit(5, Progress(step=4, epoch=1, step_in_epoch=1))
     assert run.batches.asked == [(1, 1)]
@@ -192,8 +213,8 @@ def test_loss_scale_changes_nothing_but_falls_on_overflow(monkeypatch: pytest.Mo
     assert [values["loss_scale"] for _, _, values in with_scale.lines] == [1024.0, 1024.0]
     weights = with_scale.network.head.weight.detach().clone()
     hook = with_scale.network.head.weight.register_hook(lambda grad: grad * math.inf)
-    window = next(ThreeSteps().windows(0, 0))
-    outcome = optimizer_step(with_scale.accelerator, with_scale.model, with_scale.optimizer, window, Optimization())
+    window = next(ThreeSteps().steps(0, 0))
+    outcome = optimizer_step(with_scale.engine, with_scale.model, with_scale.optimizer, window)
     hook.remove()
     assert outcome.skipped
     assert torch.equal(weights, with_scale.network.head.weight)

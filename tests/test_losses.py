@@ -14,21 +14,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support import run_for
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_outputs import CausalLMOutput
 
-from train import loss as losses
-from train.cross_entropy import Objective, Scores, cross_entropy, cross_entropy_sum
-from train.records import UserError
+from train.config import Config
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.losses import chunked
-from train.extras.losses.answering_head import logits_of, obstacle_to_chunks
+from train.extras.losses import Room, chunked
+from train.extras.losses.choice import MIN_CHUNKED_CLASSES, choose_loss
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place
-from train.loss import ModelWithLoss, choose_loss
-from train.records import IGNORE
+from train.extras.losses.in_head import use_loss_in_head
+from train.extras.losses.loss_head import obstacle_to_chunks
+from train.loss import (
+    PLAIN,
+    ModelWithLoss,
+    Objective,
+    Scores,
+    cross_entropy,
+    cross_entropy_sum,
+    logits_of,
+)
+from train.records import IGNORE, UserError
+from train.tasks import Task
 
 
 def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -292,7 +302,9 @@ def test_chunks_without_targets_have_loss_zero_and_gradients_zero(num_targets: i
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_rows_that_are_no_target_are_not_computed_where_their_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_targets_are_not_computed_where_their_number_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[int] = []
 
     def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -364,10 +376,22 @@ def test_smoothing_and_z_loss_are_as_defined(objective: Objective) -> None:
     assert max(error(found, exact)) < 5e-3
 
 
+def with_loss(model: nn.Module, loss: str = "full", objective: Objective = PLAIN) -> ModelWithLoss:
+    """``model`` with the loss of this name."""
+    made = ModelWithLoss(model, objective)
+    if loss != "full":
+        use_loss_in_head(made, loss)
+    return made
+
+
+def choice(asked: str, model: nn.Module, place: Place = CPU) -> str:
+    return choose_loss(asked, ModelWithLoss(model), place)
+
+
 def test_scores_are_plain_cross_entropy_whatever_is_minimised() -> None:
     for loss in ("full", "chunked"):
-        model = ModelWithLoss(network("llama").eval(), loss)
-        smoothed = ModelWithLoss(network("llama").eval(), loss, Objective(0.1, 0.01))
+        model = with_loss(network("llama").eval(), loss)
+        smoothed = with_loss(network("llama").eval(), loss, Objective(0.1, 0.01))
         plain, found = (m(*batch(), scored=True) for m in (model, smoothed))
         assert isinstance(found, Scores) and isinstance(plain, Scores)
         assert torch.equal(found.loss_sums, plain.loss_sums)
@@ -459,11 +483,12 @@ def step(model: ModelWithLoss, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]
 def test_models_learn_the_same_from_chunks(name: str, checkpointing: str) -> None:
     model = network(name)
     enable_checkpointing(model, checkpointing)
-    assert choose_loss("chunked", model, CPU) == "chunked"
+    assert choice("chunked", model) == "chunked"
     expected_loss, expected = step(ModelWithLoss(model))
     assert len(expected) > 10
-    chunked = ModelWithLoss(model, loss="chunked")
-    assert chunked.state_dict().keys() == ModelWithLoss(model).state_dict().keys()
+    names = ModelWithLoss(model).state_dict().keys()
+    chunked = with_loss(model, "chunked")
+    assert chunked.state_dict().keys() == names
     for options in ({}, {"num_targets": 17}, {"num_targets": 4 + 13}):
         loss, found = step(chunked, **options)
         assert abs(loss - expected_loss) < 1e-12 * expected_loss
@@ -476,7 +501,7 @@ def test_models_learn_the_same_from_chunks(name: str, checkpointing: str) -> Non
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_models_are_scored_the_same_in_chunks(name: str) -> None:
     model = network(name).eval()
-    expected, found = (ModelWithLoss(model, loss)(*batch(), scored=True) for loss in ("full", "chunked"))
+    expected, found = (with_loss(model, loss)(*batch(), scored=True) for loss in ("full", "chunked"))
     assert isinstance(found, Scores)
     torch.testing.assert_close(found.loss_sums, expected.loss_sums, rtol=1e-12, atol=0)
     assert torch.equal(found.predictions, expected.predictions)
@@ -487,7 +512,7 @@ def test_autocast_in_chunks_is_as_good_as_with_all_logits() -> None:
     exact = step(ModelWithLoss(network("llama")))
     with torch.autocast("cpu", torch.bfloat16):
         usual = step(ModelWithLoss(network("llama", torch.float32)))
-        found = step(ModelWithLoss(network("llama", torch.float32), loss="chunked"))
+        found = step(with_loss(network("llama", torch.float32), "chunked"))
     assert found[0].dtype == torch.float32
 
     def distance(gradients: dict[str, Tensor]) -> float:
@@ -501,7 +526,7 @@ def test_model_gives_its_logits_to_everybody_else() -> None:
     model = network("llama")
     inputs, labels = batch()
     expected = model(**inputs).logits
-    chunked = ModelWithLoss(model, loss="chunked")
+    chunked = with_loss(model, "chunked")
     assert torch.equal(model(**inputs).logits, expected)
     with pytest.raises(TypeError):
         chunked({**inputs, "unknown_argument_of_no_model": 1, "input_ids": 3}, labels)
@@ -520,7 +545,7 @@ def test_model_gives_its_logits_to_everybody_else() -> None:
 
 
 def test_model_in_chunks_can_be_copied() -> None:
-    chunked = ModelWithLoss(network("llama"), loss="chunked")
+    chunked = with_loss(network("llama"), "chunked")
     other = copy.deepcopy(chunked)
     assert torch.equal(step(other)[0], step(chunked)[0])
 
@@ -534,25 +559,59 @@ def test_model_in_chunks_can_be_copied() -> None:
     ],
 )
 def test_models_that_change_their_logits_keep_them(name: str, fields: dict[str, Any]) -> None:
-    model = network(name, vocab_size=losses.MIN_CHUNKED_CLASSES, **fields)
-    assert choose_loss("auto", model, CPU) == choose_loss("full", model, CPU) == "full"
+    model = network(name, vocab_size=MIN_CHUNKED_CLASSES, **fields)
+    assert choice("auto", model) == choice("full", model) == "full"
     with pytest.raises(UserError, match="loss: chunked does not work with this model: it changes the logits"):
-        choose_loss("chunked", model, CPU)
+        choice("chunked", model)
 
 
 def test_auto_takes_chunks_for_large_vocabularies_alone() -> None:
-    large = network("llama", vocab_size=losses.MIN_CHUNKED_CLASSES)
-    assert choose_loss("auto", large, CPU) == "chunked" and choose_loss("full", large, CPU) == "full"
-    assert choose_loss("auto", network("llama", vocab_size=losses.MIN_CHUNKED_CLASSES - 1), CPU) == "full"
+    large = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
+    assert choice("auto", large) == "chunked" and choice("full", large) == "full"
+    assert choice("auto", network("llama", vocab_size=MIN_CHUNKED_CLASSES - 1)) == "full"
 
 
 def test_classifiers_and_models_of_ones_own_keep_their_logits() -> None:
     config = transformers.AutoConfig.for_model("llama", **{**SHAPE, "num_key_value_heads": 2})
     classifier = transformers.AutoModelForSequenceClassification.from_config(config)
     for model in (classifier, Network()):
-        assert choose_loss("auto", model, CPU) == "full"
+        assert choice("auto", model) == "full"
         with pytest.raises(UserError, match="no output embedding"):
-            choose_loss("chunked", model, CPU)
+            choice("chunked", model)
+
+
+class OwnLoss(Task):
+    """A task that does not minimise cross-entropy."""
+
+    @staticmethod
+    def loss_sum(logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
+        return 2 * cross_entropy_sum(logits, labels, objective)
+
+
+class OwnScores(Task):
+    """A task that is evaluated in its own way."""
+
+    @staticmethod
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        return Scores(logits.new_zeros(len(labels)), logits.argmin(-1))
+
+
+@pytest.mark.parametrize("task", [OwnLoss, OwnScores])
+def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -> None:
+    model = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
+    assert choose_loss("auto", ModelWithLoss(model, task=Task), CPU) == "chunked"
+    own = ModelWithLoss(model, task=task)
+    assert choose_loss("auto", own, CPU) == "full"
+    with pytest.raises(UserError, match="loss: chunked does not work with this model: its task has"):
+        choose_loss("chunked", own, CPU)
+    [(_, switch_to_chunks)] = Room().memory_measures(run_for(Config()), own)
+    assert not switch_to_chunks()
+    if task is OwnLoss:
+        torch.testing.assert_close(own(*batch()), 2 * ModelWithLoss(model)(*batch()))
+    else:
+        scores = own(*batch(), scored=True)
+        assert isinstance(scores, Scores)
+        assert torch.equal(scores.predictions, model(**batch()[0]).logits.argmin(-1))
 
 
 def test_looking_for_obstacles_leaves_model_and_generators_alone() -> None:

@@ -9,16 +9,22 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 import transformers
+from support import run_for
 from torch import nn
 
-from train.config import Optimization
-from train.optim import build_optimizer, learning_rate_at, peak_learning_rate, set_learning_rate
+from train import optim
+from train.config import Config, Optimization
+from train.optim import learning_rate_at, peak_learning_rate, set_learning_rate
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 OPTIMIZERS = [
     pytest.param(name, marks=pytest.mark.skipif(name == "adamw_8bit" and not HAS_BITSANDBYTES, reason="an extra"))
     for name in get_args(get_type_hints(Optimization)["optimizer"])
 ]
+
+
+def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim.Optimizer:
+    return optim.build_optimizer(run_for(Config(optimization=optimization)), model)
 
 
 def llama() -> nn.Module:

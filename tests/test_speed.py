@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from test_model import LLAMA, built
+from support import run_for
+from test_losses import network
 from test_step import TinyModel, batch, rows
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.config import Optimization
-from train.extras.meter.throughput import peak_flops_per_second
-from train.launch import let_segments_grow, segments_grow
+from train.config import Config, Optimization
+from train.extras.activations.recompute import enable_checkpointing
+from train.extras.losses.in_head import use_loss_in_head
+from train.extras.meter.cards import peak_flops_per_second
+from train.launch import arithmetic_in_use, set_fp32_products, use_expandable_segments, uses_expandable_segments
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
-from train.records import MicroBatch, unmarked
-from train.runtime import set_fp32_products
-from train.step import accumulate_gradients, count_targets, optimizer_step
+from train.records import MicroBatch
+from train.step import Engine, optimizer_step
 
 aten = torch.ops.aten
 WAITS = (
@@ -56,15 +58,17 @@ def window(size: int) -> list[MicroBatch]:
     return [batch(rows([9, 4]))] * size
 
 
-def waits_of(network: nn.Module, size: int, **settings: Any) -> Counter[str]:
-    config, accelerator = Optimization(**settings), Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(
-        ModelWithLoss(network, "chunked" if config.loss == "chunked" else "full"), build_optimizer(network, config)
-    )
-    optimizer_step(accelerator, model, optimizer, window(1), config)  # the first makes the optimizer's state
+def waits_of(network: nn.Module, size: int, loss: str = "full", **settings: Any) -> Counter[str]:
+    run = run_for(Config(optimization=Optimization(**settings)))
+    with_loss, optimizer = ModelWithLoss(network), build_optimizer(run, network)
+    if loss != "full":
+        use_loss_in_head(with_loss, loss)
+    model, optimizer = run.accelerator.prepare(with_loss, optimizer)
+    engine = Engine(run.accelerator, run.config)
+    optimizer_step(engine, model, optimizer, window(1))  # the first makes the optimizer's state
     batches = window(size)
     with Waits() as waits:
-        optimizer_step(accelerator, model, optimizer, batches, config)
+        optimizer_step(engine, model, optimizer, batches)
     return waits.counts
 
 
@@ -77,8 +81,9 @@ def test_a_step_waits_for_the_device_once_whatever_its_micro_batches(settings: d
 def test_a_loss_in_chunks_and_checkpointing_do_not_wait_but_transformers_does_once_a_forward() -> None:
     """It reads from positions that nobody gave whether sequences are packed."""
     for size in (1, 3):
-        network = built(LLAMA, gradient_checkpointing="full")
-        assert waits_of(network, size, loss="chunked") == {"aten._local_scalar_dense": 1 + size}
+        model = network("llama", torch.float32)
+        enable_checkpointing(model, "full")
+        assert waits_of(model, size, loss="chunked") == {"aten._local_scalar_dense": 1 + size}
 
 
 def test_this_test_sees_waits() -> None:
@@ -91,34 +96,45 @@ def test_this_test_sees_waits() -> None:
     assert waits.counts["aten.index"] + waits.counts["aten.nonzero"] >= 1
 
 
+class WaitsInClip(Engine):
+    """From the first forward to the gradient's norm a wait for the card is an error."""
+
+    def clip(self, model: nn.Module) -> float:
+        torch.cuda.set_sync_debug_mode("default")
+        return super().clip(model)
+
+
 @pytest.mark.gpu
 def test_micro_batches_do_not_wait_for_the_card() -> None:
     accelerator = Accelerator()
     network = TinyModel()
-    model, _ = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
     batches = [micro_batch.pin_memory() for micro_batch in window(3)]
-    num_targets = count_targets(accelerator, batches, False)[0]
-    accumulate_gradients(accelerator, model, batches, num_targets, unmarked)  # libraries start up
+    engine = WaitsInClip(accelerator, Config())
+    optimizer_step(engine, model, optimizer, batches)  # libraries start up
     torch.cuda.set_sync_debug_mode("error")
     try:
-        accumulate_gradients(accelerator, model, batches, num_targets, unmarked)
+        optimizer_step(engine, model, optimizer, batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 def test_tf32_is_switched_on_and_off_on_a_card() -> None:
-    device = torch.device("cuda")
-    assert set_fp32_products(False, device) == "no"
+    device, accelerator = torch.device("cuda"), Accelerator()
+    set_fp32_products(False, device)
+    assert arithmetic_in_use(accelerator) == "no"
     assert torch.get_float32_matmul_precision() == "highest"
     expected = "tf32" if torch.cuda.get_device_capability() >= (8, 0) else "no"
-    assert set_fp32_products(True, device) == expected
+    set_fp32_products(True, device)
+    assert arithmetic_in_use(accelerator) == expected
     assert (torch.get_float32_matmul_precision() == "high") == (expected == "tf32")
 
 
-def test_tf32_says_and_does_nothing_on_a_cpu() -> None:
+def test_tf32_changes_nothing_on_a_cpu() -> None:
     before = torch.get_float32_matmul_precision()
-    assert set_fp32_products(True, torch.device("cpu")) == "no"
+    set_fp32_products(True, torch.device("cpu"))
+    assert arithmetic_in_use(Accelerator(cpu=True)) == "no"
     assert torch.get_float32_matmul_precision() == before
 
 
@@ -130,11 +146,11 @@ def test_rate_of_tf32_is_that_of_the_data_sheets() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has expandable segments")
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_grow_unless_the_allocator_was_told_otherwise(name: str) -> None:
+def test_segments_are_expandable_unless_the_allocator_was_told_otherwise(name: str) -> None:
     environment: dict[str, str] = {}
-    assert not segments_grow(environment)
-    let_segments_grow(environment)
-    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and segments_grow(environment)
+    assert not uses_expandable_segments(environment)
+    use_expandable_segments(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and uses_expandable_segments(environment)
     own = {name: "max_split_size_mb:128"}
-    let_segments_grow(own)
-    assert own == {name: "max_split_size_mb:128"} and not segments_grow(own)
+    use_expandable_segments(own)
+    assert own == {name: "max_split_size_mb:128"} and not uses_expandable_segments(own)

@@ -11,11 +11,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from train.config import Optimization
-from train.records import UserError
+from train.config import Config, Optimization
 from train.loss import ModelWithLoss
-from train.records import IGNORE, MicroBatch, StepOutcome
-from train.step import optimizer_step, seed_step
+from train.records import IGNORE, MicroBatch, StepOutcome, UserError
+from train.step import Engine, optimizer_step, seed_step
 
 VOCABULARY = 11
 
@@ -59,8 +58,8 @@ def stepped(
     network = TinyModel().to(dtype)
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
     assert isinstance(optimizer, AcceleratedOptimizer)
-    config = Optimization(**settings)
-    outcomes = [optimizer_step(accelerator, model, optimizer, window, config) for window in windows]
+    engine = Engine(accelerator, Config(optimization=Optimization(**settings)))
+    outcomes = [optimizer_step(engine, model, optimizer, window) for window in windows]
     return {k: v.detach().clone() for k, v in network.state_dict().items()}, outcomes
 
 
@@ -93,8 +92,8 @@ def test_batch_without_targets_changes_nothing_and_padding_neither() -> None:
 
     examples = rows([9, 2])
     alone, _ = stepped([[batch(examples)]])
-    beside, _ = stepped([[batch(examples), without_targets(batch(rows([3])))]])
-    assert largest_difference(alone, beside) < 1e-10
+    with_padding, _ = stepped([[batch(examples), without_targets(batch(rows([3])))]])
+    assert largest_difference(alone, with_padding) < 1e-10
 
 
 def test_gradient_is_the_mean_over_targets() -> None:
@@ -142,19 +141,19 @@ def test_gradient_that_is_not_finite_leaves_weights_and_optimizer_alone(value: f
     accelerator = Accelerator(cpu=True)
     network = TinyModel()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.AdamW(network.parameters(), lr=0.1))
-    config, window = Optimization(), [batch(rows([5])), batch(rows([3]))]
-    optimizer_step(accelerator, model, optimizer, window, config)
+    engine, window = Engine(accelerator, Config()), [batch(rows([5])), batch(rows([3]))]
+    optimizer_step(engine, model, optimizer, window)
     weights = {k: v.clone() for k, v in network.state_dict().items()}
     moments = [v.clone() for state in optimizer.optimizer.state.values() for v in state.values()]
     hook = network.head.weight.register_hook(lambda grad: grad * value)
-    outcome = optimizer_step(accelerator, model, optimizer, window, config)
+    outcome = optimizer_step(engine, model, optimizer, window)
     assert outcome.skipped
     assert not math.isfinite(outcome.grad_norm)
     assert largest_difference(weights, network.state_dict()) == 0
     kept = [v for state in optimizer.optimizer.state.values() for v in state.values()]
     assert all(torch.equal(one, other) for one, other in zip(moments, kept, strict=True))
     hook.remove()
-    assert not optimizer_step(accelerator, model, optimizer, window, config).skipped
+    assert not optimizer_step(engine, model, optimizer, window).skipped
     assert largest_difference(weights, network.state_dict()) > 0
 
 
@@ -180,6 +179,6 @@ def test_request_to_stop_comes_out_with_the_step() -> None:
     accelerator = Accelerator(cpu=True)
     network = TinyModel()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.1))
-    window = [batch(rows([3]))]
-    assert optimizer_step(accelerator, model, optimizer, window, Optimization(), stop_requested=True).stop_requested
-    assert not optimizer_step(accelerator, model, optimizer, window, Optimization()).stop_requested
+    engine, window = Engine(accelerator, Config()), [batch(rows([3]))]
+    assert optimizer_step(engine, model, optimizer, window, stop_requested=True).stop_requested
+    assert not optimizer_step(engine, model, optimizer, window).stop_requested

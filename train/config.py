@@ -251,8 +251,11 @@ def _flags(arguments: list[str], known: dict[str, tuple[Any, dataclasses.Field[A
             options: dict[str, Any] = {"nargs": nargs, "const": "True" if nargs == "?" else None, "help": text}
             place = everyday if entry.metadata.get("everyday") else group
             place.add_argument(f"--{entry.name}", metavar="…" if nargs != "?" else "True|False", **options)
-    given = []
+    given: list[str] = []
     for argument in arguments:  # hyphens or underscores, --packing, --packing False, --no-packing
+        if given and re.fullmatch(r"-[\d.]+e[-+]?\d+", argument, re.IGNORECASE):  # argparse takes -1e-4 for a flag
+            given[-1] += "=" + argument
+            continue
         name, equals, value = argument.partition("=")
         if argument.startswith("--"):
             name = "--" + name[2:].replace("-", "_")

@@ -9,17 +9,31 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import OBJECTIVES, by_definition, error, full_sum, gradients, head_example, network
+from support import run_for
+from test_losses import (
+    OBJECTIVES,
+    batch,
+    by_definition,
+    choice,
+    error,
+    full_sum,
+    gradients,
+    head_example,
+    network,
+    step,
+    with_loss,
+)
 from torch import Tensor, nn
 
 from train.config import from_values, parse
-from train.cross_entropy import PLAIN, Objective
-from train.records import UsageError, UserError
-from train.extras.losses import fused
+from train.extras import check
+from train.extras.losses import Room, fused
+from train.extras.losses.choice import MIN_CHUNKED_CLASSES, choose_loss, describe_loss, place_of
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
-from train.launch import Launch, check_launch
-from train.loss import MIN_CHUNKED_CLASSES, ModelWithLoss, choose_loss, describe_loss, place_of
-from train.records import IGNORE
+from train.extras.losses.in_head import LossInHead
+from train.launch import Launch
+from train.loss import PLAIN, ModelWithLoss, Objective
+from train.records import IGNORE, UsageError, UserError
 
 CPU = Place("cpu", torch.float32)
 H100 = Place("cuda", torch.bfloat16, (9, 0))
@@ -179,9 +193,9 @@ def test_what_a_kernel_cannot_do_is_said_with_what_would_do(
     kernel: str, place: Place, objective: Objective, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
-    model = network("llama")
+    model = ModelWithLoss(network("llama"), objective)
     with pytest.raises(UserError, match=f"^loss: {kernel} .*{message}.*(chunked|auto)"):
-        choose_loss(kernel, model, place, objective)
+        choose_loss(kernel, model, place)
 
 
 def test_an_old_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,10 +215,10 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert best_kernel(Place("cuda", torch.float32, (9, 0)), False) == "liger"
     assert best_kernel(Place("cuda", torch.bfloat16, (9, 0), divides_classes=True), False) == "chunked"
     large = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
-    assert choose_loss("auto", large, H100) == choose_loss("cce", large, H100) == "cce"
+    assert choice("auto", large, H100) == choice("cce", large, H100) == "cce"
     pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy(early=True))
-    assert choose_loss("auto", large, H100) == "liger" and choose_loss("cce", large, H100) == "cce"
-    assert "sums gradients in half precision" in describe_loss(ModelWithLoss(large, "cce"), "cce")
+    assert choice("auto", large, H100) == "liger" and choice("cce", large, H100) == "cce"
+    assert "sums gradients in half precision" in describe_loss("cce", PLAIN, "cce")
     assert "takes no bias" in (obstacle_to("cce", H100, True) or "")
 
 
@@ -216,8 +230,8 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> N
             "loss: torch has no label_smoothing .* --loss auto or chunked",
         ),
         (("--loss", "cce", "--z_loss", "1e-4"), "loss: cce has no .* z_loss"),
-        (("--label_smoothing", "1.0"), "label_smoothing: 1.0 must be at least 0 and below 1"),
-        (("--z_loss", "-1e-4"), "z_loss: -0.0001 is too small: at least 0"),
+        (("--label_smoothing", "1.0"), "label_smoothing: 1.0 is not valid: it must be at least 0 and below 1"),
+        (("--z_loss", "-1e-4"), "z_loss: -0.0001 is not valid: it must be at least 0"),
     ],
 )
 def test_flags_that_cannot_work(flags: tuple[str, ...], message: str) -> None:
@@ -229,28 +243,27 @@ def test_liger_under_fp16_is_refused_whoever_asks_for_fp16() -> None:
     for launched, asked in (("fp16", None), ("no", "fp16")):
         config = from_values({"loss": "liger", "mixed_precision": asked})
         with pytest.raises(UsageError, match="loss: liger is wrong with mixed_precision: fp16"):
-            check_launch(Launch(precision=launched), config)
-    check_launch(Launch(precision="bf16"), from_values({"loss": "liger"}))
+            check(config, Launch(precision=launched))
+    check(from_values({"loss": "liger"}), Launch(precision="bf16"))
 
 
 @has_torch_loss
 def test_a_model_learns_the_same_by_torch_and_says_so() -> None:
-    from test_losses import batch, step
-
     model = network("llama")
     expected_loss, expected = step(ModelWithLoss(model))
-    with_loss = ModelWithLoss(model, choose_loss("torch", model, place_of(model, torch.device("cpu"), "no")))
-    loss, found = step(with_loss)
+    by_torch = with_loss(model, choice("torch", model, place_of(model, torch.device("cpu"), "no")))
+    loss, found = step(by_torch)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-13, msg=name)
-    scores = with_loss(*batch(), scored=True)
+    scores = by_torch(*batch(), scored=True)
     torch.testing.assert_close(scores.loss_sums.sum(), expected_loss)
-    assert describe_loss(with_loss, "torch") == "loss: torch, never all logits, by torch's linear_cross_entropy"
-    smoothed = ModelWithLoss(model, "chunked", Objective(0.1, 1e-4))
-    assert describe_loss(smoothed, "auto").endswith(
-        "(auto), never all logits, in chunks, label_smoothing 0.1, z_loss 0.0001"
-    )
+    changed = ModelWithLoss(model)
+    [line] = Room().change_loss(run_for(from_values({"loss": "torch"})), changed)
+    assert line == "loss: torch, never all logits, by torch's linear_cross_entropy"
+    assert isinstance(changed.loss_in_head, LossInHead) and changed.loss_in_head.kind == "torch"
+    smoothed = describe_loss("chunked", Objective(0.1, 1e-4), "auto")
+    assert smoothed.endswith("(auto), never all logits, in chunks, label_smoothing 0.1, z_loss 0.0001")
 
 
 def test_the_place_is_that_of_the_products() -> None:

@@ -16,11 +16,7 @@ from test_main import STEPS, trained_losses
 from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values
-<<<<<<< HEAD
-from train.records import EXIT_DONE, UsageError, UserError
-=======
 from train.extras.parallelism import Room
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.extras.parallelism.context import check_model, part_of, positions_of
 from train.launch import read_launch
 from train.records import EXIT_DONE, IGNORE, MicroBatch, UsageError, UserError

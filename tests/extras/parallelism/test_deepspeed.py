@@ -18,12 +18,9 @@ from test_distributed import killed_at_step_4, torchrun
 from test_fsdp2 import final_weights, largest_difference, metrics
 from test_main import STEPS, trained_losses
 
-<<<<<<< HEAD
-=======
 from train.config import Config
 from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
 from train.launch import Launch
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.records import EXIT_DONE, EXIT_USAGE
 
 pytest.importorskip("deepspeed", exc_type=ImportError)

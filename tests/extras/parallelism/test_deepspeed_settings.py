@@ -13,13 +13,8 @@ import pytest
 import torch
 
 from train.config import Architecture, Config, Data, Optimization
-<<<<<<< HEAD
-from train.records import UsageError, UserError
-from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
-=======
 from train.extras.parallelism import Room
 from train.extras.parallelism.deepspeed_engine import DeepSpeed, deepspeed_plugin
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.extras.parallelism.deepspeed_settings import engine_settings
 from train.extras.parallelism.ulysses import Ulysses, part_of_sequences
 from train.launch import Launch

@@ -19,11 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from train import extras
 from train.config import Config, from_values
-<<<<<<< HEAD
-from train.records import EXIT_DONE, UsageError, UserError
-=======
 from train.extras.parallelism import Room
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.extras.parallelism.tensor import plan_of
 from train.launch import Launch, read_launch
 from train.records import EXIT_DONE, UsageError, UserError

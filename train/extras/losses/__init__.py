@@ -57,11 +57,11 @@ class Room(Extra):
         return [describe_loss(kind, model.objective, asked)]
 
     def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+        from train.extras.losses.choice import obstacle_to_loss_in_head
         from train.extras.losses.in_head import use_loss_in_head
-        from train.extras.losses.loss_head import obstacle_to_chunks
 
         def chunk() -> bool:
-            if model.loss_in_head is not None or obstacle_to_chunks(model.model) is not None:
+            if model.loss_in_head is not None or obstacle_to_loss_in_head(model) is not None:
                 return False
             use_loss_in_head(model, "chunked")
             return True

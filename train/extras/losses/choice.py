@@ -7,8 +7,9 @@ from torch import nn
 
 from train.extras.losses.fused import Place, best_kernel, cce_sums_in_fp32, obstacle_to
 from train.extras.losses.loss_head import head_of, obstacle_to_chunks
-from train.loss import ModelWithLoss, Objective, cross_entropy_sum
+from train.loss import ModelWithLoss, Objective, cross_entropy_scores, cross_entropy_sum
 from train.records import UserError
+from train.tasks import Task
 
 MIN_CHUNKED_CLASSES = 4096
 """From here on ``auto`` never holds all logits; below, a position's are smaller than what the layers keep of it."""
@@ -28,10 +29,7 @@ def choose_loss(asked: str, model: ModelWithLoss, place: Place, installed: bool 
     many = isinstance(head, nn.Linear) and len(head.weight) >= MIN_CHUNKED_CLASSES
     if asked == "full" or (asked == "auto" and not many):
         return "full"
-    obstacle = obstacle_to_chunks(model.model)
-    if model.loss_sum not in (cross_entropy_sum, _default_loss()):
-        obstacle = "its task has a loss of its own"
-    if obstacle:
+    if obstacle := obstacle_to_loss_in_head(model):
         if asked == "auto":
             return "full"
         raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
@@ -43,10 +41,13 @@ def choose_loss(asked: str, model: ModelWithLoss, place: Place, installed: bool 
     return asked
 
 
-def _default_loss() -> object:
-    from train.tasks import Task
-
-    return Task.loss_sum
+def obstacle_to_loss_in_head(model: ModelWithLoss) -> str | None:
+    """Why the output embedding of ``model`` cannot compute loss and scores, or None where it can."""
+    if model.loss_sum not in (cross_entropy_sum, Task.loss_sum):
+        return "its task has a loss of its own"
+    if model.scores not in (cross_entropy_scores, Task.scores):
+        return "its task has scores of its own"
+    return obstacle_to_chunks(model.model)
 
 
 def place_of(model: nn.Module, device: torch.device, precision: str, divides_classes: bool = False) -> Place:

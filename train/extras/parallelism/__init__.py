@@ -1,9 +1,3 @@
-<<<<<<< HEAD
-from train.extras import Extra
-
-
-class Room(Extra): ...
-=======
 """Beyond data parallelism: DeepSpeed ZeRO, Ulysses, context and tensor parallelism, as the launch file asks for them.
 
 DeepSpeed shards weights and optimizer state; Ulysses and context parallelism divide each sequence among ranks; tensor
@@ -80,7 +74,7 @@ class Room(Extra):
             kind[0](run, model)
         return []
 
-    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any]) -> RunState | None:
+    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> RunState | None:
         """DeepSpeed's buffers, where the optimizer is DeepSpeed's."""
         if not type(optimizer).__module__.startswith("deepspeed."):
             return None
@@ -155,7 +149,7 @@ def _check_sequences(config: Config, launch: Launch) -> None:
     is_ulysses, size = launch.sp_size > 1, max(launch.cp_size, launch.sp_size)
     name, engine, other = ("sp", "deepspeed", "deepspeed_zero2.yaml") if is_ulysses else ("cp", "fsdp2", "fsdp2.yaml")
     example = "ulysses_sequence_parallel.yaml" if is_ulysses else "fsdp2_context_parallel.yaml"
-    attention, tokens = config.architecture.attn_implementation, config.optimization.max_tokens_per_micro_batch
+    attention, tokens = config.architecture.attn_implementation, config.get("max_tokens_per_micro_batch")
     task, causal = config.data.task, [name for name in task_names() if load_task(name).is_causal]
     a_causal_task = f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}"
     fixed_rows = "give micro_batch_size: exchanges need a fixed number of rows"
@@ -178,4 +172,3 @@ def _rows(config: Config, other: str) -> tuple[tuple[str, bool, str], ...]:
         ("packing", bool(config.get("packing")), f"leave packing out, {instead}"),
         (f"sequence_length_warmup_steps: {steps}", steps > 0, f"set it to 0, {instead}"),
     )
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef

@@ -18,10 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from train.records import IGNORE, MicroBatch, UserError
-<<<<<<< HEAD
-=======
 from train.step import Engine
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 
 
 class ContextParallel(Engine):

@@ -12,22 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-<<<<<<< HEAD
-from train.config import Config, Optimization
-=======
 from train.config import Config
 from train.data import arithmetic_of
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.extras.parallelism.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS, engine_settings
 from train.launch import Launch
 from train.loss import ModelWithLoss
-<<<<<<< HEAD
-from train.records import BatchArithmetic, Mark, MicroBatch, StepOutcome, UserError, unmarked
-from train.step import count_targets, outcome_of, parallel_sizes, read_counts
-=======
 from train.records import Run, UserError
 from train.step import Engine
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer

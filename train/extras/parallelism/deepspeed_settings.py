@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config
-<<<<<<< HEAD
-from train.launch import Launch
-=======
 from train.launch import Launch, refuse
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 from train.records import UsageError
 
 LAUNCH_FILE = "the launch file"

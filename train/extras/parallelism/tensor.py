@@ -19,15 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-<<<<<<< HEAD
-from train.loss import ModelWithLoss
-from train.records import UserError
-=======
 from train.extras.parallelism.vocabulary import VocabularyPart
 from train.loss import ModelWithLoss
 from train.records import Run, UserError
 from train.step import Engine
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 
 EMBEDDING = "embedding_rowwise"
 GRADIENT_SUM = "replicated_with_grad_allreduce"

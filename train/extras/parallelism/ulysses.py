@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-<<<<<<< HEAD
-from train.records import IGNORE, MicroBatch, UserError
-=======
 from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
 from train.launch import Launch
 from train.loss import ModelWithLoss
@@ -65,7 +62,6 @@ def set_attention(run: Run, model: ModelWithLoss) -> None:
     network, sizes = cast("Any", model.model), cast("Any", run.accelerator.parallelism_config)
     model.config = network.config  # where accelerate looks for it
     sizes.sp_handler.sp_attn_implementation = network.config._attn_implementation
->>>>>>> f44c4f07d0bf8bd504ff92aa4bbf73b3ba8c32ef
 
 
 def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:
