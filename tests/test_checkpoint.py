@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from train import checkpoint, saving
+from train import checkpoint
 from train.checkpoint import StoredBlocks
-from train.records import UserError
-from train.records import Progress
-from train.saving import save
-from train.state import Part, TrainingState
+from train.records import Progress, UserError
+from train.state import Part, RunState, TrainingState
 
 IDENTITY = {"dataset": "stdlib", "seed": 1}
 
@@ -28,7 +27,13 @@ def training_state(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
     model[2].weight = model[0].weight  # tied, as in most language models
     built = optimizer([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=0.01)
-    return TrainingState(model, built, None, IDENTITY)
+    return TrainingState(model, built, IDENTITY)
+
+
+def save(folder: Path, state: RunState, progress: Progress) -> Path:
+    """Writes a checkpoint as a run of one process does, and returns its folder."""
+    checkpoint.write(folder, state, progress, Accelerator(cpu=True))
+    return folder / f"step-{progress.step:08d}"
 
 
 def trained(state: TrainingState, steps: int) -> TrainingState:
@@ -68,6 +73,14 @@ def test_setting_that_differs_on_either_side_is_named(tmp_path: Path, present: d
     assert checkpoint.restore(folder, state, allow_changes=True) == Progress(step=1)
 
 
+@pytest.mark.parametrize("off", [False, None, 0])
+def test_option_of_an_extra_that_was_deleted_counts_as_off(tmp_path: Path, off: Any) -> None:
+    folder = save(tmp_path, replace(training_state(), identity={**IDENTITY, "packing": off}), Progress(step=1))
+    assert checkpoint.restore(folder, training_state()) == Progress(step=1)
+    with pytest.raises(UserError, match=re.escape("(packing: was ")):
+        checkpoint.restore(folder, replace(training_state(), identity={**IDENTITY, "packing": True}))
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -77,7 +90,7 @@ def test_setting_that_differs_on_either_side_is_named(tmp_path: Path, present: d
         lambda *a, **k: torch.optim.SGD(*a, **k, momentum=0.9),
     ],
 )
-def test_restored_state_goes_on_exactly_like_the_saved_one(optimizer: Any, tmp_path: Path) -> None:
+def test_restored_state_continues_exactly_like_the_saved_one(optimizer: Any, tmp_path: Path) -> None:
     saved = trained(training_state(optimizer), 3)
     progress = Progress(step=3, epoch=1, tokens_seen=15, best_metric=0.5, training_seconds=1.25)
     folder = save(tmp_path, saved, progress)
@@ -92,9 +105,9 @@ def test_scaler_is_restored(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     state = training_state()
-    folder = save(tmp_path, TrainingState(state.model, state.optimizer, scaler, IDENTITY), Progress(step=1))
+    folder = save(tmp_path, TrainingState(state.model, state.optimizer, IDENTITY, scaler), Progress(step=1))
     other = torch.amp.GradScaler("cpu", init_scale=2.0)
-    checkpoint.restore(folder, TrainingState(state.model, state.optimizer, other, IDENTITY))
+    checkpoint.restore(folder, TrainingState(state.model, state.optimizer, IDENTITY, other))
     other.scale(torch.ones(()))
     assert other.get_scale() == 8.0
 
@@ -176,15 +189,15 @@ def test_partial_folder_is_not_a_checkpoint(two: Path) -> None:
     assert checkpoint.newest_good(two)[0] == two / "step-00000001"
 
 
-@pytest.mark.parametrize("failing", ["save_file", "_sync", "_complete"])
+@pytest.mark.parametrize("failing", ["save_file", "_sync", "complete"])
 def test_failed_save_leaves_the_earlier_one_and_no_rest(
     two: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, failing, full)
-    with pytest.raises(UserError, match=r"step 3 could not be written.*No space left"):
+    monkeypatch.setattr(checkpoint, failing, full)
+    with pytest.raises(UserError, match=r"step-00000003 could not be written.*No space left"):
         save(two, training_state(), Progress(step=3))
     assert sorted(p.name for p in two.iterdir()) == ["step-00000001", "step-00000002"]
     assert checkpoint.newest_good(two)[0] == two / "step-00000002"
@@ -192,7 +205,7 @@ def test_failed_save_leaves_the_earlier_one_and_no_rest(
 
 def test_other_settings_are_refused_by_name_unless_allowed(two: Path) -> None:
     state = training_state()
-    other = TrainingState(state.model, state.optimizer, None, {"dataset": "listops", "seed": 1})
+    other = TrainingState(state.model, state.optimizer, {"dataset": "listops", "seed": 1})
     with pytest.raises(UserError, match="dataset: was 'stdlib', is 'listops'") as caught:
         checkpoint.restore(two / "step-00000002", other)
     assert "seed" not in str(caught.value).split("(")[1].split(")")[0]
@@ -203,14 +216,14 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, training_state(), Progress(step=step))
     (tmp_path / ".partial-step-00000009").mkdir()
-    checkpoint.rotate(tmp_path, keep=2, best_step=1)
+    checkpoint.rotate(tmp_path, newest=2, best_step=1, sound_steps=[], keep_bests=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000004", "step-00000005"]
 
 
 def test_checkpoint_without_a_setting_that_others_have_is_no_traceback(tmp_path: Path) -> None:
     folder = save(tmp_path, training_state(), Progress(step=1, step_in_epoch=1))
     state = replace(training_state(), identity={**IDENTITY, "global_batch_size": 4})
-    with pytest.raises(UserError, match="it was not written by this template, or by another version"):
+    with pytest.raises(UserError, match="something else wrote it, or another version"):
         checkpoint.restore(folder, state, allow_changes=True)
 
 
@@ -219,15 +232,15 @@ def test_checkpoint_without_a_setting_that_others_have_is_no_traceback(tmp_path:
     [
         ({}, [3, 4]),
         ({"keep_bests": True}, [1, 3, 4]),  # who resumes from 3 wants 1
-        ({"sound_step": 2}, [2, 3, 4]),
-        ({"sound_step": 0}, [3, 4]),
-        ({"sound_step": 4, "keep_bests": True}, [1, 3, 4]),
+        ({"sound_steps": [2]}, [2, 3, 4]),
+        ({"sound_steps": [0]}, [3, 4]),
+        ({"sound_steps": [4], "keep_bests": True}, [1, 3, 4]),
     ],
 )
 def test_rotation_keeps_what_a_run_may_go_back_to(tmp_path: Path, needs: dict[str, Any], kept: list[int]) -> None:
     for step, best_step in ((1, 1), (2, 1), (3, 1), (4, 4)):
         save(tmp_path, training_state(), Progress(step=step, best_step=best_step))
-    checkpoint.rotate(tmp_path, keep=2, best_step=4, **needs)
+    checkpoint.rotate(tmp_path, newest=2, best_step=4, **{"sound_steps": [], "keep_bests": False, **needs})
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step:08d}" for step in kept]
 
 
@@ -252,7 +265,7 @@ class Cut:
 
 @pytest.mark.parametrize("stored", ["block", "stretch"])
 def test_blocks_and_stretches_are_read_from_each_other(stored: str, tmp_path: Path) -> None:
-    """Engines that cut rows, and those that cut the flattened tensor, go on from each other."""
+    """Engines that cut rows, and those that cut the flattened tensor, resume from each other."""
     state: Any = Cut()
     blocks = StoredBlocks(save(tmp_path, state, Progress(step=1)))
     assert torch.equal(blocks.block("model", stored, (0, 0), (4, 3)), state.whole)

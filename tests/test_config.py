@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import pytest
 
-from train.config import Config, dump, parse, read_recipe, to_values
-from train.records import EXIT_USAGE, UsageError
+from train.config import Config, dump, fields, parse, read_recipe, to_values
 from train.main import main
+from train.records import EXIT_USAGE, UsageError
 
 BASE = "model_config: {model_type: gpt2}\ntokenizer: bytes\n"
 
@@ -24,13 +25,13 @@ def base(tmp_path: Path) -> Path:
 # Numbers
 
 
-FLOATS = [name for name, value in to_values(Config()).items() if isinstance(value, float)]
+FLOATS = [name for name, (hint, _) in fields().items() if float in (hint, *typing.get_args(hint))]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_numbers_that_are_none_are_refused(base: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(FLOATS) > 12
-    for name in (*FLOATS, "max_grad_value", "memory_budget_gib", "rope_scaling_factor", "loss_spike_factor"):
+def test_nan_and_infinity_are_refused(base: Path, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(FLOATS) > 12 and {"learning_rate", "max_grad_value", "weight_decay"} <= set(FLOATS)
+    for name in FLOATS:
         with pytest.raises(UsageError, match=f"^{name}: {value} "):
             parse(["--config", str(base), f"--{name}={value}"])
     assert main(["--config", str(base), f"--weight_decay={value}"]) == EXIT_USAGE
@@ -44,7 +45,7 @@ def test_whole_numbers_that_no_generator_takes_are_refused(base: Path) -> None:
     assert parse(["--config", str(base), "--seed", str(2**63 - 1)]).optimization.seed == 2**63 - 1
 
 
-def test_a_whole_number_beyond_all_floats_is_no_traceback(base: Path) -> None:
+def test_a_whole_number_beyond_all_floats_gets_a_message(base: Path) -> None:
     base.write_text(f"{BASE}weight_decay: 1{'0' * 400}")
     with pytest.raises(UsageError, match=r"weight_decay: 10+ is not valid: expected a number"):
         parse(["--config", str(base)])
@@ -83,7 +84,7 @@ def test_the_home_folder_is_expanded_in_a_recipe_and_on_the_command_line(home: P
     assert [values[name] for name in PATHS] == [str(home / "other" / name) for name in PATHS]
 
 
-def test_what_is_no_path_stays_and_so_does_a_home_that_is_not_there(home: Path) -> None:
+def test_what_is_not_a_path_stays_and_so_does_a_home_that_is_not_there(home: Path) -> None:
     flags = ["--output_dir=a/~/b", "--model=user/name", "--tokenizer=bytes", "--resume=auto"]
     values = to_values(parse([*flags, "--validation_dataset=~no-such-person/x.csv"]))
     assert [values[name] for name in PATHS] == ["a/~/b", "user/name", "bytes", "auto", "~no-such-person/x.csv"]
@@ -140,3 +141,18 @@ def test_merging_again_and_again_stays_small(base: Path) -> None:
     levels = ["k0: &k0 {seed: 1}", *(f"k{i}: &k{i} {{<<: [{', '.join([f'*k{i - 1}'] * 9)}]}}" for i in range(1, 20))]
     base.write_text("\n".join(levels))
     assert read_recipe(base)["k19"] == {"seed": 1}
+
+
+# Sections
+
+
+def test_sections_are_reached_by_their_class_and_fields_by_their_name() -> None:
+    from train.extras.long_sequences import Options
+
+    config = Config().changed(packing=True, seed=7)
+    assert config.of(Options).packing is True and config.get("packing") is True
+    assert config.optimization.seed == config.get("seed") == 7
+    assert config.get("no_such_option") is None and config.get("no_such_option", 5) == 5
+    assert Config().get("packing") is False
+    with pytest.raises(UsageError, match=r"unknown key no_such_option"):
+        config.changed(no_such_option=1)

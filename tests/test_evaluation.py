@@ -13,23 +13,21 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from support import run_for
 from torch import Tensor, nn
 
-from train.config import Architecture, Config, Data, Optimization, Output
-from train.data import PreparedData
-from train.records import UserError
-from train.evaluation import ClassMetrics, Evaluator, TokenMetrics
+from train.batching import Loading
+from train.config import Config
+from train.data import PreparedData, load_tokenizer, pad_token_id
+from train.evaluation import Evaluator
 from train.launch import Launch
 from train.loss import ModelWithLoss
-from train.model import build_model, pad_token_id
-from train.records import IGNORE, Corpus
-from train.runtime import DeviceMeter
-from train.tasks import build_task
-from train.tokenization import load_tokenizer, tokenize
-
-METER = DeviceMeter(torch.device("cpu"))
+from train.model import build_model
+from train.records import IGNORE, Corpus, UserError
+from train.step import Engine
+from train.tasks import TokenMetrics, load_task, tokenize
+from train.tasks.sequence_classification import ClassMetrics
 
 BYTES = load_tokenizer("bytes", ())
 TEXTS = ["one", "a longer document with more than one window", "Ünïcödé 🤗", "x", "five documents in all"]
@@ -45,32 +43,33 @@ def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
 
 
 def prepared_data(config: Config, texts: list[str], labels: list[Any] | None = None) -> PreparedData:
-    task = build_task(config.data)
+    task = load_task(config.data.task)(config)
     columns = {"text": texts, "source": texts} | ({"label": labels} if labels else {})
     split = datasets.Dataset.from_dict(columns)
     corpus = Corpus("texts", split, split)
-    examples = tokenize(corpus, task, BYTES, config.data)
-    return PreparedData(corpus, BYTES, examples, partial(task.collate, pad_id=pad_token_id(BYTES)), "", "", ())
+    examples = tokenize(corpus, task, BYTES)
+    task.check_metrics(examples.label_names)
+    return PreparedData(task, corpus, BYTES, examples, Loading(partial(task.collate, pad_id=pad_token_id(BYTES))))
 
 
 def configured(task: str, batch_size: int = 2, metrics: tuple[str, ...] = ()) -> Config:
-    return Config(
-        data=Data(task=task, max_length=16),
-        architecture=Architecture(model_config=GPT2),
-        optimization=Optimization(micro_batch_size=batch_size),
-        output=Output(metrics=metrics),
-    )
+    return Config().changed(task=task, max_length=16, model_config=GPT2, micro_batch_size=batch_size, metrics=metrics)
 
 
 def network(config: Config, prepared: PreparedData) -> nn.Module:
     torch.manual_seed(0)
-    auto_class = build_task(config.data).auto_class
-    return build_model(config.architecture, auto_class, BYTES, config.data.max_length, prepared.examples.label_names)
+    return build_model(run_for(config), type(prepared.task), BYTES, prepared.examples.label_names).model
+
+
+def evaluator_of(
+    config: Config, prepared: PreparedData, model: nn.Module, process: Any = None, launch: Launch = Launch()
+) -> Evaluator:
+    run = run_for(config, process, launch)
+    return Evaluator(run, ModelWithLoss(model, task=type(prepared.task)), Engine(run.accelerator, config), prepared)
 
 
 def evaluated(config: Config, prepared: PreparedData, model: nn.Module) -> dict[str, Any]:
-    evaluator = Evaluator(config, Accelerator(cpu=True), Launch(), ModelWithLoss(model), prepared, METER)
-    return evaluator.validation(step=3).metrics
+    return evaluator_of(config, prepared, model).validation(step=3).metrics
 
 
 # Metrics by hand
@@ -190,9 +189,9 @@ def test_metrics_are_the_same_over_any_number_of_processes(
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: gathered.extend(rows) or list(gathered))
     metrics: dict[str, Any] = {}
     for rank in range(world):  # one after the other: the last one has gathered all rows
-        process: Any = SimpleNamespace(num_processes=world, device=torch.device("cpu"), parallelism_config=None)
+        process = SimpleNamespace(num_processes=world, device=torch.device("cpu"), is_main_process=rank == 0)
         launch = Launch(world_size=world, rank=rank)
-        metrics = Evaluator(config, process, launch, ModelWithLoss(model), prepared, METER).validation(step=1).metrics
+        metrics = evaluator_of(config, prepared, model, process, launch).validation(step=1).metrics
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         assert metrics[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
@@ -202,7 +201,7 @@ def test_evaluation_leaves_dropout_out_and_the_model_in_training() -> None:
     config = configured("causal_lm")
     prepared = prepared_data(config, TEXTS)
     model = network(config, prepared).train()
-    evaluator = Evaluator(config, Accelerator(cpu=True), Launch(), ModelWithLoss(model), prepared, METER)
+    evaluator = evaluator_of(config, prepared, model)
     first, second = evaluator.validation(step=1), evaluator.validation(step=2)
     assert first.metrics == second.metrics
     assert (first.split, first.step, second.step) == ("validation", 1, 2)
@@ -283,7 +282,7 @@ def metric_folder(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_metric_from_a_folder_is_computed_beside_the_others(metric_folder: str) -> None:
+def test_metric_from_a_folder_is_computed_in_addition_to_the_others(metric_folder: str) -> None:
     config = configured("sequence_classification", metrics=(metric_folder,))
     prepared = prepared_data(config, TEXTS, [0, 2, 1, 2, 2])
     metrics = evaluated(config, prepared, network(config, prepared))
@@ -294,21 +293,18 @@ def test_metric_from_a_folder_is_computed_beside_the_others(metric_folder: str) 
 
 def test_metric_that_cannot_be_computed_stops_before_training(metric_folder: str) -> None:
     config = configured("sequence_classification", metrics=(metric_folder,))
-    prepared = prepared_data(config, TEXTS, [0, 1, 2, 3, 0])
     with pytest.raises(UserError, match="mean_gap' cannot be used: made for three classes"):
-        evaluated(config, prepared, network(config, prepared))
+        prepared_data(config, TEXTS, [0, 1, 2, 3, 0])
 
 
 def test_metric_of_the_hub_without_a_connection_is_refused_in_one_line() -> None:
     config = configured("sequence_classification", metrics=("f1",))
-    prepared = prepared_data(config, TEXTS, [0, 1, 0, 1, 0])
     with pytest.raises(UserError, match="metrics: 'f1' cannot be used") as caught:
-        evaluated(config, prepared, network(config, prepared))
+        prepared_data(config, TEXTS, [0, 1, 0, 1, 0])
     assert "\n" not in str(caught.value) and "connection" in str(caught.value)
 
 
 def test_class_metrics_are_refused_where_there_are_no_classes(metric_folder: str) -> None:
     config = configured("causal_lm", metrics=(metric_folder,))
-    prepared = prepared_data(config, TEXTS)
     with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
-        evaluated(config, prepared, network(config, prepared))
+        prepared_data(config, TEXTS)

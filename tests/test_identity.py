@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from train.identity import STREAMED, examples_digest
+from train.state import STREAMED, examples_digest
 
 ROWS: list[dict[str, Any]] = [
     {"tokens": [1, 2, 3], "label": 0, "members": [[1], [2, 3]]},
@@ -58,7 +58,7 @@ def test_place_pieces_and_selection_do_not_matter(tmp_path: Path) -> None:
     assert examples_digest(on_disk(rows, tmp_path / "a")) == examples_digest(on_disk(rows, tmp_path / "b")) == digest
 
 
-def test_digest_is_kept_beside_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_is_kept_next_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = on_disk(ROWS, tmp_path)
     digest = examples_digest(examples)
     monkeypatch.setattr(datasets.Dataset, "iter", lambda *_: pytest.fail("read again"))
@@ -68,7 +68,7 @@ def test_digest_is_kept_beside_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("damaged", ["", "0123"])
-def test_kept_digest_that_is_none_is_made_anew(tmp_path: Path, damaged: str) -> None:
+def test_kept_digest_that_is_damaged_is_computed_again(tmp_path: Path, damaged: str) -> None:
     examples = on_disk(ROWS, tmp_path)
     digest = examples_digest(examples)
     [kept] = tmp_path.rglob("examples-*.sha256")
@@ -77,7 +77,7 @@ def test_kept_digest_that_is_none_is_made_anew(tmp_path: Path, damaged: str) -> 
     assert kept.read_text() == digest
 
 
-def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_cannot_be_written_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = on_disk(ROWS, tmp_path)
 
     def full(*_: Any, **__: Any) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ACCELERATE_LAUNCH, ROOT
 
-from train.config import Architecture, Config, Optimization
+from train.config import Config, Optimization
+from train.launch import Launch, check_launch, read_launch, set_up_cpu
 from train.records import EXIT_ERROR, UsageError, UserError
-from train.launch import Launch, check_launch, read_launch
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -25,7 +24,8 @@ def sizes(world_size: int, rank: int = 0, **given: int) -> dict[str, str]:
 def test_nobody_launched() -> None:
     launch = read_launch({})
     assert launch == Launch()
-    assert (launch.data_size, launch.data_rank, launch.copies, str(launch)) == (1, 0, 1, "")
+    assert (launch.dp_size, launch.dp_rank, launch.copies, str(launch)) == (1, 0, 1, "")
+    assert launch.has_whole_weights
 
 
 @pytest.mark.parametrize(
@@ -37,16 +37,16 @@ def test_nobody_launched() -> None:
     ],
 )
 def test_engine_of_two_processes(environment: dict[str, str], engine: str) -> None:
-    launch = read_launch({**MEET, "WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "1", **environment})
-    assert (launch.engine, str(launch), launch.data_size, launch.data_rank) == (engine, engine, 2, 1)
-    assert launch.local_world_size == 1
+    launch = read_launch({**MEET, "WORLD_SIZE": "2", "RANK": "1", **environment})
+    assert (launch.engine, str(launch), launch.dp_size, launch.dp_rank) == (engine, engine, 2, 1)
+    assert launch.has_whole_weights == (engine == "ddp")
 
 
 def test_ranks_that_share_examples_are_neighbours() -> None:
     launches = [read_launch(sizes(8, rank, dp_shard=2, cp=2, tp=2)) for rank in range(8)]
-    assert [launch.data_rank for launch in launches] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [launch.random_rank for launch in launches] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert {(launch.data_size, launch.copies) for launch in launches} == {(2, 4)}
+    assert [launch.dp_rank for launch in launches] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [launch.seed_rank for launch in launches] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {(launch.dp_size, launch.copies) for launch in launches} == {(2, 4)}
     assert str(launches[0]) == "ddp, tensor parallel 2, context parallel 2"
 
 
@@ -55,7 +55,7 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
         read_launch(sizes(8, dp_shard=2, tp=2))
     with pytest.raises(UsageError, match=r"cp_size 3"):
         read_launch(sizes(8, cp=3))
-    assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).data_size == 2
+    assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).dp_size == 2
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str],
     assert read_launch({**environment, **MEET, "WORLD_SIZE": "2", "RANK": "0"}).world_size == 2
     for missing in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
-        with pytest.raises(UserError, match=f"WORLD_SIZE: 2 says .* and {missing} not where they meet"):
+        with pytest.raises(UserError, match=f"WORLD_SIZE is 2, .* but {missing} is not set"):
             read_launch({name: value for name, value in given.items() if name != missing})
 
 
@@ -104,41 +104,32 @@ def test_precision_of_launcher_and_recipe(asked: str, launched: str, agree: bool
             check_launch(Launch(precision=launched), config)
 
 
-def test_tiles_need_weights_that_are_whole_where_they_are_used() -> None:
-    config = Config(architecture=Architecture(tiled_mlp=True))
-    for launch in (Launch(), Launch(world_size=2), Launch(world_size=2, engine="fsdp2")):
-        check_launch(launch, config)
-    for launch in (Launch(world_size=2, engine="deepspeed"), Launch(world_size=2, tensor_size=2)):
-        with pytest.raises(UsageError, match=r"tiled_mlp: true does not go with .*Use FSDP2 or DDP"):
-            check_launch(launch, config)
-
-
 def test_checkpointing_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(architecture=Architecture(gradient_checkpointing="full"))
-    check_launch(Launch(engine="fsdp2"), config)
+    check_launch(Launch(engine="fsdp2"), Config())
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    with pytest.raises(UsageError, match=r"fsdp_activation_checkpointing: true .* gradient_checkpointing: full"):
-        check_launch(Launch(engine="fsdp2"), config)
+    with pytest.raises(UsageError, match=r"fsdp_activation_checkpointing: true .* use --gradient_checkpointing"):
+        check_launch(Launch(engine="fsdp2"), Config())
+
+
+def test_adafactor_is_refused_where_weights_are_sharded() -> None:
+    config = Config(optimization=Optimization(optimizer="adafactor"))
+    check_launch(Launch(world_size=2), config)
+    with pytest.raises(UsageError, match=r"optimizer: adafactor needs whole weights, and fsdp2 shards them"):
+        check_launch(Launch(world_size=2, engine="fsdp2"), config)
 
 
 @pytest.mark.parametrize(
-    ("launch", "settings", "message"),
-    [
-        (Launch(engine="fsdp2", world_size=2), {"adapter": "qlora"}, "adapter: qlora does not go with fsdp2"),
-        (Launch(engine="deepspeed", world_size=2), {"adapter": "lora"}, "adapter: lora does not go with deepspeed"),
-        (
-            Launch(world_size=2, tensor_size=2),
-            {"adapter": "lora"},
-            "adapter: lora does .*tensor parallel 2",
-        ),
-        (Launch(engine="deepspeed", world_size=2), {"compile": True}, "compile: true does not go with deepspeed"),
-    ],
+    ("local_world_size", "asked", "chosen", "threads"),
+    [("1", None, "1", 8), ("2", None, "1", 4), ("16", None, "1", 1), ("2", 3, "1", 3), ("2", None, "5", None)],
 )
-def test_adapters_and_compilation_are_refused_where_nobody_tried(
-    launch: Launch, settings: dict[str, Any], message: str
+def test_a_process_on_a_cpu_takes_its_share_of_the_cores(
+    local_world_size: str, asked: int | None, chosen: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config(architecture=Architecture(**settings))
-    for works in (Launch(), Launch(world_size=2)):
-        check_launch(works, config)
-    with pytest.raises(UsageError, match=message):
-        check_launch(launch, config)
+    """The share counts only where nobody chose: ``cpu_threads``, or OMP_NUM_THREADS above accelerate's 1."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)), raising=False)
+    set_to: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", set_to.append)
+    set_up_cpu(Launch(), Config(optimization=Optimization(cpu_threads=asked)))
+    assert set_to == ([threads] if threads is not None else [])

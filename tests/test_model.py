@@ -9,39 +9,41 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import run_for
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from train.config import Architecture
-from train.records import UserError
+from train.config import Config
+from train.data import load_tokenizer, pad_token_id
 from train.extras.activations.recompute import enable_checkpointing
 from train.loss import ModelWithLoss
-from train.model import build_model, pad_token_id
-from train.records import IGNORE
-from train.tokenization import load_tokenizer
+from train.model import build_model
+from train.records import IGNORE, UserError
+from train.tasks import Task, load_task
 
 BYTES = load_tokenizer("bytes", ())
 END, PAD = 0, 1
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SHAPE, "num_key_value_heads": 2}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
-CAUSAL, MASKED, CLASSES = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+CAUSAL, MASKED, CLASSES = map(load_task, ("causal_lm", "masked_lm", "sequence_classification"))
 
 
 def built(
     model_config: dict[str, Any] | None = None,
-    auto_class: str = CAUSAL,
+    task: type[Task] = CAUSAL,
     max_length: int = 32,
     label_names: Sequence[str] = (),
     tokenizer: Any = BYTES,
-    **architecture: Any,
+    **options: Any,
 ) -> transformers.PreTrainedModel:
+    """The network that a run with these options would train."""
     torch.manual_seed(0)
-    config = Architecture(model_config=model_config, **architecture)
-    model = build_model(config, auto_class, tokenizer, max_length, label_names)
+    config = Config().changed(task=task.name, model_config=model_config, max_length=max_length, **options)
+    model = build_model(run_for(config), task, tokenizer, label_names).model
     assert isinstance(model, transformers.PreTrainedModel)
     return model
 
@@ -55,7 +57,7 @@ def batch(length: int = 12) -> tuple[dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("model_config", "auto_class"),
+    ("model_config", "task"),
     [
         (LLAMA, CAUSAL),
         (GPT2, CAUSAL),
@@ -66,15 +68,15 @@ def batch(length: int = 12) -> tuple[dict[str, Tensor], Tensor]:
         ({"model_type": "bert", **SHAPE}, CLASSES),
         ({"model_type": "modernbert", **SHAPE}, CLASSES),
     ],
-    ids=lambda value: value if isinstance(value, str) else value["model_type"],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else value.name,
 )
-def test_model_from_an_architecture_learns_and_fits_the_tokenizer(model_config: dict, auto_class: str) -> None:
-    network = built(model_config, auto_class, label_names=("no", "yes") if auto_class == CLASSES else ())
+def test_model_from_an_architecture_learns_and_fits_the_tokenizer(model_config: dict, task: type[Task]) -> None:
+    network = built(model_config, task, label_names=("no", "yes") if task is CLASSES else ())
     assert network.config.vocab_size == len(BYTES)
     assert network.config.max_position_embeddings == 32
     assert network.config.eos_token_id == END and network.config.pad_token_id == PAD
     inputs, labels = batch()
-    labels = torch.tensor([0, 1]) if auto_class == CLASSES else labels
+    labels = torch.tensor([0, 1]) if task is CLASSES else labels
     model, optimizer = ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1e-3)
     model.eval()
     before = model(inputs, labels)
@@ -146,7 +148,7 @@ def test_saved_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
 def test_saved_language_model_becomes_a_classifier(tmp_path: Path) -> None:
     saved = built(LLAMA)
     saved.save_pretrained(tmp_path)
-    classifier = built(model=str(tmp_path), auto_class=CLASSES, label_names=("a", "b", "c"))
+    classifier = built(model=str(tmp_path), task=CLASSES, label_names=("a", "b", "c"))
     assert classifier.config.id2label == {0: "a", 1: "b", 2: "c"}
     assert torch.equal(classifier.get_input_embeddings().weight, saved.get_input_embeddings().weight)  # pyright: ignore
 
@@ -158,7 +160,7 @@ def test_classifier_of_a_causal_model_looks_at_the_last_token_of_each_row(
     original = built(LLAMA)
     original.config.pad_token_id = stored_pad
     original.save_pretrained(tmp_path)
-    model = built(model=str(tmp_path), auto_class=CLASSES, label_names=("a", "b")).eval()
+    model = built(model=str(tmp_path), task=CLASSES, label_names=("a", "b")).eval()
     short = torch.tensor([[END, 40, 7, END]])
     padded = torch.tensor([[END, 40, 7, END, PAD, PAD], [END, 9, 9, 9, 9, END]])
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
@@ -196,8 +198,8 @@ def test_model_from_a_function_of_the_current_folder(tmp_path: Path, monkeypatch
     (tmp_path / "own_models_for_test.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
 
-    def build(spec: str, **architecture: Any) -> nn.Module:
-        return build_model(Architecture(model=spec, **architecture), CAUSAL, BYTES, 8)
+    def build(spec: str, **options: Any) -> nn.Module:
+        return build_model(run_for(Config().changed(model=spec, max_length=8, **options)), CAUSAL, BYTES).model
 
     model = build("own_models_for_test:tiny")
     assert isinstance(model, nn.Linear) and model.out_features == 3
@@ -241,13 +243,13 @@ def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("model_config", "auto_class"), CHECKPOINTED, ids=["llama", "llama-dropout", "gpt2", "bert", "modernbert", "qwen3"]
+    ("model_config", "task"), CHECKPOINTED, ids=["llama", "llama-dropout", "gpt2", "bert", "modernbert", "qwen3"]
 )
-def test_checkpointing_changes_neither_loss_nor_gradients(model_config: dict, auto_class: str) -> None:
-    loss, expected = gradients(built(model_config, auto_class).double())
+def test_checkpointing_changes_neither_loss_nor_gradients(model_config: dict, task: type[Task]) -> None:
+    loss, expected = gradients(built(model_config, task).double())
     assert len(expected) > 10
     for mode in MODES:
-        again, found = gradients(built(model_config, auto_class, **mode).double())
+        again, found = gradients(built(model_config, task, **mode).double())
         assert again == loss
         assert found.keys() == expected.keys()
         for name, gradient in found.items():  # the same operations in the same order: fp64's last bits at most
@@ -255,8 +257,8 @@ def test_checkpointing_changes_neither_loss_nor_gradients(model_config: dict, au
 
 
 def test_dropout_of_these_tests_is_on() -> None:
-    for model_config, auto_class in CHECKPOINTED[1:5]:
-        model = built(model_config, auto_class).train()
+    for model_config, task in CHECKPOINTED[1:5]:
+        model = built(model_config, task).train()
         inputs, labels = batch()
         assert ModelWithLoss(model)(inputs, labels).item() != ModelWithLoss(model)(inputs, labels).item()
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from train.records import UserError
 from train.outputs_log import (
     MetricsLog,
     count,
@@ -30,6 +29,7 @@ from train.outputs_log import (
     write_summary,
     write_whole,
 )
+from train.records import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 

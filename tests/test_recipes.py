@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, run_for
 
 from train.config import dump, parse, read_recipe
+from train.data import load_tokenizer
 from train.model import build_model
-from train.tasks import build_task
-from train.tokenization import load_tokenizer
+from train.tasks import load_task
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -21,15 +21,9 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_builds_its_model(path: Path) -> None:
     config = parse(["--config", str(path)])
-    task = build_task(config.data)
+    task = load_task(config.data.task)
     with torch.device("meta"):
-        model = build_model(
-            config.architecture,
-            task.auto_class,
-            load_tokenizer("bytes", ()),
-            config.data.max_length,
-            ("a", "b") if task.labelled else (),
-        )
+        model = build_model(run_for(config), task, load_tokenizer("bytes", ()), ("a", "b") if task.labelled else ())
     assert sum(p.numel() for p in model.parameters()) > 10_000
 
 

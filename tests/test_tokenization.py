@@ -11,12 +11,10 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from train.config import Data
-from train.records import UserError
-from train.records import Corpus
-from train.tasks.causal_lm import CausalLM
-from train.tasks.masked_lm import MaskedLM
-from train.tokenization import load_tokenizer, tokenize, tokenizer_digest
+from train.config import Config
+from train.data import load_tokenizer
+from train.records import Corpus, UserError
+from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
 UNICODE = [
     "",
@@ -67,7 +65,7 @@ def test_trained_tokenizer_keeps_to_its_size_and_gives_any_text_back() -> None:
 
 
 def test_training_reads_only_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.tokenization.TRAINING_BYTES", 100)
+    monkeypatch.setattr("train.data.TOKENIZER_TRAINING_BYTES", 100)
     read: list[int] = []
 
     def texts() -> Any:
@@ -127,11 +125,11 @@ def test_digest_is_that_of_the_ids_a_tokenizer_gives() -> None:
 # Tokenising and its cache
 
 
-class Counting(CausalLM):
+class Counting(causal_lm.Task):
     """Counts how many documents it encodes."""
 
-    def __init__(self, data: Data) -> None:
-        super().__init__(data)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.encoded = 0
 
     def encode(
@@ -141,11 +139,11 @@ class Counting(CausalLM):
         return super().encode(documents, tokenizer, label_names)
 
 
-class Batches(CausalLM):
+class Batches(causal_lm.Task):
     """Notes how many documents each call encodes."""
 
-    def __init__(self, data: Data) -> None:
-        super().__init__(data)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.batches: list[int] = []
 
     def encode(
@@ -156,12 +154,16 @@ class Batches(CausalLM):
 
 
 class Reversing(Counting):
-    """The same task as a fork changed it."""
+    """The task as a fork changed it."""
 
     def encode(
         self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
     ) -> dict[str, list[Any]]:
         return super().encode({"text": [text[::-1] for text in documents["text"]]}, tokenizer, label_names)
+
+
+def configured(**data: Any) -> Config:
+    return Config().changed(**{"max_length": 16, **data})
 
 
 def stored_corpus(folder: Path) -> Corpus:
@@ -177,9 +179,8 @@ def stored_corpus(folder: Path) -> Corpus:
 
 def tokenized(folder: Path, spec: str = "bytes", cls: type[Counting] = Counting, **data: Any) -> tuple[Any, int]:
     """Rows of the training split, and how many documents were encoded for it and for validation."""
-    settings = Data(**{"max_length": 16, **data})
-    task = cls(settings)
-    examples = tokenize(stored_corpus(folder), task, load_tokenizer(spec, ["train document validation"]), settings)
+    task = cls(configured(**data))
+    examples = tokenize(stored_corpus(folder), task, load_tokenizer(spec, ["train document validation"]))
     assert isinstance(examples.train, datasets.Dataset)
     return examples.train.to_list(), task.encoded
 
@@ -192,11 +193,11 @@ def test_second_time_comes_from_the_cache(tmp_path: Path) -> None:
 
 
 def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:
-    data, tokenizer = Data(max_length=16), load_tokenizer("bytes", ())
+    tokenizer = load_tokenizer("bytes", ())
     fingerprints = []
     for expected in (12, 0, 0):
-        task = Counting(data)
-        examples = tokenize(stored_corpus(tmp_path), task, tokenizer, data)
+        task = Counting(configured())
+        examples = tokenize(stored_corpus(tmp_path), task, tokenizer)
         assert isinstance(examples.train, datasets.Dataset)
         fingerprints.append(examples.train._fingerprint)
         assert task.encoded == expected
@@ -207,7 +208,7 @@ def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"max_length": 17}, {"spec": "train:300"}, {"cls": Reversing}], ids=["max_length", "tokenizer", "task"]
 )
-def test_what_changes_the_examples_is_tokenised_anew(change: dict[str, Any], tmp_path: Path) -> None:
+def test_what_changes_the_examples_is_tokenised_again(change: dict[str, Any], tmp_path: Path) -> None:
     rows, _ = tokenized(tmp_path)
     other, encoded = tokenized(tmp_path, **change)
     assert encoded == 12 and other != rows
@@ -217,8 +218,8 @@ def test_what_changes_the_examples_is_tokenised_anew(change: dict[str, Any], tmp
 def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(tmp_path: Path) -> None:
     found = []
     for name, workers in (("one", 1), ("two", 2)):
-        data = Data(max_length=16, preprocessing_num_workers=workers)
-        examples = tokenize(stored_corpus(tmp_path / name), CausalLM(data), load_tokenizer("bytes", ()), data)
+        task = causal_lm.Task(configured(preprocessing_num_workers=workers))
+        examples = tokenize(stored_corpus(tmp_path / name), task, load_tokenizer("bytes", ()))
         assert isinstance(examples.train, datasets.Dataset)
         found.append((examples.train.to_list(), examples.train._fingerprint, len(examples.train.cache_files)))
     assert found[0][:2] == found[1][:2]
@@ -233,12 +234,12 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
     validation = datasets.Dataset.from_dict({"text": ["v"], "source": ["v"]})
     found = []
     for name, bytes_per_worker in (("one", 2**24), ("two", 2**20)):
-        monkeypatch.setattr("train.tokenization.BYTES_PER_WORKER", bytes_per_worker)
+        monkeypatch.setattr("train.tasks.BYTES_PER_WORKER", bytes_per_worker)
         datasets.Dataset.from_dict({"text": texts, "source": texts}).save_to_disk(tmp_path / name)
         train = datasets.load_from_disk(tmp_path / name)
         assert isinstance(train, datasets.Dataset)
-        task = Batches(data := Data(max_length=1000))
-        examples = tokenize(Corpus("long", train, validation), task, load_tokenizer("bytes", ()), data)
+        task = Batches(configured(max_length=1000))
+        examples = tokenize(Corpus("long", train, validation), task, load_tokenizer("bytes", ()))
         assert isinstance(examples.train, datasets.Dataset)
         found.append((task.batches, len(examples.train.cache_files), examples.train["length"][:]))
     assert found[0][0] == [4, 4, 1, 1]  # of 300 kB each, and then validation
@@ -247,9 +248,9 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
 
 
 def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path) -> None:
-    corpus, data = stored_corpus(tmp_path), Data(max_length=16)
+    corpus = stored_corpus(tmp_path)
     corpus = replace(corpus, test=corpus.validation)
-    examples = tokenize(corpus, CausalLM(data), load_tokenizer("bytes", ()), data)
+    examples = tokenize(corpus, causal_lm.Task(configured()), load_tokenizer("bytes", ()))
     assert isinstance(examples.train, datasets.Dataset) and examples.test is not None
     for split in (examples.train, examples.validation, examples.test):
         assert set(split.column_names) == {"tokens", "length", "num_bytes"}
@@ -257,12 +258,12 @@ def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path
 
 
 def test_stream_gives_the_same_examples_on_the_way(tmp_path: Path) -> None:
-    corpus, data = stored_corpus(tmp_path), Data(max_length=16)
+    corpus = stored_corpus(tmp_path)
     rows, _ = tokenized(tmp_path)
     assert isinstance(corpus.train, datasets.Dataset)
-    task = Counting(data)
+    task = Counting(configured())
     streamed = replace(corpus, train=corpus.train.to_iterable_dataset())
-    examples = tokenize(streamed, task, load_tokenizer("bytes", ()), data)
+    examples = tokenize(streamed, task, load_tokenizer("bytes", ()))
     assert task.encoded == 0  # validation comes from the cache, the stream is not read yet
     streamed_rows = [dict(row) for row in examples.train]
     assert [{**row, "tokens": list(row["tokens"])} for row in streamed_rows] == rows
@@ -272,6 +273,6 @@ def test_stream_gives_the_same_examples_on_the_way(tmp_path: Path) -> None:
 def test_split_without_an_example_is_refused_by_name(texts: list[str]) -> None:
     empty = datasets.Dataset.from_dict({"text": texts, "source": texts})
     full = datasets.Dataset.from_dict({"text": ["abc"], "source": ["x"]})
-    data = Data(task="masked_lm", max_length=8)
+    task = masked_lm.Task(configured(task="masked_lm", max_length=8))
     with pytest.raises(UserError, match="books: the validation split has no example"):
-        tokenize(Corpus("books", full, empty), MaskedLM(data), load_tokenizer("bytes", ()), data)
+        tokenize(Corpus("books", full, empty), task, load_tokenizer("bytes", ()))

@@ -431,6 +431,10 @@ def _check_bounds(name: str, value: float, hint: Any, entry: dataclasses.Field[A
 def _check_optimization(config: Config) -> None:
     """The part of :func:`check` about batch sizes, steps and the optimizer."""
     optim = config.optimization
+    if optim.micro_batch_size == "auto" and "memory" in extras.missing():
+        raise UsageError(
+            "micro_batch_size: auto needs train/memory/, which is not here or lacks train/extras/meter/: give a number."
+        )
     if optim.max_grad_norm is not None and optim.max_grad_value is not None:
         raise UsageError(
             "max_grad_norm and max_grad_value clip the same gradient: give one and set the other to null "

@@ -130,9 +130,9 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
     holds out the same.
 
     Raises:
-        UserError: it is something else, or a split lacks the column ``text`` or ``label``.
+        UserError: it is something else, too little to hold some out, or a split lacks a column.
     """
-    name = config.data.dataset
+    name, needed = config.data.dataset, ("text", "label") if labelled else ("text",)
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     if "train" not in splits or not all(isinstance(split, datasets.Dataset) for split in splits.values()):
         raise UserError(
@@ -140,10 +140,14 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
             "train, validation, test."
         )
     for split, documents in splits.items():
-        if missing := {"text", *(["label"] if labelled else [])} - set(documents.column_names):
-            raise UserError(f"dataset {name!r}: the {split} split has no column {', '.join(sorted(missing))}.")
+        if missing := [column for column in needed if column not in documents.column_names]:
+            known = documents.column_names
+            raise UserError(f"dataset {name!r}: the {split} split has no column {missing[0]!r}, only {known}.")
     if "validation" not in splits:
-        parts = splits["train"].train_test_split(config.data.validation_fraction, seed=0)
+        if (count := len(splits["train"])) < 2:
+            raise UserError(f"dataset {name!r}: {count} document(s) cannot be split in two: return a validation split.")
+        held_out = min(max(round(count * config.data.validation_fraction), 1), count - 1)
+        parts = splits["train"].train_test_split(held_out, seed=0)
         splits = {**splits, "train": parts["train"], "validation": parts["test"]}
     return Corpus(name, splits["train"], splits["validation"], splits.get("test"))
 

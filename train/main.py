@@ -153,9 +153,6 @@ def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: 
             where = error.filename or config.output.output_dir
             raise UserError(f"{where} cannot be written: {error.strerror}. {how_to_resume(config)}") from None
         raise
-    finally:
-        if run is not None:
-            run.accelerator.end_training()
 
 
 def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopRequest) -> Run:

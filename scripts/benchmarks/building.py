@@ -93,7 +93,6 @@ def training_device() -> torch.device:
 def usable_precision(asked: str, device: torch.device) -> str:
     """no, bf16 or fp16: what a run makes of ``asked``; auto is bf16 or fp16 on a card, fp32 elsewhere."""
     import torch
-
     from train.runtime import resolve_precision
 
     if asked == "auto" and device.type == "cuda":
@@ -199,6 +198,7 @@ def build_training(
         recovers: with the step that survives running out of memory.
     """
     import torch
+    from train.runtime import start_runtime
 
     from train.config import from_values
     from train.extras.activations.compilation import compile_layers
@@ -206,7 +206,6 @@ def build_training(
     from train.launch import Launch, read_launch
     from train.memory.predict import build
     from train.optim import step_function
-    from train.runtime import start_runtime
 
     config = from_values(job.values)
     if job.target.device_type == "cpu" and torch.cuda.is_available():
@@ -291,8 +290,9 @@ def reset_accelerate() -> None:
 
 def causal_lm(config: Config, length: int) -> nn.Module:
     """A causal language model over bytes with random weights, with the techniques of ``config``."""
-    from train.model import build_model
     from train.tokenization import load_tokenizer
+
+    from train.model import build_model
 
     return build_model(config.architecture, "AutoModelForCausalLM", load_tokenizer("bytes", ()), length)
 
@@ -307,8 +307,8 @@ def with_loss(network: nn.Module, loss: str) -> nn.Module:
 def losses() -> dict[str, Loss]:
     """Sums of cross-entropy over a vocabulary, by name; some need a package or a card, see :func:`obstacle`."""
     import torch.nn.functional as F
-
     from train.cross_entropy import PLAIN, cross_entropy_sum
+
     from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
     from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
 

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.benchmarks import building, harness, ladder_search
 from scripts.benchmarks.rungs import MODELS, NAMES, Rung, outcome_at, predicted_longest, question_of, rungs_of
-from train.records import UserError
 from train.memory.devices import Device, find_device, this_device
 from train.memory.plan import Predictions
 from train.memory.predict import Predictor
+from train.records import UserError
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         tokens: (examples, length + 1), taken in the order of the first epoch.
         tick: called at the end of each step with its number, from 1.
     """
+    from train.runtime import DeviceMeter, StopRequest, start_runtime
+
     from train.extras.meter.throughput import model_flops_per_token
     from train.launch import Launch
     from train.loop import Goal, Parts, fit
@@ -27,7 +29,6 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     from train.optim import build_optimizer, peak_learning_rate
     from train.outputs import Outputs
     from train.records import Evaluation, Progress
-    from train.runtime import DeviceMeter, StopRequest, start_runtime
     from train.step import optimizer_step
 
     accumulation = config.optimization.gradient_accumulation_steps or 1

@@ -66,8 +66,8 @@ def measured(options: Options) -> dict[str, Any]:
 def compare(jobs: list[Job], budget_seconds: float) -> list[dict[str, Any]]:
     """Predicted and measured figures; errors in percent of the measured, above zero if predicted too much."""
     from scripts.benchmarks.accuracy_cases import title
-    from train.records import UserError
     from train.memory.predict import Predictor
+    from train.records import UserError
 
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()

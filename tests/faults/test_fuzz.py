@@ -14,8 +14,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from train.config import Config, check, dump, from_values, parse, read_recipe, to_values
-from train.records import UsageError, UserError
 from train.extras.readers import readers, rows
+from train.records import UsageError, UserError
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "150"))
 fuzz = settings(

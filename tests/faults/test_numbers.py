@@ -14,8 +14,8 @@ from faults.processes import KILLED, run
 from safetensors.torch import load_file
 from support import checkpoint_digests, write_recipe
 
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 from train.outputs_log import read_metrics
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 
 
 def arguments(folder: Path, output: Path, *more: Any) -> tuple[Any, ...]:

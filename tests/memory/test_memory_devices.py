@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from train.records import UsageError
 from train.extras.meter.throughput import peak_flops_per_second
 from train.memory.devices import Device, find_device, nccl_buffer_bytes, this_device
+from train.records import UsageError
 
 GIB, MIB = 2**30, 2**20
 

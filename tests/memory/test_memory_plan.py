@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from train.config import parse
-from train.records import UsageError, UserError
 from train.memory.advice import command, launcher_words
 from train.memory.devices import Device
 from train.memory.grid import draw, grid_text, grid_values, make_grid
@@ -30,6 +29,7 @@ from train.memory.question import (
     target_of,
     vocabulary_size,
 )
+from train.records import UsageError, UserError
 
 GIB, MIB = 2**30, 2**20
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8000}

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from support import ROOT
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
-from train.records import UserError
 from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
 from train.extras.meter.tracker import (
     ACTIVATIONS,
@@ -29,10 +26,10 @@ from train.extras.meter.tracker import (
     held_by,
     tag_gradients,
 )
-from train.memory.building import build
+from train.memory.building import build, run_of
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
-from train.optim import step_function
-from train.runtime import resolve_precision
+from train.records import Mark, UserError, unmarked
+from train.step import Engine
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -43,9 +40,7 @@ H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
 
 def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) -> Job:
-    fields = {
-        f: settings.pop(f) for f in ("padded", "num_labels", "auto_class", "length", "documents") if f in settings
-    }
+    fields = {f: settings.pop(f) for f in ("padded", "num_labels", "task", "length", "documents") if f in settings}
     values = {**to_values(Config()), "model_config": model, "tokenizer": "bytes", "micro_batch_size": 2, **settings}
     return Job(
         values=values,
@@ -53,7 +48,7 @@ def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) ->
         vocab_size=model.get("vocab_size", 600),
         micro_batch_size=2,
         accumulates=(values["gradient_accumulation_steps"] or 1) > 1,
-        **{"auto_class": "AutoModelForCausalLM", "length": 128, **fields},
+        **{"task": "causal_lm", "length": 128, **fields},
     )
 
 
@@ -81,20 +76,17 @@ class Elsewhere:
 
 
 def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
-    """The same step for real, its storages counted; the second one, when the optimizer has its state."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    config = from_values(case.values)
-    precision, _ = resolve_precision(config.optimization.mixed_precision or "no", torch.device("cpu"))
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    """Of the step made for real, its storages counted; the second one, when the optimizer has its state."""
+    run = run_of(case, from_values(case.values))
     window = [random_batch(case, case.micro_batch_size) for _ in range(1 + case.accumulates)]
-    model, optimizer, network = build(case, config.architecture, config, accelerator, initialised=True)
+    model, optimizer, network = build(case, run, initialised=True)
     elsewhere = Elsewhere()
     if rest_on_host:
         mode, every = case.values["gradient_checkpointing"], case.values["gradient_checkpointing_every_n_layers"]
         enable_checkpointing(network, mode, every, offload=True, transfers_for=lambda device: elsewhere)
-    step = step_function(config.optimization)
-    step(accelerator, model, optimizer, window, config.optimization)
+    marks: list[Mark] = [unmarked]
+    engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, lambda phase: marks[-1](phase)))
+    engine.step(model, optimizer, window)
     with StorageTracker("cpu") as tracker:
         tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
         tracker.ignore(elsewhere.buffers)
@@ -102,7 +94,8 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
         tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
         tag_gradients(tracker, network.parameters())
         tracker.reset_peak()
-        step(accelerator, model, optimizer, window, config.optimization, mark=tracker.mark)
+        marks.append(tracker.mark)
+        engine.step(model, optimizer, window)
     return tracker.peak.num_bytes
 
 
@@ -136,15 +129,15 @@ CASES: dict[str, Job] = {
     ),
     "stochastic": job(dtype="bfloat16", bf16_update="stochastic", length=16),
     "kahan": job({**LLAMA, "vocab_size": 9000}, dtype="bfloat16", bf16_update="kahan", length=16),
-    "masked and padded": job(BERT, auto_class="AutoModelForMaskedLM", padded=True),
+    "masked and padded": job(BERT, task="masked_lm", padded=True),
     "packed, cut in their own ways": job(packing=True, documents=((40, 60, 28), (128,))),
     "packed, checkpointed, cut alike": job(
         packing=True, documents=((28, 100),) * 2, gradient_checkpointing="selective"
     ),
-    "packed, from both sides": job(BERT, auto_class="AutoModelForMaskedLM", packing=True, documents=TWO_ALIKE),
+    "packed, from both sides": job(BERT, task="masked_lm", packing=True, documents=TWO_ALIKE),
     "a sliding window": job({**LLAMA, "model_type": "mistral"}, sliding_window=32, length=1024),
     "positions scaled": job({**LLAMA, "max_position_embeddings": 32}, rope_scaling="yarn"),
-    "classified": job(BERT, auto_class="AutoModelForSequenceClassification", num_labels=3),
+    "classified": job(BERT, task="sequence_classification", num_labels=3),
 }
 
 

@@ -1,18 +1,15 @@
-"""Memory in whole runs: rehearsed without a trace, chosen, recovered, explained, and left out."""
+"""Memory in whole runs: rehearsed without a trace, chosen, recovered and explained."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from support import ROOT, Run
+from support import Run, run_for
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 23.53 GiB of which 1.00 GiB is "
@@ -92,15 +89,13 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any
     if "adamw_8bit" in options.values():
         pytest.importorskip("bitsandbytes")
     import torch
-    from accelerate import Accelerator
 
-    from train.config import Optimization
+    from train.config import Config
     from train.loss import ModelWithLoss
     from train.memory.rehearsal import rehearse
-    from train.optim import build_optimizer, step_function
+    from train.optim import build_optimizer, parameter_groups
     from train.records import MicroBatch
-    from train.runtime import DeviceMeter
-    from train.step import seed_step
+    from train.step import Engine, seed_step
 
     class Network(torch.nn.Module):
         def __init__(self) -> None:
@@ -116,19 +111,27 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any
         return torch.atleast_1d(tensor).view(torch.uint8)
 
     torch.manual_seed(0)
-    accelerator, network = Accelerator(cpu=True), Network()
+    run, network = run_for(Config().changed(weight_decay=0.1, learning_rate=0.1, **options)), Network()
     with torch.no_grad():
         network.head.weight[0, :3] = torch.tensor([0.0, -0.0, 1e-40])  # what arithmetic might tidy up
-    config = Optimization(weight_decay=0.1, learning_rate=0.1, **options)
     if "bf16_update" in options:
         network.bfloat16()
-    step, optimizer = step_function(config), build_optimizer(network, config, torch.device("cuda"))
-    model, prepared = accelerator.prepare(ModelWithLoss(network), optimizer)
+    groups = parameter_groups(network, run.config.optimization)
+    own: Any = run.extras.first("build_optimizer", run.config, groups, torch.device("cuda"))
+    model, prepared = run.accelerator.prepare(ModelWithLoss(network), own or build_optimizer(run, network))
+    engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config))
     ids = torch.randint(11, (2, 7))
     batch = MicroBatch({"input_ids": ids}, ids, 14, (0, 1), 14)
     before = {k: v.clone() for k, v in network.state_dict().items()}
     random_before = torch.get_rng_state()
-    rehearse(accelerator, model, prepared, step, [batch], batch, config, DeviceMeter(torch.device("cpu")))
+    evaluated: list[MicroBatch] = []
+    data = SimpleNamespace(
+        examples=SimpleNamespace(validation=None), evaluation_batches=lambda run, examples: iter([batch])
+    )
+    evaluator = SimpleNamespace(score=evaluated.append)
+    parts: Any = SimpleNamespace(model=model, optimizer=prepared, engine=engine, data=data, evaluator=evaluator)
+    rehearse(run, parts, [batch])
+    assert evaluated == [batch]
     after = network.state_dict()
     for name, value in before.items():
         assert torch.equal(bits(value), bits(after[name])), name
@@ -137,7 +140,7 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any
     assert {group["lr"] for group in prepared.param_groups} == {0.1}
     assert all(p.grad is None for p in network.parameters())
     seed_step(0, 0, 0)
-    step(accelerator, model, prepared, [batch], config)
+    engine.step(model, prepared, [batch])
     assert not torch.equal(before["head.weight"], network.head.weight)
 
 
@@ -210,30 +213,3 @@ def test_stop_ends_at_the_first_fault(recipe: Path, run_main: Run, tmp_path: Pat
     done = run_main("--config", recipe, *flags, "--output_dir", tmp_path / "run", env=env)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "23.53 GiB" in done.stderr and "--micro_batch_size 1" in done.stderr
-
-
-def test_template_runs_with_the_memory_branch_deleted(recipe: Path, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "train", tmp_path / "fork/train", ignore=shutil.ignore_patterns("memory", "__pycache__"))
-
-    # an editable installation of this repository would lend the fork its own train/memory
-    lends_not = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
-    (tmp_path / "fork/sitecustomize.py").write_text(lends_not)
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(tmp_path / "fork/train/main.py"), "--config", str(recipe), *arguments]
-        return subprocess.run(
-            [*command, "--output_dir", str(tmp_path / "run")],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=tmp_path / "fork",
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "fork")},
-        )
-
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert summary_of(tmp_path / "run")["peak_allocated_bytes"] > 0
-    asked = run("--micro_batch_size", "auto")
-    assert asked.returncode == 1 and "train/memory/" in asked.stderr and "Traceback" not in asked.stderr
-    asked = run("--gradient_checkpointing", "auto")
-    assert asked.returncode == 1 and "give none, selective or full" in asked.stderr

@@ -30,8 +30,8 @@ from scripts.benchmarks.study.cells import (
 from scripts.benchmarks.study.findings import findings, in_words
 from scripts.benchmarks.study.page import page
 from scripts.benchmarks.study.tables import markdown
-from train.records import UsageError, UserError
 from train.memory.predict import Job, Prediction
+from train.records import UsageError, UserError
 
 GIB = 2**30
 MODEL = {

@@ -8,24 +8,27 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import run_for
 from torch import Tensor, nn
 
-from train import causality
-from train.config import Architecture
-from train.records import UserError
+from train.config import Config
+from train.data import load_tokenizer
 from train.model import build_model
-from train.tokenization import load_tokenizer
+from train.records import UserError
+from train.tasks import causal_lm, masked_lm
 
 BYTES = load_tokenizer("bytes", ())
-CAUSAL = "AutoModelForCausalLM"
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = {"model_type": "bert", **SHAPE}
 SEES = "its tokens see those that follow"
 
 
-def built(model_config: dict[str, Any] | None = None, max_length: int = 32, **fields: Any) -> Any:
+def built(
+    model_config: dict[str, Any] | None = None, task: Any = causal_lm.Task, has_weights: bool = True, **fields: Any
+) -> Any:
     torch.manual_seed(0)
-    return build_model(Architecture(model_config=model_config, **fields), CAUSAL, BYTES, max_length)
+    config = Config().changed(**{"model_config": model_config, "max_length": 32, **fields})
+    return build_model(run_for(config), task, BYTES, has_weights=has_weights).model
 
 
 def change_before(model: nn.Module) -> float:
@@ -82,7 +85,7 @@ def test_an_encoder_that_stays_one_is_refused(model_type: str, dtype: str) -> No
 
 def test_another_switch_is_seen_too() -> None:
     xlm = {"model_type": "xlm", "emb_dim": 16, "n_layers": 1, "n_heads": 2}
-    with pytest.raises(UserError, match=f"model 'xlm': {SEES}, and"):
+    with pytest.raises(UserError, match=f"model 'xlm': {SEES}, so"):
         built(xlm)
     assert change_before(built({**xlm, "causal": True})) == 0
 
@@ -90,12 +93,11 @@ def test_another_switch_is_seen_too() -> None:
 def test_a_stored_encoder_is_refused_with_and_without_its_weights(tmp_path: Path) -> None:
     stored = transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE, vocab_size=259))
     stored.save_pretrained(tmp_path)
-    architecture = Architecture(model=str(tmp_path))
     for weights in (True, False):
         with pytest.raises(UserError, match=rf"model '{tmp_path}': {SEES}.*is_decoder: true") as caught:
-            build_model(architecture, CAUSAL, BYTES, 32, weights=weights)
+            built(model=str(tmp_path), has_weights=weights)
         assert "\n" not in str(caught.value)
-    assert build_model(architecture, "AutoModelForMaskedLM", BYTES, 32)
+    assert built(model=str(tmp_path), task=masked_lm.Task)
     stored.config.is_decoder = True
     stored.save_pretrained(tmp_path)
     assert change_before(built(model=str(tmp_path))) == 0
@@ -140,10 +142,14 @@ def test_models_of_ones_own_are_tried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert built(model="own_causality:looks_back", max_length=max_length).causal
 
 
+def check(model: nn.Module) -> None:
+    causal_lm.Task.check_model(model, "own", vocabulary=300, max_length=32, has_weights=True)
+
+
 def test_trying_leaves_no_trace() -> None:
     model = Averaging(causal=True)
     before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    causality.check_causal(model, "own", 300, 32)
+    check(model)
     assert torch.equal(state, torch.get_rng_state())
     assert model.training and model.dropout.training and not model.frozen.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -152,10 +158,10 @@ def test_trying_leaves_no_trace() -> None:
 
 
 def test_large_models_and_those_that_cannot_be_tried_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    causality.check_causal(nn.Linear(2, 3), "own", 300, 32)
+    check(nn.Linear(2, 3))
     with torch.device("meta"):
-        causality.check_causal(Averaging(causal=False), "own", 300, 32)
-    monkeypatch.setattr(causality, "TRIED_PARAMETERS", 1000)
+        check(Averaging(causal=False))
+    monkeypatch.setattr(causal_lm, "TRIED_PARAMETERS", 1000)
     model = Averaging(causal=False)
-    causality.check_causal(model, "own", 300, 32)
+    check(model)
     assert not model.calls

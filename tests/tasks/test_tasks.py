@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support import run_for
 from torch import nn
 
-from train.config import Architecture, Data
-from train.records import UserError
-from train.loss import ModelWithLoss
+from train.config import Config
+from train.data import load_tokenizer
 from train.model import build_model
-from train.records import IGNORE, Corpus, Examples
-from train.tasks import build_task
-from train.tasks.base import Task
-from train.tasks.causal_lm import CausalLM
-from train.tasks.masked_lm import MaskedLM
-from train.tasks.sequence_classification import SequenceClassification
-from train.tokenization import load_tokenizer, tokenize
+from train.records import IGNORE, Corpus, Examples, UsageError, UserError
+from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, task_names, tokenize
 
 BYTES = load_tokenizer("bytes", ())
 END, PAD, MASK = 0, 1, 2
 TEXT = "Ein längerer Satz, mit Emoji 🤗🤗 und ohne Ende. " * 3
+
+
+def made(name: str, **options: Any) -> Task:
+    """A task under these options."""
+    return load_task(name)(Config().changed(task=name, **options))
 
 
 def ids_of(text: str) -> list[int]:
@@ -74,8 +74,8 @@ class Recording:
 
 @pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "sequence_classification"])
 def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.tasks.base.BYTES_AT_ONCE", 100)
-    task, recording = build_task(Data(task=name, max_length=16)), Recording()
+    monkeypatch.setattr("train.tasks.BYTES_AT_ONCE", 100)
+    task, recording = made(name, max_length=16), Recording()
     texts = ["ü" * 30, "b" * 60, "c" * 40, "d" * 500, "e", "f" * 99, ""]
     found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
     assert recording.calls == [[60], [60, 40], [500], [1, 99, 0]]
@@ -91,33 +91,33 @@ def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypat
 @pytest.mark.parametrize("text", ["", "a", "abcd", "abcde", "abcdefg", "abcdefgh", TEXT])
 @pytest.mark.parametrize("max_length", [2, 4, 64])
 def test_causal_lm_makes_every_token_a_target_exactly_once(text: str, max_length: int) -> None:
-    windows = [row["tokens"].tolist() for row in encoded(CausalLM(Data(max_length=max_length)), text)]
+    windows = [row["tokens"].tolist() for row in encoded(made("causal_lm", max_length=max_length), text)]
     assert [token for window in windows for token in window[1:]] == [*ids_of(text), END]
     assert windows[0][0] == END
     assert all(2 <= len(window) <= max_length + 1 for window in windows)
 
 
 def test_causal_lm_neighbouring_windows_share_one_token() -> None:
-    windows = [row["tokens"] for row in encoded(CausalLM(Data(max_length=8)), TEXT)]
+    windows = [row["tokens"] for row in encoded(made("causal_lm", max_length=8), TEXT)]
     assert len(windows) > 10
     assert all(left[-1] == right[0] for left, right in itertools.pairwise(windows))
 
 
 def test_causal_lm_does_not_join_documents() -> None:
-    rows = encoded(CausalLM(Data(max_length=8)), "ab", "cd")
+    rows = encoded(made("causal_lm", max_length=8), "ab", "cd")
     assert [row["tokens"].tolist() for row in rows] == [[END, *ids_of("ab"), END], [END, *ids_of("cd"), END]]
 
 
 @pytest.mark.parametrize("text", ["", "x", TEXT])
 @pytest.mark.parametrize("spec", ["bytes", "train:300"])
 def test_causal_lm_bytes_of_all_windows_sum_to_the_text(text: str, spec: str) -> None:
-    task, tokenizer = CausalLM(Data(max_length=8)), load_tokenizer(spec, [TEXT] * 3)
+    task, tokenizer = made("causal_lm", max_length=8), load_tokenizer(spec, [TEXT] * 3)
     examples = task.encode({"text": [text]}, tokenizer, ())
     assert sum(examples["num_bytes"]) == pytest.approx(len(text.encode()))
 
 
 def test_causal_lm_labels_are_the_next_token_and_padding_is_no_target() -> None:
-    task = CausalLM(Data(max_length=8))
+    task = made("causal_lm", max_length=8)
     batch = task.collate(encoded(task, "abc", "z"), (0, 0), PAD)
     a, b, c, z = ids_of("abcz")
     assert batch.inputs["input_ids"].tolist() == [[END, a, b, c], [END, z, PAD, PAD]]
@@ -129,14 +129,14 @@ def test_causal_lm_labels_are_the_next_token_and_padding_is_no_target() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
 def test_causal_lm_padding_without_mask_changes_neither_loss_nor_gradients(model_type: str, attention: str) -> None:
-    task = CausalLM(Data(max_length=16))
+    task = made("causal_lm", max_length=16)
     shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     if model_type != "gpt2":
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
         shape |= {"num_key_value_heads": 1, "head_dim": 8}
-    architecture = Architecture(model_config={"model_type": model_type, **shape}, attn_implementation=attention)
+    config = task.config.changed(model_config={"model_type": model_type, **shape}, attn_implementation=attention)
     torch.manual_seed(0)
-    model = ModelWithLoss(build_model(architecture, task.auto_class, BYTES, 16)).double()
+    model = build_model(run_for(config), type(task), BYTES).double()
     rows = encoded(task, "hello world", "hi", "a longer te")
 
     together, together_gradients = loss_and_gradients(model, task, rows)
@@ -160,13 +160,13 @@ def loss_and_gradients(model: nn.Module, task: Task, rows: list[dict[str, Any]])
 
 
 def test_causal_lm_references_are_entropy_and_xz() -> None:
-    references = CausalLM(Data()).references(["ab" * 500])
+    references = made("causal_lm").references(["ab" * 500])
     assert references["order-0 entropy"] == pytest.approx(1.0)
     assert references["xz -9"] < 1.0
 
 
 def test_causal_lm_samples_after_the_beginning_of_the_text() -> None:
-    task = CausalLM(Data(max_length=24))
+    task = made("causal_lm", max_length=24)
     config = transformers.LlamaConfig(
         vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
     )
@@ -186,7 +186,7 @@ def mixed_text(length: int) -> str:
 
 
 def test_masked_lm_frames_windows_that_cover_the_text_once() -> None:
-    rows = encoded(MaskedLM(Data(max_length=10)), TEXT)
+    rows = encoded(made("masked_lm", max_length=10), TEXT)
     tokens = [row["tokens"].tolist() for row in rows]
     assert all(len(t) <= 10 and t[0] == END and t[-1] == END for t in tokens)
     assert [token for t in tokens for token in t[1:-1]] == ids_of(TEXT)
@@ -194,7 +194,7 @@ def test_masked_lm_frames_windows_that_cover_the_text_once() -> None:
 
 
 def test_masked_lm_hides_80_replaces_10_and_keeps_10_percent_of_15() -> None:
-    task = MaskedLM(Data(max_length=100_002))
+    task = made("masked_lm", max_length=100_002)
     rows = encoded(task, mixed_text(100_000))
     batch = task.collate(rows, (0, 0), PAD)
     original, shown = torch.as_tensor(rows[0]["tokens"]).long(), batch.inputs["input_ids"][0]
@@ -211,13 +211,13 @@ def test_masked_lm_hides_80_replaces_10_and_keeps_10_percent_of_15() -> None:
 
 
 def test_masked_lm_chooses_the_share_it_is_told() -> None:
-    task = MaskedLM(Data(max_length=20_002, mlm_probability=0.4))
+    task = made("masked_lm", max_length=20_002, mlm_probability=0.4)
     batch = task.collate(encoded(task, mixed_text(20_000)), (0, 0), PAD)
     assert batch.num_targets / 20_000 == pytest.approx(0.4, abs=0.015)
 
 
 def test_masked_lm_never_chooses_special_tokens_or_padding() -> None:
-    task = MaskedLM(Data(max_length=64, mlm_probability=0.9))
+    task = made("masked_lm", max_length=64, mlm_probability=0.9)
     rows = encoded(task, "short", "in<|end|>the<|mask|>middle", mixed_text(60), "<|end|><|end|>")
     for epoch in range(20):
         batch = task.collate(rows, (0, epoch), PAD)
@@ -232,14 +232,14 @@ def test_masked_lm_never_chooses_special_tokens_or_padding() -> None:
 
 
 def test_masked_lm_has_a_target_in_every_example() -> None:
-    task = MaskedLM(Data(max_length=8, mlm_probability=0.01))
+    task = made("masked_lm", max_length=8, mlm_probability=0.01)
     rows = encoded(task, *["abc"] * 50)
     batch = task.collate(rows, (0, 0), PAD)
     assert (batch.labels != IGNORE).sum(1).min() == 1
 
 
 def test_masked_lm_choice_depends_on_seed_epoch_and_example_alone() -> None:
-    task = MaskedLM(Data(max_length=64))
+    task = made("masked_lm", max_length=64)
     rows = encoded(task, mixed_text(60), mixed_text(30), mixed_text(50))
     together = task.collate(rows, (7, 1), PAD)
     for i in (2, 0, 1):
@@ -253,7 +253,7 @@ def test_masked_lm_choice_depends_on_seed_epoch_and_example_alone() -> None:
     assert not torch.equal(together.labels, task.collate(renumbered, (7, 1), PAD).labels)
 
 
-@pytest.mark.parametrize("task", [MaskedLM(Data(max_length=8)), SequenceClassification(Data(max_length=8))])
+@pytest.mark.parametrize("task", [made("masked_lm", max_length=8), made("sequence_classification", max_length=8)])
 def test_attention_mask_is_given_only_where_there_is_padding(task: Task) -> None:
     found = task.encode({"text": ["abc", "def", "g"], "label": ["x", "x", "y"]}, BYTES, ("x", "y"))
     rows = [{name: found[name][i] for name in found} | {"id": i} for i in range(3)]
@@ -266,10 +266,10 @@ def test_attention_mask_is_given_only_where_there_is_padding(task: Task) -> None
 
 def test_masked_lm_refuses_a_tokenizer_without_mask_token() -> None:
     tokenizer = load_tokenizer("bytes", ())
-    MaskedLM(Data()).check_tokenizer(tokenizer)
+    made("masked_lm").check_tokenizer(tokenizer)
     tokenizer.mask_token = None
     with pytest.raises(UserError, match="masked_lm: the tokenizer has no mask token"):
-        MaskedLM(Data()).check_tokenizer(tokenizer)
+        made("masked_lm").check_tokenizer(tokenizer)
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "sequence_classification"])
@@ -277,15 +277,15 @@ def test_a_tokenizer_without_padding_and_end_token_is_refused(task: str) -> None
     tokenizer = load_tokenizer("bytes", ())
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(UserError, match=f"{task}: the tokenizer has neither a padding nor an end token"):
-        build_task(Data(task=task)).check_tokenizer(tokenizer)
+        made(task).check_tokenizer(tokenizer)
 
 
 @pytest.mark.parametrize("task", ["masked_lm", "sequence_classification"])
 def test_a_length_without_room_for_text_is_refused(task: str) -> None:
     documents = {"text": ["abc"], "label": ["x"]}
     with pytest.raises(UserError, match=r"max_length: 2 leaves no room .* Give 3 or more"):
-        build_task(Data(task=task, max_length=2)).encode(documents, BYTES, ("x", "y"))
-    assert build_task(Data(task=task, max_length=3)).encode(documents, BYTES, ("x", "y"))["length"][0] == 3
+        made(task, max_length=2).encode(documents, BYTES, ("x", "y"))
+    assert made(task, max_length=3).encode(documents, BYTES, ("x", "y"))["length"][0] == 3
 
 
 # sequence_classification
@@ -306,7 +306,7 @@ def test_a_length_without_room_for_text_is_refused(task: str) -> None:
     ],
 )
 def test_classification_keeps_the_part_it_is_told(truncation: Any, max_length: int, kept: str) -> None:
-    task = SequenceClassification(Data(max_length=max_length, truncation=truncation))
+    task = made("sequence_classification", max_length=max_length, truncation=truncation)
     found = task.encode({"text": ["abcdefgh"], "label": ["x"]}, BYTES, ("w", "x"))
     assert found["tokens"][0].tolist() == [END, *ids_of(kept), END]
     assert (found["length"], found["document_length"], found["label"]) == ([len(kept) + 2], [10], [1])
@@ -321,8 +321,7 @@ def test_classification_says_how_many_tokens_are_lost() -> None:
 
 
 def classified(corpus: Corpus, **data: Any) -> Examples:
-    settings = Data(**{"task": "sequence_classification", "max_length": 16, **data})
-    return tokenize(corpus, SequenceClassification(settings), BYTES, settings)
+    return tokenize(corpus, made("sequence_classification", **{"max_length": 16, **data}), BYTES)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +371,7 @@ def test_classification_numbers_the_labels_of_a_stream() -> None:
 
 
 def test_classification_collates_one_label_a_document() -> None:
-    task = SequenceClassification(Data(max_length=8))
+    task = made("sequence_classification", max_length=8)
     found = task.encode({"text": ["abc", "d"], "label": ["y", "x"]}, BYTES, ("x", "y"))
     batch = task.collate([{name: found[name][i] for name in found} | {"id": 5 + i} for i in range(2)], (0, 0), PAD)
     assert batch.labels.tolist() == [1, 0]
@@ -407,21 +406,20 @@ def test_a_single_class_is_refused() -> None:
 def test_class_names_land_in_the_model(model_type: str) -> None:
     examples = classified(corpus_of([("a", "spam"), ("b", "ham"), ("c", "eggs")], [("a", "spam")]))
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    architecture = Architecture(model_config={"model_type": model_type, **shape})
-    task = SequenceClassification(Data())
-    model = build_model(architecture, task.auto_class, BYTES, 16, examples.label_names)
+    task = made("sequence_classification", max_length=16, model_config={"model_type": model_type, **shape})
+    model = build_model(run_for(task.config), type(task), BYTES, examples.label_names).model
     assert isinstance(model, transformers.PreTrainedModel)
     assert model.config.id2label == {0: "eggs", 1: "ham", 2: "spam"}
     assert model.config.label2id == {"eggs": 0, "ham": 1, "spam": 2}
     assert model(input_ids=torch.tensor([[END, 5, END]])).logits.shape == (1, 3)
 
 
-def test_build_task_gives_the_task_of_the_configuration() -> None:
-    for name, cls in (
-        ("causal_lm", CausalLM),
-        ("masked_lm", MaskedLM),
-        ("sequence_classification", SequenceClassification),
-    ):
-        data = Data(task=name)
-        task = build_task(data)
-        assert type(task) is cls and task.name == name and task.data is data
+def test_tasks_are_the_files_of_their_folder() -> None:
+    modules = {"causal_lm": causal_lm, "masked_lm": masked_lm, "sequence_classification": sequence_classification}
+    assert task_names() == sorted(modules)
+    for name, module in modules.items():
+        task = made(name)
+        assert type(task) is module.Task and task.name == name and task.data is task.config.data
+    for name in ("translation", "__init__", "../config"):
+        with pytest.raises(UsageError, match="is not one of causal_lm, masked_lm, sequence_classification"):
+            load_task(name)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.extras.parallelism.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS
-
 STAGE = {"zero2": 2, "zero3": 3}
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}
@@ -36,4 +34,6 @@ def gradient_bytes(num_parameters: int, world_size: int) -> int:
 
 def bucket_bytes(num_parameters: int) -> int:
     """The buffer of gradients that are summed over the ranks at once, in fp32; held all the time, to be safe."""
+    from train.extras.parallelism.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
+
     return 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_parameters)

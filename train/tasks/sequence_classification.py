@@ -68,7 +68,8 @@ class Task(tasks.Task):
         if not unknown:
             return documents, ()
         first = documents[unknown[0]]
-        where = f"{first['source']}: label {first['label']!r} does not occur in the training split"
+        place = first.get("source", f"document {unknown[0]}")
+        where = f"{place}: label {first['label']!r} does not occur in the training split"
         if self.config.get("on_bad_record", "error") == "error":
             more = "" if self.config.get("max_train_samples") is None else "raise --max_train_samples, "
             raise UserError(

@@ -13,8 +13,8 @@ from typing import Any
 
 from scripts.benchmarks import building, harness
 from scripts.benchmarks.study.cells import FAILED, MEASURED, OUT_OF_MEMORY
-from train.records import UserError
 from train.memory.predict import Job
+from train.records import UserError
 
 LIBRARIES = ["torch.profiler", "accelerate", "transformers.modeling_utils", "train.step", "train.model"]
 SCALE_STEPS = 20

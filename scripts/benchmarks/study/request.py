@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from scripts.benchmarks import building
-from train.records import UsageError, UserError
 from train.memory.flags import numbers, positive, with_underscores
 from train.memory.predict import Job, Target
+from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
     from train.config import Config

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, cast
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 from test_model import LLAMA, built
 from test_recompute import LazyCopies, offloaded
 from test_step import batch, rows
 
 from train.batching import micro_batches, without_targets
-from train.config import Optimization
-from train.launch import read_launch
+from train.config import Config, Optimization
+from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
 from train.loss import ModelWithLoss
-from train.runtime import make_accelerator, meet_over_gloo, shard_by_layer
 from train.state import whole_tensors
-from train.step import optimizer_step
+from train.step import Engine, optimizer_step
 
 TIED = {**LLAMA, "num_hidden_layers": 3, "tie_word_embeddings": True}
 TILES: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 2}
@@ -33,8 +33,9 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
 
 def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
     launch = read_launch()
-    meet_over_gloo(launch)
-    accelerator = make_accelerator(launch, "no", accumulation_steps=1, on_cpu=True)
+    init_gloo(launch)
+    accelerator = Accelerator(**accelerator_options(launch, "no", torch.device("cpu")))
+    engine = Engine(accelerator, Config(optimization=Optimization(max_grad_norm=0.5)))
     lengths = [9, 2, 5, 7, 3, 3, 8, 1, 6]
     examples = rows(lengths)
     found: dict[str, torch.Tensor] = {}
@@ -48,15 +49,13 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
         model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
         norms = []
         for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):  # the last window has fewer examples than there are ranks
-            parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, launch.data_size)
-            mine = [part[launch.data_rank] for part in parts]
+            parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, launch.dp_size)
+            mine = [part[launch.dp_rank] for part in parts]
             window = [batch([examples[i] for i in m]) if m else without_targets(batch([examples[0]])) for m in mine]
-            outcome = optimizer_step(accelerator, model, optimizer, window, Optimization(max_grad_norm=0.5))
+            outcome = optimizer_step(engine, model, optimizer, window)
             norms.append(outcome.grad_norm)
         assert bool(transfers.log) is (checkpointing is not None)
-        weights = whole_tensors(
-            cast("ModelWithLoss", accelerator.unwrap_model(model)).model, keep=accelerator.is_main_process
-        )
+        weights = whole_tensors(accelerator.unwrap_model(model).model, keep=accelerator.is_main_process)
         found |= {f"{way}.{name}": value.clone() for name, value in weights.items()}
         found[f"{way}.norms"] = torch.tensor(norms, dtype=torch.float64)
     if accelerator.is_main_process:

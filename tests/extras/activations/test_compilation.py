@@ -14,9 +14,10 @@ from test_main import train as train_run
 from test_model import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
 
-from train.records import EXIT_DONE, EXIT_USAGE, UsageError, UserError
 from train.extras.activations.compilation import Compilation, check_compiler, compile_layers, uncompiled
+from train.extras.losses.in_head import use_loss_in_head
 from train.loss import ModelWithLoss
+from train.records import EXIT_DONE, EXIT_USAGE, UsageError, UserError
 
 DROPOUT = {**GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
 EAGER = "aot_eager"
@@ -30,11 +31,13 @@ def _forgets() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def gradients(model: nn.Module, length: int, chunked: bool = True) -> tuple[float, dict[str, Tensor]]:
+def gradients(model: nn.Module, length: int) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     ids = torch.arange(3, 3 + 2 * length).view(2, length)
     torch.manual_seed(1)
-    loss = ModelWithLoss(model.train(), "chunked" if chunked else "full")({"input_ids": ids}, ids.clone())
+    with_loss = ModelWithLoss(model.train())
+    use_loss_in_head(with_loss, "chunked")
+    loss = with_loss({"input_ids": ids}, ids.clone())
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -48,7 +51,7 @@ def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: d
     model_config = DROPOUT if mode == MODES[1] else LLAMA
     plain, compiled = built(model_config, **mode), built(model_config, **mode)
     assert compile_layers(compiled, EAGER) == 2
-    with Compilation(True, pytest.fail).listening() as compilation:
+    with Compilation(pytest.fail).listening() as compilation:
         for length in (12, 20, 31):
             loss, expected = gradients(plain, length)
             again, found = gradients(compiled, length)
@@ -62,7 +65,7 @@ def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: d
     assert compilation.seconds > 0
     summary = compilation.summary()
     assert (summary["recompilations"], summary["recompile_limit_reached"]) == (compilation.recompilations, None)
-    assert f"{compilation.compilations} compilations" in (compilation.line() or "")
+    assert f"{compilation.compilations} compilations" in compilation.line()
 
 
 def test_attention_stays_causal_without_a_mask() -> None:
@@ -86,7 +89,7 @@ def test_names_of_weights_stay_and_the_sample_runs_uncompiled() -> None:
     model = built(LLAMA)
     names = list(model.state_dict())
     compile_layers(model, EAGER)
-    with Compilation(True, pytest.fail).listening() as compilation:
+    with Compilation(pytest.fail).listening() as compilation:
         with uncompiled(model):
             gradients(model, 8)
         assert compilation.compilations == 0
@@ -104,7 +107,7 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
     monkeypatch.setattr(
         train.extras.activations.compilation, "compile_layers", lambda model: compile_layers(model, EAGER)
     )
-    monkeypatch.setattr("train.extras.meter.memory.TRACK_EVERY_STEPS", 1000)
+    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 1000)
     assert train_run(recipe, tmp_path / "run", "--compile", "True", "--num_epochs", 3) == EXIT_DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert 1 <= summary["compilations"] < 8 and summary["recompile_limit_reached"] is None
@@ -115,7 +118,7 @@ def test_too_many_compilations_are_told_with_their_cause() -> None:
     said: list[str] = []
     model = built(LLAMA)
     compile_layers(model, EAGER)
-    with Compilation(True, said.append).listening() as compilation:
+    with Compilation(said.append).listening() as compilation:
         for length in (8, 12, 16):
             gradients(model, length)
     assert len(said) == 1
@@ -123,13 +126,14 @@ def test_too_many_compilations_are_told_with_their_cause() -> None:
     assert compilation.summary()["recompile_limit_reached"]
 
 
-def test_nothing_is_counted_where_nothing_is_compiled() -> None:
-    with Compilation(False, pytest.fail).listening() as compilation:
-        assert (compilation.summary(), compilation.line()) == ({}, None)
+def test_nothing_is_counted_where_nothing_is_compiled(recipe: Path, tmp_path: Path) -> None:
+    assert train_run(recipe, tmp_path / "run", "--max_steps", 1, "--num_epochs", "None") == EXIT_DONE
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert not [name for name in summary if "compil" in name]
 
 
 def test_model_without_repeated_layers_is_refused() -> None:
-    with pytest.raises(UserError, match="compile: finds no repeated layers"):
+    with pytest.raises(UserError, match="compile: this model has no repeated layers"):
         compile_layers(nn.Linear(2, 2))
 
 

@@ -14,10 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from train.config import check, from_values
-from train.records import UsageError
 from train.extras.activations.recompute import OffloadedInputs, StreamTransfers, enable_checkpointing
-from train.extras.endurance.recovery import free_memory
 from train.loss import ModelWithLoss
+from train.records import UsageError
 
 PIECE_BYTES = 4096
 DEEP = {**LLAMA, "num_hidden_layers": 4}
@@ -224,7 +223,7 @@ def test_memory_is_free_again_after_an_exception(fail_at: int) -> None:
     transfers.fail_at = fail_at
     with pytest.raises(torch.OutOfMemoryError):
         step(model)
-    free_memory(torch.device("cpu"))
+    gc.collect()  # as recovery does: frames of an exception may form circles
     assert len(offload._free) == len(transfers.buffers)
     transfers.fail_at = None
     buffers = len(transfers.buffers)
@@ -285,8 +284,8 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
             "auto chooses gradient_checkpointing_every_n_layers",
         ),
         ({"mlp_tile_tokens": 64}, "mlp_tile_tokens needs tiled_mlp: true"),
-        ({"tiled_mlp": True, "mlp_tile_tokens": 0}, "mlp_tile_tokens: 0 is too small"),
-        ({"memory_budget_gib": 0.0}, "memory_budget_gib: 0.0 must be positive"),
+        ({"tiled_mlp": True, "mlp_tile_tokens": 0}, "mlp_tile_tokens: 0 is not valid: it must be at least 1"),
+        ({"memory_budget_gib": 0.0}, "memory_budget_gib: 0.0 is not valid: it must be above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:

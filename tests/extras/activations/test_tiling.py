@@ -13,10 +13,9 @@ from test_recompute import LazyCopies, offloaded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.config import Architecture
-from train.records import UserError
 from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, describe, mlps, norms, tile_mlps
 from train.loss import ModelWithLoss
+from train.records import UserError
 
 built = partial(built_for, max_length=128)
 MODELS = {
@@ -71,10 +70,10 @@ def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int) -> None:
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_all_together_change_neither_loss_nor_gradients(name: str, every: int, mode: str) -> None:
-    config, auto_class = MODELS[name]
+    config, task = MODELS[name]
     config = {**config, "num_hidden_layers": 3}
-    expected = step(built(config, auto_class).double(), times=2)
-    model, transfers = built(config, auto_class, tiled_mlp=True, mlp_tile_tokens=30).double(), LazyCopies()
+    expected = step(built(config, task).double(), times=2)
+    model, transfers = built(config, task, tiled_mlp=True, mlp_tile_tokens=30).double(), LazyCopies()
     offloaded(model, transfers, mode, every)
     loss, found = step(model, times=2)
     assert transfers.log.count("out") == 2 * (3 if every == 1 else 2)
@@ -246,7 +245,7 @@ def test_mixtures_of_experts_are_left_whole_and_a_model_of_nothing_else_is_refus
     with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile.*Qwen2MoeSparseMoeBlock.*Use False"):
         built(moe, tiled_mlp=True)
     model = built({**moe, "mlp_only_layers": [0]}, tiled_mlp=True, mlp_tile_tokens=40)
-    assert describe(model, Architecture(tiled_mlp=True, mlp_tile_tokens=40)) == [
+    assert describe(model, 40) == [
         "tiled_mlp: 1 MLPs and 3 norms compute in tiles of 40 tokens; 1 other blocks are left whole"
     ]
     with pytest.raises(UserError, match=r"no layers with an mlp that are known"):

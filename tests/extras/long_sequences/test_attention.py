@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from train.records import UserError
+from train.extras.activations.recompute import enable_checkpointing
 from train.extras.long_sequences import attention
+from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import collate_packed, joined
 from train.loss import ModelWithLoss
-from train.model import enable_checkpointing
-from train.records import Documents, MicroBatch
-from train.tasks.base import attention_inputs, pad
+from train.records import MicroBatch, UserError
+from train.tasks import attention_inputs, pad
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -47,7 +47,7 @@ def built(model_type: str, fields: dict[str, Any], dtype: torch.dtype = torch.fl
     model = factory.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation=name, dtype=dtype)
     model.config.use_cache = False
     if name == attention.NAME:
-        attention.tell_documents(model)
+        attention.set_document_boundaries(model)
     return model
 
 

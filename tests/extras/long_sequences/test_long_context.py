@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from support import run_for
 from test_main import _own_signals as _own_signals
 from test_main import train
 from transformers import AutoModelForCausalLM
 
-from train.config import Architecture
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
+from train.config import Config
+from train.data import load_tokenizer
 from train.extras.long_sequences import attention
 from train.model import build_model
-from train.tokenization import load_tokenizer
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
+from train.tasks import load_task
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -25,9 +27,10 @@ MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id"
 MODERNBERT = {**SIZES, **MARKS, "model_type": "modernbert", "max_position_embeddings": 64, "local_attention": 8}
 
 
-def built(model_config: dict[str, Any], max_length: int, task: str = "AutoModelForCausalLM", **fields: Any) -> Any:
-    architecture = Architecture(model_config=model_config, **fields)
-    return build_model(architecture, task, load_tokenizer("bytes", ()), max_length)
+def built(model_config: dict[str, Any], max_length: int, task: str = "causal_lm", **options: Any) -> Any:
+    """The network that a run with these options would train."""
+    config = Config().changed(task=task, model_config=model_config, max_length=max_length, **options)
+    return build_model(run_for(config), load_task(task), load_tokenizer("bytes", ())).model
 
 
 def frequencies(model: Any) -> torch.Tensor:
@@ -39,7 +42,7 @@ def test_linear_divides_every_frequency_by_the_factor() -> None:
     assert torch.equal(frequencies(scaled), frequencies(plain) / 4)
     assert scaled.config.rope_parameters["factor"] == 4.0
     assert scaled.config.max_position_embeddings == 256
-    halved = built(LLAMA, 100, rope_scaling="linear", rope_scaling_factor=2)
+    halved = built(LLAMA, 100, rope_scaling="linear", rope_scaling_factor=2.0)
     assert torch.equal(frequencies(halved), frequencies(plain) / 2)
 
 
@@ -61,7 +64,7 @@ def test_yarn_divides_slow_frequencies_keeps_fast_ones_and_sharpens_attention() 
 
 
 def test_only_layers_that_see_everything_are_scaled() -> None:
-    model = built(MODERNBERT, 128, "AutoModelForMaskedLM", rope_scaling="yarn")
+    model = built(MODERNBERT, 128, "masked_lm", rope_scaling="yarn")
     rope = model.config.rope_parameters
     assert rope["full_attention"]["factor"] == 2.0
     assert rope["sliding_attention"]["rope_type"] == "default"
@@ -84,8 +87,8 @@ def test_a_window_hides_what_is_further_back() -> None:
 
 def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:
     assert built({**LLAMA, "model_type": "mistral"}, 64, sliding_window=64).config._attn_implementation == "sdpa"
-    assert built(MODERNBERT, 64, "AutoModelForMaskedLM").config._attn_implementation == attention.NAME
-    assert built(MODERNBERT, 64, "AutoModelForMaskedLM", sliding_window=6).config.local_attention == 12
+    assert built(MODERNBERT, 64, "masked_lm").config._attn_implementation == attention.NAME
+    assert built(MODERNBERT, 64, "masked_lm", sliding_window=6).config.local_attention == 12
 
 
 @pytest.mark.parametrize(
@@ -131,9 +134,12 @@ def test_final_holds_what_was_changed(llama_recipe: Path, tmp_path: Path, capsys
     ("flags", "message"),
     [
         (("--rope_scaling_factor", 2), "rope_scaling_factor needs rope_scaling"),
-        (("--rope_scaling", "yarn", "--rope_scaling_factor", 1), "rope_scaling_factor: 1.0 must be more than 1"),
-        (("--sliding_window", 0), "sliding_window: 0 is too small"),
-        (("--model", "nowhere:made", "--tokenizer", "bytes", "--sliding_window", 4), "module:function brings none"),
+        (
+            ("--rope_scaling", "yarn", "--rope_scaling_factor", 1),
+            "rope_scaling_factor: 1 is not valid: it must be above 1",
+        ),
+        (("--sliding_window", 0), "sliding_window: 0 is not valid: it must be at least 1"),
+        (("--model", "nowhere:made", "--tokenizer", "bytes", "--sliding_window", 4), "module:function has none"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(

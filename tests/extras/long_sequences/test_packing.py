@@ -18,20 +18,28 @@ from test_main import _own_signals as _own_signals
 from test_main import checkpoint_digests, stopping_after, train, trained_losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.batching import MapBatches, StreamBatches, evaluation_batches
-from train.config import Config, Data, Optimization, from_values
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, UsageError, UserError
-from train.extras.endurance.recovery import halves
+from train import extras
+from train.batching import Loading, MapBatches, StreamBatches, evaluation_batches
+from train.config import Config
 from train.extras.long_sequences import attention, packing
+from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import best_fit, collate_packed, in_order, pack_split, pack_stream
-from train.launch import Launch, check_launch
+from train.launch import Launch
 from train.loss import ModelWithLoss
-from train.records import IGNORE, BatchArithmetic, Documents, MicroBatch, column
-from train.step import optimizer_step
-from train.tasks.base import Task
-from train.tasks.causal_lm import CausalLM
-from train.tasks.masked_lm import MaskedLM
-from train.tasks.sequence_classification import SequenceClassification
+from train.records import (
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    IGNORE,
+    BatchArithmetic,
+    MicroBatch,
+    UsageError,
+    UserError,
+    column,
+)
+from train.step import Engine, optimizer_step
+from train.tasks import Task, load_task
 
 LENGTHS = [12, 3, 7, 12, 1, 5, 5, 9, 2, 8]
 ROOM = 12
@@ -54,13 +62,17 @@ def masked_examples() -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns)
 
 
+def task_of(name: str = "causal_lm") -> Task:
+    return load_task(name)(Config().changed(task=name))
+
+
 def collate_of(task: Task) -> Any:
     return partial(collate_packed, pad_id=0, collate=task.collate)
 
 
 def batches_of(examples: datasets.Dataset, task: Task, size: int = 2) -> list[MicroBatch]:
     packed = pack_split(examples, ROOM)
-    windows = MapBatches(packed, collate_of(task), BatchArithmetic(size, 1, 1), 0, 5).windows(0, 0)
+    windows = MapBatches(packed, Loading(collate_of(task)), BatchArithmetic(size, 1, 1), 0, 5).steps(0, 0)
     return [batch for window in windows for batch in window]
 
 
@@ -109,34 +121,34 @@ def test_rows_are_kept_on_disk_and_known_by_what_they_are_made_of(monkeypatch: p
 
 def test_a_batch_says_where_each_document_begins() -> None:
     rows = pack_split(causal_examples(), ROOM).with_format("numpy")
-    batch = collate_of(CausalLM(Data()))([{**rows[i], "id": i} for i in (3, 5)], (0,))
+    batch = collate_of(task_of())([{**rows[i], "id": i} for i in (3, 5)], (0,))
     assert batch.inputs["input_ids"].tolist() == [[19] * 8 + [18, 18, 14], [16] * 5 + [0] * 6]
     assert batch.labels.tolist() == [[19] * 7 + [20, 18, 19, 15], [16] * 4 + [17] + [IGNORE] * 6]
     assert batch.inputs["position_ids"].tolist() == [[*range(8), 0, 1, 0], [*range(5), *range(6)]]
-    assert batch.documents is not None
-    assert batch.documents.lengths == ((8, 2, 1), (5, 6))
-    assert batch.documents.boundaries.tolist() == [0, 8, 10, 11, 16, 22]
+    documents = batch.inputs["documents"]
+    assert documents.lengths == ((8, 2, 1), (5, 6))
+    assert documents.boundaries.tolist() == [0, 8, 10, 11, 16, 22]
     assert (batch.num_targets, batch.num_tokens, batch.example_ids) == (16, 16, (3, 5))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_target_is_in_one_batch_of_an_epoch(workers: int) -> None:
     packed = pack_split(causal_examples(), ROOM)
-    batches = MapBatches(packed, collate_of(CausalLM(Data())), BatchArithmetic(2, 1, 1), 0, 5, workers)
-    found = [label for (batch,) in batches.windows(0, 0) for label in batch.labels[batch.labels != IGNORE].tolist()]
+    batches = MapBatches(packed, Loading(collate_of(task_of()), workers), BatchArithmetic(2, 1, 1), 0, 5)
+    found = [label for (batch,) in batches.steps(0, 0) for label in batch.labels[batch.labels != IGNORE].tolist()]
     assert sorted(found) == sorted(t for row in causal_examples()["tokens"] for t in row[1:])
     assert batches.longest().labels.shape == (2, 12)
-    evaluated = evaluation_batches(packed, collate_of(CausalLM(Data())), 2, 1, 0, workers)
+    evaluated = evaluation_batches(packed, Loading(collate_of(task_of()), workers), BatchArithmetic(2, 1, 1), 0)
     assert sum(batch.num_targets for batch in evaluated) == sum(LENGTHS)
 
 
 def test_what_is_hidden_in_a_document_does_not_depend_on_its_row() -> None:
-    task = MaskedLM(Data(task="masked_lm"))
+    task = task_of("masked_lm")
     plain = {
         i: (batch.inputs["input_ids"][0].tolist(), batch.labels[0].tolist())
         for (batch,) in MapBatches(
-            masked_examples(), partial(task.collate, pad_id=0), BatchArithmetic(1, 1, 1), 0, 5
-        ).windows(0, 0)
+            masked_examples(), Loading(partial(task.collate, pad_id=0)), BatchArithmetic(1, 1, 1), 0, 5
+        ).steps(0, 0)
         for i in batch.example_ids
     }
     rows = best_fit(LENGTHS, ROOM)
@@ -150,28 +162,29 @@ def test_what_is_hidden_in_a_document_does_not_depend_on_its_row() -> None:
 
 def test_a_stream_gives_rows_too() -> None:
     stream = pack_stream(causal_examples().to_iterable_dataset(), ROOM)
-    batches = StreamBatches(stream, collate_of(CausalLM(Data())), BatchArithmetic(2, 1, 1), 0, 5, buffer_size=4)
-    found = [batch for (batch,) in batches.windows(0, 0)]
+    batches = StreamBatches(stream, Loading(collate_of(task_of())), BatchArithmetic(2, 1, 1), 0, 5, buffer_size=4)
+    found = [batch for (batch,) in batches.steps(0, 0)]
     assert sum(batch.num_targets for batch in found) == sum(LENGTHS)
     assert max(batch.labels.shape[1] for batch in found) == ROOM
-    assert all(batch.documents is not None for batch in found)
+    assert all(isinstance(batch.inputs["documents"], Documents) for batch in found)
 
 
 def test_halves_of_a_packed_batch_keep_their_documents() -> None:
+    from train.extras.endurance.recovery import halves
+
     rows = pack_split(causal_examples(), ROOM).with_format("numpy")
-    batch = collate_of(CausalLM(Data()))([{**rows[i], "id": i} for i in (2, 3, 5)], (0,))
-    first, last = halves(batch)
-    assert first.documents is not None and last.documents is not None
-    assert first.documents.lengths == ((9, 3), (8, 2, 1, 1))
-    assert last.documents.lengths == ((5, 7),)
-    assert last.documents.boundaries.tolist() == [0, 5, 12]
+    batch = collate_of(task_of())([{**rows[i], "id": i} for i in (2, 3, 5)], (0,))
+    first, last = (half.inputs["documents"] for half in halves(batch))
+    assert first.lengths == ((9, 3), (8, 2, 1, 1))
+    assert last.lengths == ((5, 7),)
+    assert last.boundaries.tolist() == [0, 5, 12]
 
 
 def test_one_label_for_a_whole_example_cannot_share_a_row() -> None:
     examples = datasets.Dataset.from_dict({"tokens": [[1, 2], [3]], "length": [2, 1], "label": [0, 1]})
     rows = pack_split(examples, 4).with_format("numpy")
     with pytest.raises(UserError, match="leave packing out"):
-        collate_of(SequenceClassification(Data()))([{**rows[0], "id": 0}], (0,))
+        collate_of(task_of("sequence_classification"))([{**rows[0], "id": 0}], (0,))
 
 
 # The update
@@ -181,7 +194,7 @@ def test_update_is_that_of_the_padded_examples() -> None:
     """Three micro-batches of rows against one padded batch of all documents, in fp64."""
     fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     attention.register()
-    task = CausalLM(Data())
+    task = task_of()
     examples = causal_examples().with_format("numpy")
     padded = task.collate([{**examples[i], "id": i} for i in range(len(LENGTHS))], (0,), pad_id=0)
     weights = []
@@ -189,11 +202,12 @@ def test_update_is_that_of_the_padded_examples() -> None:
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", vocab_size=60, **fields)
         network = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.float64)
-        attention.tell_documents(network)
+        attention.set_document_boundaries(network)
         accelerator = Accelerator(cpu=True)
         optimizer: Any
         model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
-        outcome = optimizer_step(accelerator, model, optimizer, window, Optimization(max_grad_norm=None))
+        engine = Engine(accelerator, Config().changed(max_grad_norm=None))
+        outcome = optimizer_step(engine, model, optimizer, window)
         weights.append({k: v.detach().clone() for k, v in network.state_dict().items()})
         assert (outcome.num_targets, outcome.num_tokens) == (sum(LENGTHS), sum(LENGTHS))
     for name, tensor in weights[0].items():
@@ -244,13 +258,13 @@ def test_what_cannot_be_packed_is_said_before_anything_is_loaded(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["context_size", "sequence_size", "tensor_size"])
+@pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])
 def test_rows_of_documents_are_not_divided_among_ranks(name: str) -> None:
-    engine = "deepspeed" if name == "sequence_size" else "ddp" if name == "tensor_size" else "fsdp2"
+    engine = "deepspeed" if name == "sp_size" else "ddp" if name == "tp_size" else "fsdp2"
     launch = replace(Launch(world_size=2, engine=engine), **{name: 2})
-    check_launch(launch, Config())
-    with pytest.raises(UsageError, match=r"packing does not go with .*_size: 2 .* leave packing out"):
-        check_launch(launch, from_values({"packing": True}))
+    extras.check(Config(), launch)
+    with pytest.raises(UsageError, match=r"packing does not work with .* parallel 2 .*leave packing out"):
+        extras.check(Config().changed(packing=True), launch)
 
 
 def test_documents_know_their_positions() -> None:

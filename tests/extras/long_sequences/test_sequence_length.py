@@ -13,16 +13,16 @@ from test_attention import CAUSAL, MASKED, batches, built, loss_and_gradients
 from test_main import _own_signals as _own_signals
 from test_main import checkpoint_digests, stopping_after, train
 
+from train import extras
 from train.config import Config, from_values
-from train.records import EXIT_DONE, EXIT_STOPPED, UsageError
 from train.extras.long_sequences import attention
 from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.extras.meter.tracker import StorageTracker
-from train.launch import Launch, check_launch
+from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.outputs_log import read_metrics
-from train.records import IGNORE, MicroBatch
-from train.step import optimizer_step
+from train.records import EXIT_DONE, EXIT_STOPPED, IGNORE, MicroBatch, UsageError
+from train.step import Engine, optimizer_step
 
 
 def config(steps: int, start: int, max_length: int) -> Config:
@@ -75,11 +75,11 @@ def test_a_packed_row_is_cut_into_pieces_of_its_documents(model_type: str) -> No
     """Against the same pieces as examples of their own."""
     packed, _ = batches([[3, 9, 4], [16], [10, 5]])
     found = cut(packed, 8, causal=True)
-    assert found.documents is not None
-    assert found.documents.lengths == ((3, 5), (4, 4), (8,), (8,), (8,), (2, 5, 1))
+    documents = found.inputs["documents"]
+    assert documents.lengths == ((3, 5), (4, 4), (8,), (8,), (8,), (2, 5, 1))
     assert found.inputs["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     ids, labels = found.inputs["input_ids"].flatten(), found.labels.flatten()
-    lengths = [n for row in found.documents.lengths for n in row]
+    lengths = [n for row in documents.lengths for n in row]
     pad = torch.nn.utils.rnn.pad_sequence
     pieces = pad(list(ids.split(lengths)), batch_first=True)
     mask = pad([torch.ones(n, dtype=torch.long) for n in lengths], batch_first=True)
@@ -103,9 +103,10 @@ def test_a_cut_step_takes_no_more_memory_than_a_whole_one() -> None:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(97, (2, 512), generator=generator)
         window = [cut(MicroBatch({"input_ids": ids}, ids.roll(-1, 1), 1024, (0, 1), 1024), length, causal=True)]
-        optimizer_step(accelerator, model, optimizer, window, Config().optimization)
+        engine = Engine(accelerator, Config())
+        optimizer_step(engine, model, optimizer, window)
         with StorageTracker("cpu") as tracker:
-            optimizer_step(accelerator, model, optimizer, window, Config().optimization)
+            optimizer_step(engine, model, optimizer, window)
         return tracker.peak.num_bytes
 
     assert peak(64) <= peak(128) <= peak(512)
@@ -127,8 +128,8 @@ def test_run_with_a_warmup_resumes_exactly_and_logs_the_length(llama_recipe: Pat
     assert [row["loss"] for row in without] != [row["loss"] for row in rows]
 
 
-@pytest.mark.parametrize("name", ["context_size", "sequence_size"])
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
 def test_sequences_divided_among_ranks_are_not_cut(name: str) -> None:
-    launch = replace(Launch(world_size=2, engine="deepspeed" if name == "sequence_size" else "fsdp2"), **{name: 2})
-    with pytest.raises(UsageError, match=r"sequence_length_warmup_steps: 5 does not go with .* set it to 0"):
-        check_launch(launch, from_values({"sequence_length_warmup_steps": 5}))
+    launch = replace(Launch(world_size=2, engine="deepspeed" if name == "sp_size" else "fsdp2"), **{name: 2})
+    with pytest.raises(UsageError, match=r"sequence_length_warmup_steps: 5 does not work with .* set it to 0"):
+        extras.check(Config().changed(sequence_length_warmup_steps=5), launch)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from support import run_for
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from train.config import Optimization
+from train.config import Config
 from train.extras.meter.cuda_gauge import list_tensors
 from train.extras.meter.leaks import GROWING_STEPS, LEAK_BYTES
 from train.extras.meter.memory import MemoryMeter
@@ -32,7 +33,7 @@ from train.extras.meter.tracker import (
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import Mark, MicroBatch
-from train.step import optimizer_step
+from train.step import Engine, optimizer_step
 
 VOCABULARY, WIDTH = 512, 64
 CPU = torch.device("cpu")
@@ -60,9 +61,8 @@ class Training:
         )
         self.network = LlamaForCausalLM(config)
         self.accelerator = Accelerator(cpu=device.type == "cpu")
-        self.settings = Optimization()
         self.model, self.optimizer = self.accelerator.prepare(
-            ModelWithLoss(self.network), build_optimizer(self.network, self.settings)
+            ModelWithLoss(self.network), build_optimizer(run_for(Config(), self.accelerator), self.network)
         )
         self.said: list[str] = []
         self.meter = MemoryMeter(device, self.network, self.optimizer, VOCABULARY, self.said.append)
@@ -70,9 +70,8 @@ class Training:
     def step(self, *window: MicroBatch, mark: Mark | None = None) -> dict[str, Any]:
         """One optimizer step; the figures of it alone."""
         with self.meter.step(window):
-            optimizer_step(
-                self.accelerator, self.model, self.optimizer, window, self.settings, mark=mark or self.meter.mark
-            )
+            engine = Engine(self.accelerator, Config(), mark or self.meter.mark)
+            optimizer_step(engine, self.model, self.optimizer, window)
         return self.meter.interval()
 
     @torch.no_grad()
@@ -558,7 +557,7 @@ def test_cuda_figures_are_the_allocators():
         training.step(*window)
     del training.meter
     torch.cuda.reset_peak_memory_stats()
-    optimizer_step(training.accelerator, training.model, training.optimizer, window, training.settings)
+    optimizer_step(Engine(training.accelerator, Config()), training.model, training.optimizer, window)
     truth = torch.cuda.max_memory_allocated()
     training.meter = MemoryMeter(torch.device("cuda"), training.network, training.optimizer, None, training.said.append)
     figures = training.step(*window)

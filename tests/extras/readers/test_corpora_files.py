@@ -12,16 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from train.config import Data
-from train.records import UsageError, UserError
-from train.extras.readers import readers, rows, tables
+from train.extras.readers import Source, readers, tables
 from train.extras.readers.corpus import load_corpus
+from train.records import UsageError, UserError
 
 Write = Callable[..., str]
 
 
 def load(path: str | Path, labelled: bool = False, **options: Any) -> Any:
-    return load_corpus(Data(dataset=str(path), **options), labelled)
+    return load_corpus(Source(dataset=str(path), **options), labelled)
 
 
 def all_documents(corpus: Any) -> dict[str, dict[str, Any]]:

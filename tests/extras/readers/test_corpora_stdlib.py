@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from train.config import Data
-from train.records import UserError
-from train.extras.readers import files
+from train.extras.readers import Source, files
 from train.extras.readers.corpus import load_corpus
+from train.records import UserError
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
@@ -30,7 +29,7 @@ def write(library: Path, files: dict[str, str | bytes]) -> None:
 
 
 def load(dataset: str, labelled: bool = False, **options: Any) -> Any:
-    return load_corpus(Data(dataset=dataset, **options), labelled)
+    return load_corpus(Source(dataset=dataset, **options), labelled)
 
 
 def test_which_files_are_read(library: Path) -> None:

@@ -13,10 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from train.config import Data
-from train.records import UserError
-from train.extras.readers import tables
+from train.extras.readers import Source, tables
 from train.extras.readers.corpus import load_corpus
+from train.records import UserError
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def write(folder: Path, split: str, records: list[dict[str, Any]]) -> None:
 
 
 def load(labelled: bool = False, dataset: str = "user/name", **options: Any) -> Any:
-    return load_corpus(Data(dataset=dataset, **options), labelled)
+    return load_corpus(Source(dataset=dataset, **options), labelled)
 
 
 def message(labelled: bool = False, **options: Any) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train.tasks.base import Task
 
 from train.config import Config, from_values
 from train.extras.report.charts import charts, points
 from train.extras.report.page import page, write_report
 from train.extras.report.words import words
-from train.tasks.base import Task
 from train.tasks.causal_lm import CausalLM
 
 METRICS: list[dict[str, Any]] = [

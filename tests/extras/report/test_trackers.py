@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from train.config import Config, from_values
-from train.records import UserError
 from train.extras.report.trackers import PROJECT, log_to_trackers, start_trackers, tracked_config
+from train.records import UserError
 
 
 @pytest.fixture

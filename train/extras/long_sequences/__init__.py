@@ -42,6 +42,10 @@ class Options:
 class Room(Extra):
     Options = Options
 
+    def __init__(self) -> None:
+        self._length: int | None = None
+        """Tokens that the warm-up allows a row in the newest step; None without a warm-up."""
+
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         own, model, labelled = config.of(Options), config.architecture, _is_labelled(config)
@@ -87,12 +91,13 @@ class Room(Extra):
         return packed(data, run.config.data.max_length)
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
-        if step >= run.config.of(Options).sequence_length_warmup_steps:
+        if run.config.of(Options).sequence_length_warmup_steps == 0:
             return micro_batches
         from train.extras.long_sequences.length_warmup import cut, sequence_length_at
         from train.tasks import load_task
 
         length, causal = sequence_length_at(step, run.config), load_task(run.config.data.task).is_causal
+        self._length = length
         return [cut(batch, length, causal) for batch in micro_batches]
 
     def summary(self, run: Run) -> dict[str, Any]:
@@ -100,6 +105,10 @@ class Room(Extra):
             return {}
         sizes = {"micro_batch_size": None, "gradient_accumulation_steps": None}
         return {**sizes, "max_tokens_per_micro_batch": max_tokens}
+
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
+        if self._length is not None and "sequence_length" in values:
+            values["sequence_length"] = self._length
 
     def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
         if model_config is not None:

@@ -54,7 +54,8 @@ class Room(Extra):
         kind = choose_loss(asked, model, place, True if run.is_planned else None)
         if kind != "full":
             use_loss_in_head(model, kind)
-        return [describe_loss(kind, model.objective, asked)]
+        # Whether a package of another machine sums in fp32 is not known here.
+        return [] if run.is_planned else [describe_loss(kind, model.objective, asked)]
 
     def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
         from train.extras.losses.choice import obstacle_to_loss_in_head

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from train.extras.meter.gauge import Gauge, Measured
 from train.extras.meter.leaks import Inventory, LeakWatch, Shapes, describe
@@ -70,8 +70,7 @@ class CpuGauge(Gauge):
             return
         if self._is_step:
             self._steps_since = 0
-        tensors = [tensor for batch in batches for tensor in (*batch.inputs.values(), batch.labels)]
-        self._tracker.ignore(tensor for tensor in tensors if isinstance(tensor, Tensor))
+        self._tracker.ignore(value for batch in batches for value in (*batch.inputs.values(), batch.labels))
         tag_held(self._tracker, self._network, self._optimizer)
         with ExitStack() as stack:
             for handle in tag_gradients(self._tracker, self._network.parameters()):

@@ -130,9 +130,11 @@ class StorageTracker(TorchDispatchMode):
                 self.bytes_by_kind[kind] += block.num_bytes
                 block.kind = kind
 
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves the storages of ``tensors`` out, also where views of them turn up."""
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Leaves the storages of ``tensors`` out, also where views of them turn up. Skips what is not a tensor."""
         for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
             key = _storage(tensor)._tracked_as = next(_KEYS)
             self._ignored.add(key)
 

@@ -71,7 +71,7 @@ class Room(Extra):
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         if spec not in ("bytes", "words") and not spec.startswith("train:"):
             return None
-        from train.extras.readers.tokenizers_of_own import tokenizer_for
+        from train.extras.readers.own_tokenizers import tokenizer_for
 
         return tokenizer_for(run, spec, corpus)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +43,17 @@ class Room(Extra):
         if own.push_to_hub and hub is None:
             raise UsageError("push_to_hub needs hub_model_id (user/name).")
 
+    def __init__(self) -> None:
+        self._trackers: list[Any] = []
+
+    @contextmanager
+    def open(self, config: Config, launch: Launch) -> Iterator[None]:
+        try:
+            yield
+        finally:  # however the run ends: a tracker may still have lines to write
+            for tracker in self._trackers:
+                tracker.finish()
+
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
 
@@ -50,6 +62,7 @@ class Room(Extra):
             from train.extras.report.trackers import start_trackers
 
             start_trackers(run.accelerator, run.config)
+            self._trackers = list(run.accelerator.trackers)
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if run.accelerator.trackers:

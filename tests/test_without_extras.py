@@ -1,0 +1,126 @@
+"""The template with any one extra deleted, and with all of them: it trains, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from support import ROOT, write_recipe
+
+from train import extras
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
+
+# An editable installation of this repository would lend the copy what was deleted from it.
+OWN_IMPORTS = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+DATA = """
+import datasets
+
+
+def documents(config):
+    return datasets.Dataset.from_dict({"text": [f"document {n}: " + "abc def " * (n % 7) for n in range(25)]})
+"""
+# Refused flags first, then the run, all in one process: libraries take seconds to load.
+PROGRAM = """
+import sys
+import train
+from train.main import main
+
+flags, run = sys.argv[1].split(), sys.argv[2:]
+print("package:", train.__file__)
+for flag in flags:
+    print("refused:", flag, main([*run, flag]))
+print("trained:", main(run))
+"""
+
+
+def copy_without(names: Sequence[str], folder: Path) -> Path:
+    """A copy of the repository's code and recipes from which the extras ``names`` are deleted."""
+    for part in ("train", "recipes"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in names:
+        shutil.rmtree(folder / extras.ORDER[name].replace(".", "/"))
+    (folder / "sitecustomize.py").write_text(OWN_IMPORTS)
+    (folder / "my_data.py").write_text(DATA)
+    return folder
+
+
+def flags_of(names: Sequence[str]) -> list[str]:
+    """A flag of each extra that has any."""
+    options = extras.options()
+    found = [fields(options[name])[0] for name in names if name in options]
+    return [f"--{field.name}={field.default}" for field in found]
+
+
+def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[list[str], str]:
+    """Trains three steps in a copy without ``names``, after each of their flags and of ``refused`` was tried.
+
+    Returns:
+        The standard output's lines, and the errors.
+    """
+    copy, recipe = copy_without(names, folder / "copy"), write_recipe(folder)
+    if {"memory", "meter"} & set(names):  # without the meter, memory counts as missing
+        recipe.write_text(recipe.read_text().replace("predict_memory: false\n", ""))
+    run = ["--config", str(recipe), "--max_steps", "3", "--output_dir", str(folder / "run")]
+    run += ["--dataset", "my_data:documents"] if "readers" in names else []
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, " ".join([*flags_of(names), *refused]), *run],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"package: {copy / 'train' / '__init__.py'}" in lines
+    assert f"trained: {EXIT_DONE}" in lines, done.stderr
+    assert (folder / "run" / "final" / "model.safetensors").exists()
+    assert json.loads((folder / "run" / "summary.json").read_text())["peak_allocated_bytes"] > 0
+    return lines, done.stderr
+
+
+def joined(lines: Sequence[str]) -> list[str]:
+    """The extras that the run says it has."""
+    (line,) = [line.removeprefix("extras: ") for line in lines if line.startswith("extras: ")]
+    return [] if line == "none" else line.split(", ")
+
+
+AUTO = {
+    f"--micro_batch_size=auto {EXIT_USAGE}": "micro_batch_size: auto needs train/memory/",
+    f"--gradient_checkpointing=auto {EXIT_ERROR}": "give none, selective or full",
+}
+"""What memory would choose, the exit status without it, and the message."""
+
+
+@pytest.mark.parametrize("name", extras.ORDER)
+def test_trains_without_one_extra_and_names_it_when_asked_for_it(name: str, tmp_path: Path) -> None:
+    left_open = AUTO if name == "memory" else {}
+    lines, errors = train_without([name], tmp_path, *(asked.split()[0] for asked in left_open))
+    gone = [name] + [other for other, cls in extras.classes().items() if name in cls.needs]
+    assert joined(lines) == [other for other in extras.ORDER if other not in gone]
+    for flag in flags_of([name]):
+        assert f"refused: {flag} {EXIT_USAGE}" in lines
+        assert f"unknown flag {flag.partition('=')[0]}" in errors
+        assert f"without the extras {', '.join(other for other in extras.ORDER if other in gone)} and" in errors
+    for asked, message in left_open.items():
+        assert f"refused: {asked}" in lines and message in errors
+    assert "Traceback" not in errors
+
+
+def test_trains_without_any_extra(tmp_path: Path) -> None:
+    names = list(extras.ORDER)
+    lines, errors = train_without(names, tmp_path)
+    left = [path.name for path in (tmp_path / "copy" / "train" / "extras").iterdir() if path.name != "__pycache__"]
+    assert left and all(name.endswith(".py") for name in left)
+    assert joined(lines) == []
+    for flag in flags_of(names):
+        assert f"refused: {flag} {EXIT_USAGE}" in lines
+        assert f"unknown flag {flag.partition('=')[0]}" in errors
+    assert f"without the extras {', '.join(names)} and" in errors
