@@ -62,9 +62,9 @@ def network(config: Config, prepared: PreparedData) -> nn.Module:
 
 
 def evaluator_of(
-    config: Config, prepared: PreparedData, model: nn.Module, process: Any = None, launch: Launch = Launch()
+    config: Config, prepared: PreparedData, model: nn.Module, process: Any = None, launch: Launch | None = None
 ) -> Evaluator:
-    run = run_for(config, process, launch)
+    run = run_for(config, process, launch or Launch())
     return Evaluator(run, ModelWithLoss(model, task=type(prepared.task)), Engine(run.accelerator, config), prepared)
 
 

@@ -57,8 +57,8 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return read_metrics(output / "metrics.jsonl")
 
 
-def test_run_equals_that_of_one_process_and_goes_on_anywhere(recipe: Path, tmp_path: Path) -> None:
-    """Losses, metrics and weights; then one process goes on from a checkpoint in parts."""
+def test_run_equals_that_of_one_process_and_resumes_anywhere(recipe: Path, tmp_path: Path) -> None:
+    """Losses, metrics and weights; then one process resumes from a checkpoint in parts."""
     recipe.write_text(recipe.read_text().replace("_pdrop: 0.1", "_pdrop: 0.0"))
     flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9)
     run("cpu", recipe, tmp_path / "one", *flags, processes=1)
@@ -87,12 +87,12 @@ def test_run_equals_that_of_one_process_and_goes_on_anywhere(recipe: Path, tmp_p
     assert sorted(block[2][0] for block in index["blocks"]) == sorted(
         [index["shape"][0] // 2, -(-index["shape"][0] // 2)]
     )
-    goes_on("cpu", 1, stored, recipe, tmp_path, *flags)
+    resumes("cpu", 1, stored, recipe, tmp_path, *flags)
 
 
-def goes_on(file: str, processes: int, stored: Path, recipe: Path, folder: Path, *flags: Any) -> None:
+def resumes(file: str, processes: int, stored: Path, recipe: Path, folder: Path, *flags: Any) -> None:
     """Resumes from ``stored``, of step 2, and compares with the run in ``folder / "one"``."""
-    output = folder / f"goes-on-{file}"
+    output = folder / f"resumed-{file}"
     assert "resumed from" in run(file, recipe, output, *flags, "--resume", stored, processes=processes)
     losses, expected = trained_losses(output), trained_losses(folder / "one")
     assert min(losses) == 3
@@ -106,7 +106,7 @@ def test_what_one_process_wrote_is_taken_in_parts(recipe: Path, tmp_path: Path) 
     flags = ("--save_every_steps", 2, "--save_total_limit", 9)
     run("cpu", recipe, tmp_path / "one", *flags, processes=1)
     for file in ("fsdp2", "ddp"):
-        goes_on(file, 2, tmp_path / "one" / "checkpoints" / "step-00000002", recipe, tmp_path, *flags)
+        resumes(file, 2, tmp_path / "one" / "checkpoints" / "step-00000002", recipe, tmp_path, *flags)
 
 
 @pytest.mark.slow

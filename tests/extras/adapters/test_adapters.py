@@ -15,10 +15,10 @@ from support import run_for
 from torch import Tensor, nn
 
 from train.config import Config, parse
-from train.data import load_tokenizer
 from train.extras.adapters.lora import has_adapter
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.losses.loss_head import obstacle_to_chunks
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.loss import ModelWithLoss
 from train.main import main
 from train.model import build_model, parameter_counts
@@ -31,7 +31,7 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 KINDS = ["lora", pytest.param("qlora", marks=needs_bitsandbytes)]
 
-BYTES = load_tokenizer("bytes", ())
+BYTES = build_tokenizer("bytes", ())
 CAUSAL, CLASSES = map(load_task, ("causal_lm", "sequence_classification"))
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SHAPE, "num_key_value_heads": 2}

@@ -15,8 +15,8 @@ from test_main import train
 from transformers import AutoModelForCausalLM
 
 from train.config import Config
-from train.data import load_tokenizer
 from train.extras.long_sequences import attention
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.model import build_model
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
 from train.tasks import load_task
@@ -30,7 +30,7 @@ MODERNBERT = {**SIZES, **MARKS, "model_type": "modernbert", "max_position_embedd
 def built(model_config: dict[str, Any], max_length: int, task: str = "causal_lm", **options: Any) -> Any:
     """The network that a run with these options would train."""
     config = Config().changed(task=task, model_config=model_config, max_length=max_length, **options)
-    return build_model(run_for(config), load_task(task), load_tokenizer("bytes", ())).model
+    return build_model(run_for(config), load_task(task), build_tokenizer("bytes", ())).model
 
 
 def frequencies(model: Any) -> torch.Tensor:

@@ -19,11 +19,12 @@ from test_main import checkpoint_digests, stopping_after, train, trained_losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train import extras
-from train.batching import Loading, MapBatches, StreamBatches, evaluation_batches
+from train.batching import Loading, MapBatches, evaluation_batches
 from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import best_fit, collate_packed, in_order, pack_split, pack_stream
+from train.extras.readers.stream import StreamBatches
 from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.records import (

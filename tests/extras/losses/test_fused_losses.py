@@ -70,7 +70,7 @@ def test_torch_in_half_precision_sums_in_fp32_and_takes_loss_scaling(half: torch
 
 
 @has_torch_loss
-def test_torch_leaves_out_what_is_no_target() -> None:
+def test_torch_leaves_out_rows_that_are_not_targets() -> None:
     tensors, labels = head_example()
     labels[1, 2:] = IGNORE
     expected = gradients(full_sum, tensors, labels)
@@ -105,7 +105,7 @@ class CutCrossEntropy:
 
 
 class Liger:
-    """The same for Liger Kernel, gradients included: none is prepared where the input needs none."""
+    """Stands for Liger Kernel, gradients included: none is prepared where the input needs none."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}

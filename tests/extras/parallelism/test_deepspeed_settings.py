@@ -143,7 +143,7 @@ def test_stage_stands_in_one_place_or_is_the_same_in_both(tmp_path: Path) -> Non
         ),
         (
             SEQUENCES,
-            Config(optimization=Optimization(global_batch_size=8, max_tokens_per_micro_batch=2048)),
+            Config().changed(global_batch_size=8, max_tokens_per_micro_batch=2048),
             r"max_tokens_per_micro_batch: 2048 does not work with .*sp_size: 2 .* give micro_batch_size",
         ),
     ],

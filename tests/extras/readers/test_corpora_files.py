@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from train.extras.readers import Source, readers, tables
+from train.extras.readers import Source, readers, rows, tables
 from train.extras.readers.corpus import load_corpus
 from train.records import UsageError, UserError
 

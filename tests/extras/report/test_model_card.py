@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from train.tasks.base import Task
 
 from train.config import Config, from_values
 from train.extras.report.model_card import model_card
 from train.records import Evaluation
-from train.tasks.causal_lm import CausalLM
-from train.tasks.sequence_classification import SequenceClassification
+from train.tasks import Task
+from train.tasks.causal_lm import Task as CausalLM
+from train.tasks.sequence_classification import Task as SequenceClassification
 
 
 class _MyTask(Task):

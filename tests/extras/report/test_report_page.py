@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.tasks.base import Task
 
 from train.config import Config, from_values
 from train.extras.report.charts import charts, points
 from train.extras.report.page import page, write_report
 from train.extras.report.words import words
-from train.tasks.causal_lm import CausalLM
+from train.tasks import Task
+from train.tasks.causal_lm import Task as CausalLM
 
 METRICS: list[dict[str, Any]] = [
     {

@@ -1,0 +1,112 @@
+"""Documents and functions of one's own: what ``module:function`` may return, and what is said of anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from train.config import Config
+from train.data import corpus_of, load_function
+from train.records import UserError
+from train.tasks import load_task
+
+
+def corpus(found: Any, **options: Any) -> Any:
+    return corpus_of(found, Config().changed(dataset="my_data:documents", **options))
+
+
+def made_of(*texts: str, **columns: list[Any]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": list(texts), **columns})
+
+
+def test_part_of_a_single_dataset_is_held_out_and_always_the_same() -> None:
+    whole = made_of(*(f"t{i}" for i in range(20)))
+    first, second = corpus(whole, validation_fraction=0.25), corpus({"train": whole}, validation_fraction=0.25)
+    assert len(first.train) == 15 and len(first.validation) == 5 and first.test is None
+    assert first.validation["text"][:] == second.validation["text"][:]
+    assert sorted([*first.train["text"], *first.validation["text"]]) == sorted(whole["text"])
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.01, 1), (0.99, 3)])
+def test_both_parts_have_a_document_at_least(fraction: float, held_out: int) -> None:
+    found = corpus(made_of("a", "b", "c", "d"), validation_fraction=fraction)
+    assert (len(found.train), len(found.validation)) == (4 - held_out, held_out)
+
+
+def test_splits_are_taken_as_they_are() -> None:
+    splits = datasets.DatasetDict({name: made_of(name) for name in ("train", "validation", "test")})
+    found = corpus(splits)
+    assert [split["text"][:] for split in (found.train, found.validation, found.test)] == [
+        ["train"],
+        ["validation"],
+        ["test"],
+    ]
+    streamed = corpus({"train": made_of("a").to_iterable_dataset(), "validation": made_of("v")}, max_steps=3)
+    assert [row["text"] for row in streamed.train] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (["a", "b"], "returned list: return a 🤗 Dataset"),
+        ({"validation": made_of("a")}, "returned dict: return .* keys train, validation, test"),
+        ({"train": ["a"]}, "returned dict"),
+        (datasets.Dataset.from_dict({"body": ["a"]}), r"the train split has no column 'text', only \['body'\]"),
+        (made_of("a").to_iterable_dataset(), "the length of a stream is not known: give max_steps"),
+        (made_of("only one"), r"1 document\(s\) cannot be split in two: return a validation split"),
+    ],
+)
+def test_a_function_that_returns_something_else_is_told(found: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"dataset 'my_data:documents'.*{message}"):
+        corpus(found)
+
+
+def test_a_stream_needs_a_validation_split() -> None:
+    with pytest.raises(UserError, match="a stream needs a validation split"):
+        corpus(made_of("a").to_iterable_dataset(), max_steps=3)
+
+
+def test_a_task_with_labels_needs_them_from_the_function_too() -> None:
+    with pytest.raises(UserError, match="dataset 'my_data:documents': the train split has no column 'label'"):
+        corpus({"train": made_of("a"), "validation": made_of("b")}, task="sequence_classification")
+    assert corpus(made_of("a", "b", "c", label=[0, 1, 0]), task="sequence_classification").train.num_rows == 2
+
+
+def test_an_unknown_label_of_a_function_is_named_without_a_source() -> None:
+    task = load_task("sequence_classification")(Config().changed(task="sequence_classification"))
+    with pytest.raises(UserError, match=r"document 1: label 'z' does not occur in the training split"):
+        task.accepted(made_of("a", "b", label=["x", "z"]), ("x", "y"))
+
+
+FILE = """
+from __future__ import annotations
+import dataclasses
+
+@dataclasses.dataclass
+class Shape:
+    width: int = 3
+
+def build():
+    return Shape()
+"""
+
+
+def test_a_function_is_found_in_a_file_and_in_a_module_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_shapes_for_test.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    for source in (f"{tmp_path}/own_shapes_for_test.py", "own_shapes_for_test.py", "own_shapes_for_test"):
+        assert load_function(f"{source}:build", "model")().width == 3
+
+
+@pytest.mark.parametrize(
+    "spec", ["no_such_module_here:build", "no_such_file.py:build", "json:no_such_function", "nothing.at.all:build"]
+)
+def test_a_function_that_is_not_there_is_refused_in_one_line(spec: str) -> None:
+    with pytest.raises(UserError, match=f"dataset '{spec}': .*Give module:function, .* or file.py:function") as caught:
+        load_function(spec, "dataset")
+    assert "\n" not in str(caught.value)

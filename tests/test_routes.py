@@ -1,0 +1,248 @@
+"""What a fork changes: data, model, task or step, each by one file, in a copy of the repository that runs by itself."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from support import ROOT
+
+from train.outputs_log import read_metrics
+from train.records import EXIT_DONE, EXIT_ERROR
+
+TINY = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}'
+BASE = ("--tokenizer", "bytes", "--max_length", 32, "--max_steps", 3, "--log_every_steps", 1, "--cpu_threads", 1)
+QUICK = ("--rehearse", False, "--predict_memory", False)
+LISTOPS = (
+    "--dataset",
+    "recipes/listops.py:documents",
+    "--dataset_options",
+    json.dumps({"train": 12, "validation": 3, "test": 2, "min_length": 5, "max_length": 30, "max_depth": 3}),
+)
+RUN = """
+import runpy, sys, train
+from pathlib import Path
+assert Path(train.__file__).resolve().is_relative_to(Path.cwd().resolve()), train.__file__
+sys.argv[0] = "train/main.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Fork:
+    """A copy of the repository, and runs of it that see no other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output = folder, folder / "runs" / "mine"
+        for name in ("train", "recipes"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def write(self, name: str, code: str) -> None:
+        (self.folder / name).write_text(code)
+
+    def run(self, *flags: Any) -> subprocess.CompletedProcess[str]:
+        """``python train/main.py`` with these flags, from the copy's folder."""
+        return subprocess.run(
+            [sys.executable, "-c", RUN, *map(str, (*BASE, "--output_dir", self.output, *flags))],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def trains(self, *flags: Any) -> tuple[str, dict[str, Any]]:
+        """What a run that has to succeed says, and its summary."""
+        done = self.run(*flags)
+        assert done.returncode == EXIT_DONE, done.stderr
+        rows = read_metrics(self.output / "metrics.jsonl")
+        assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3]
+        return done.stdout, json.loads((self.output / "summary.json").read_text())
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Fork:
+    return Fork(tmp_path / "fork")
+
+
+# Data
+
+
+DATA = """
+import datasets
+
+def documents(config):
+    count = (config.data.dataset_options or {"count": 9})["count"]
+    texts = [f"document {number} of my own data" for number in range(count)]
+    splits = {"train": texts, "validation": texts[:2]}
+    return {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+"""
+
+
+@pytest.mark.parametrize(("spec", "count"), [("my_data:documents", 9), ("my_data.py:documents", 5)])
+def test_data_comes_from_a_function(fork: Fork, spec: str, count: int) -> None:
+    fork.write("my_data.py", DATA)
+    options = () if count == 9 else ("--dataset_options", json.dumps({"count": count}))
+    out, summary = fork.trains("--dataset", spec, *options, "--model_config", TINY, *QUICK)
+    assert f"data: {spec}: documents {count} for training, 2 for validation" in out
+    assert summary["dataset"] == spec
+
+
+# Model
+
+
+MODEL = """
+from torch import nn
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(259, 8), nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 259)
+
+    def forward(self, input_ids):
+        return self.head(self.layer(self.embedding(input_ids))[0])
+
+def build():
+    return Recurrent()
+"""
+
+
+def test_model_comes_from_a_function(fork: Fork) -> None:
+    fork.write("my_model.py", MODEL)
+    out, summary = fork.trains(*LISTOPS, "--model", "my_model:build", *QUICK)
+    assert "model: Recurrent, 0.00 M parameters" in out
+    assert summary["model"] == "my_model:build" and summary["num_parameters"] == 259 * 8 * 2 + 259 + 2 * 24 * 9
+    weights = load_file(fork.output / "final" / "model.safetensors")
+    assert set(weights) == {"embedding.weight", "head.weight", "head.bias"} | {
+        f"layer.{kind}_{side}_l0" for kind in ("weight", "bias") for side in ("ih", "hh")
+    }
+
+
+# Task
+
+
+TASK = '''
+"""The share of spaces in a document, as a number."""
+
+import numpy as np
+import torch
+
+from train import tasks
+from train.loss import Scores
+from train.records import MicroBatch
+from train.tasks import attention_inputs
+
+
+class Task(tasks.Task):
+    name = "share_of_spaces"
+    title = "space counting"
+    auto_class = "AutoModelForSequenceClassification"
+    default_metric = "loss"
+    headline_metric = "mean_absolute_error"
+    example_columns = ("tokens", "length", "share")
+
+    @staticmethod
+    def loss_sum(logits, labels, objective):
+        return (logits[:, 0].float() - labels).square().sum()
+
+    @staticmethod
+    def scores(logits, labels):
+        return Scores((logits[:, 0].float() - labels).square(), logits[:, 0].float())
+
+    def label_names(self, corpus):
+        return ("share",)
+
+    def metrics(self, table, examples, label_names):
+        gaps = np.abs(table[:, 4] - table[:, 5])
+        return {
+            "loss": float(table[:, 1].sum() / table[:, 2].sum()),
+            "mean_absolute_error": float(gaps.mean()),
+            "mean_square_gap": float(np.square(gaps).mean()),
+        }
+
+    def encode(self, documents, tokenizer, label_names):
+        found = {column: [] for column in self.example_columns}
+        for text, ids in zip(documents["text"], self.token_ids(documents["text"], tokenizer)):
+            found["tokens"].append(self.framed(ids[: self.room(tokenizer)], tokenizer))
+            found["length"].append(len(found["tokens"][-1]))
+            found["share"].append(text.count(" ") / len(text))
+        return found
+
+    def collate(self, examples, seed, pad_id):
+        tokens = [torch.tensor(example["tokens"], dtype=torch.long) for example in examples]
+        return MicroBatch(
+            inputs=attention_inputs(tokens, pad_id),
+            labels=torch.tensor([example["share"] for example in examples], dtype=torch.float32),
+            num_targets=len(examples),
+            example_ids=tuple(int(example["id"]) for example in examples),
+            num_tokens=sum(map(len, tokens)),
+        )
+'''
+
+
+def test_task_is_one_new_file(fork: Fork) -> None:
+    fork.write("train/tasks/share_of_spaces.py", TASK)
+    flags = ("--task", "share_of_spaces", *LISTOPS)
+    out, summary = fork.trains(*flags, "--model_config", TINY, "--micro_batch_size", 2, "--eval_every_steps", 2)
+    assert summary["task"] == "share_of_spaces" and summary["metric_name"] == "mean_absolute_error"
+    figures = summary["result"]["validation"]
+    assert figures["loss"] == pytest.approx(figures["mean_square_gap"], rel=1e-5)
+    assert 0 < figures["mean_absolute_error"] == summary["metric_value"]
+    assert set(figures) == {"loss", "mean_absolute_error", "mean_square_gap", "examples"}
+    assert "mean absolute error" in out
+    rows = read_metrics(fork.output / "metrics.jsonl")
+    # A model that starts near zero is off by a share between 0 and 1: no cross-entropy of anything.
+    assert all(0 < row["loss"] < 2 for row in rows if row["kind"] == "train")
+    assert summary["best_step"] in (2, 3) and summary["best_metric"] == min(
+        row["loss"] for row in rows if row["kind"] == "evaluation" and row["split"] == "validation"
+    )
+
+
+def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:
+    fork.write("train/tasks/share_of_spaces.py", TASK)
+    done = fork.run("--task", "share_of_space", "--model_config", TINY)
+    assert done.returncode != EXIT_DONE
+    assert "causal_lm, masked_lm, sequence_classification, share_of_spaces" in done.stderr
+
+
+# Step
+
+
+def change_step(fork: Fork, line: str) -> None:
+    """Puts ``line`` at the beginning of the function that README teaches."""
+    path = fork.folder / "train" / "step.py"
+    code = path.read_text()
+    [step] = [n for n in ast.parse(code).body if isinstance(n, ast.FunctionDef) and n.name == "optimizer_step"]
+    lines = code.splitlines()
+    lines.insert(step.body[1].lineno - 1, f"    {line}")  # after the docstring
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(("rehearse", "steps"), [(False, 3), (True, 4)])
+def test_runs_and_the_rehearsal_follow_a_changed_step(fork: Fork, rehearse: bool, steps: int) -> None:
+    fork.write("my_data.py", DATA)
+    change_step(fork, 'print("MY STEP", len(micro_batches))')
+    flags = ("--dataset", "my_data:documents", "--model_config", TINY, "--gradient_accumulation_steps", 2)
+    out, _ = fork.trains(*flags, "--rehearse", rehearse, "--predict_memory", False)
+    assert out.count("MY STEP 2\n") == steps
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_a_broken_step_is_noticed_and_shown_where_it_broke(fork: Fork, rehearse: bool) -> None:
+    fork.write("my_data.py", DATA)
+    change_step(fork, 'raise ZeroDivisionError("my step is broken")')
+    flags = ("--dataset", "my_data:documents", "--model_config", TINY)
+    done = fork.run(*flags, "--rehearse", rehearse, "--predict_memory", False)
+    assert done.returncode == EXIT_ERROR
+    assert "ZeroDivisionError: my step is broken" in done.stderr
+    assert str(fork.folder / "train" / "step.py") in done.stderr
+    assert ("rehearse" in done.stderr) == rehearse
+    assert not (fork.output / "final").exists()
