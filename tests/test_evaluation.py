@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from train.batching import Loading
 from train.config import Config
-from train.data import PreparedData, load_tokenizer, pad_token_id
+from train.data import PreparedData, pad_token_id
 from train.evaluation import Evaluator
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.model import build_model
@@ -29,7 +30,7 @@ from train.step import Engine
 from train.tasks import TokenMetrics, load_task, tokenize
 from train.tasks.sequence_classification import ClassMetrics
 
-BYTES = load_tokenizer("bytes", ())
+BYTES = build_tokenizer("bytes", ())
 TEXTS = ["one", "a longer document with more than one window", "Ünïcödé 🤗", "x", "five documents in all"]
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
 

@@ -15,6 +15,7 @@ import pytest
 from support import ROOT, write_recipe
 
 from train import extras
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 
 # An editable installation of this repository would lend the copy what was deleted from it.
@@ -68,7 +69,9 @@ def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[li
     if {"memory", "meter"} & set(names):  # without the meter, memory counts as missing
         recipe.write_text(recipe.read_text().replace("predict_memory: false\n", ""))
     run = ["--config", str(recipe), "--max_steps", "3", "--output_dir", str(folder / "run")]
-    run += ["--dataset", "my_data:documents"] if "readers" in names else []
+    if "readers" in names:  # then data is a function's, and the tokenizer that of a folder
+        build_tokenizer("bytes", ()).save_pretrained(folder / "tokenizer")
+        run += ["--dataset", "my_data:documents", "--tokenizer", str(folder / "tokenizer")]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, " ".join([*flags_of(names), *refused]), *run],
         cwd=copy,
@@ -87,8 +90,8 @@ def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[li
 
 
 def joined(lines: Sequence[str]) -> list[str]:
-    """The extras that the run says it has."""
-    (line,) = [line.removeprefix("extras: ") for line in lines if line.startswith("extras: ")]
+    """The extras that each run of ``lines`` says it has."""
+    (line,) = {line.removeprefix("extras: ") for line in lines if line.startswith("extras: ")}
     return [] if line == "none" else line.split(", ")
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-
 if TYPE_CHECKING:
     import datasets
+    import numpy as np
     import torch
     from accelerate import Accelerator
 
@@ -236,6 +235,8 @@ class Evaluation:
 
 def column(examples: datasets.Dataset, name: str) -> np.ndarray:
     """(examples,) a column of numbers."""
+    import numpy as np  # here: --help does not wait for it
+
     return np.asarray(examples.with_format("numpy")[name][:])
 
 

@@ -52,7 +52,9 @@ def run_of(job: Job, config: Config) -> Run:
         init_gloo(launch)
     accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, precision, device))
     outputs = Outputs(config, accelerator, is_silent=True)
-    config = config.changed(max_length=job.length)
+    # A step that is only counted does not run out of memory: nothing guards it, and no device is asked for its state.
+    unguarded = {"on_oom": "stop"} if config.get("on_oom") is not None else {}
+    config = config.changed(max_length=job.length, **unguarded)
     return Run(config, launch, accelerator, extras.join(), outputs, StopRequest(), is_planned=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from train import extras
 from train.config import Config, to_values
-from train.launch import Launch
+from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import FLAGS, LADDER, Recompute, flags_of, ladder_on
 from train.memory.predict import Job, Target
@@ -324,7 +324,7 @@ class Question:
     def needs_whole_weights(self) -> bool:
         """Whether the optimizer does not work with sharded weights."""
         try:
-            extras.check(self.config, Launch(2, engine="fsdp2"))
+            _check(self.config, Launch(2, engine="fsdp2"))
         except UsageError:
             return True
         return False
@@ -352,7 +352,7 @@ class Question:
         """
         config = self.configured(setting)
         engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
-        extras.check(config, Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")))
+        _check(config, Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")))
         target = _ranking_target(self.device)
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
@@ -374,6 +374,12 @@ class Question:
         elif setting.micro_batch_size != values["micro_batch_size"]:
             wanted |= {"global_batch_size": self.global_batch_size, "gradient_accumulation_steps": None}
         return {name: value for name, value in wanted.items() if value != values[name]}
+
+
+def _check(config: Config, launch: Launch) -> None:
+    """Raises UsageError if a run with ``config`` would refuse ``launch``."""
+    check_launch(launch, config)
+    extras.check(config, launch)
 
 
 def replace_length(question: Question, length: int) -> Question:

@@ -67,7 +67,7 @@ class Task:
     """The metric that says which checkpoint is best."""
     headline_metric: ClassVar[str]
     """The metric that a person reads first."""
-    title: ClassVar[str]
+    title: ClassVar[str] = ""
     """What such a model is called in a sentence: a … model."""
     pipeline_tag: ClassVar[str | None] = None
     """Of the Hub's model cards."""

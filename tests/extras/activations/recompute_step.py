@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -55,7 +55,8 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
             outcome = optimizer_step(engine, model, optimizer, window)
             norms.append(outcome.grad_norm)
         assert bool(transfers.log) is (checkpointing is not None)
-        weights = whole_tensors(accelerator.unwrap_model(model).model, keep=accelerator.is_main_process)
+        unwrapped = cast("ModelWithLoss", accelerator.unwrap_model(model))
+        weights = whole_tensors(unwrapped.model, keep=accelerator.is_main_process)
         found |= {f"{way}.{name}": value.clone() for name, value in weights.items()}
         found[f"{way}.norms"] = torch.tensor(norms, dtype=torch.float64)
     if accelerator.is_main_process:

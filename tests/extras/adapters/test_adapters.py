@@ -190,6 +190,7 @@ def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
             )
         plain = AutoModelForCausalLM.from_pretrained(base, **quantized).eval()
+        layer: Any
         for layer in plain.modules():
             if hasattr(layer, "support_avx512bf16_for_cpu"):
                 layer.support_avx512bf16_for_cpu = False  # its kernel takes no 96 inputs

@@ -102,6 +102,8 @@ class Room(Extra):
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         """An engine that recovers from OOM, in place of the plain one."""
+        if run.is_planned:  # a prediction is of a step that does not run out of memory
+            return engine
         from train.extras.endurance.recovery import Recovering, can_recover
         from train.step import Engine
 
