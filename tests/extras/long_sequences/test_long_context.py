@@ -141,7 +141,7 @@ def test_final_holds_what_was_changed(llama_recipe: Path, tmp_path: Path, capsys
         (("--sliding_window", 0), "sliding_window: 0 is not valid: it must be at least 1"),
         (
             ("--model", "nowhere:made", "--tokenizer", "bytes", "--sliding_window", 4),
-            "module:function does not have one",
+            "module:function has none",
         ),
     ],
 )

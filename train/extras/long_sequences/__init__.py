@@ -53,7 +53,7 @@ class Room(Extra):
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
         if model.model is not None and ":" in model.model and (own.rope_scaling != "none" or own.sliding_window):
             raise UsageError(
-                "rope_scaling and sliding_window change a transformers configuration; module:function does not have one."
+                "rope_scaling and sliding_window change a transformers configuration; module:function has none."
             )
         if own.packing and labelled:
             raise UsageError(f"packing: {config.data.task} has one label a row: use another task.")
