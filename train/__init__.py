@@ -1,3 +1,3 @@
 """A training template for 🤗 Accelerate: long sequences on limited GPU memory."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

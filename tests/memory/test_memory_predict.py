@@ -377,5 +377,5 @@ def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictor) -> No
     assert flops["cce"] - flops["liger"] == pytest.approx(product, rel=0.01)
     with pytest.raises(UserError, match=r"loss: liger .*loss scaling"):
         predicted("liger", Target("cuda", (7, 5)), "fp16")
-    with pytest.raises(UserError, match=r"loss: cce .*CUDA devices alone"):
+    with pytest.raises(UserError, match=r"loss: cce .*only on CUDA devices"):
         predictor.predict(job(loss="cce"))

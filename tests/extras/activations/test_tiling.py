@@ -248,5 +248,5 @@ def test_mixtures_of_experts_are_left_whole_and_a_model_of_nothing_else_is_refus
     assert describe(model, 40) == [
         "tiled_mlp: 1 MLPs and 3 norms compute in tiles of 40 tokens; 1 other blocks are left whole"
     ]
-    with pytest.raises(UserError, match=r"no layers with an mlp that are known"):
+    with pytest.raises(UserError, match=r"none of its layers is known to have an mlp"):
         built({"model_type": "bert", **SHAPE}, MASKED, tiled_mlp=True)

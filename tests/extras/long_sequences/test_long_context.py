@@ -139,7 +139,10 @@ def test_final_holds_what_was_changed(llama_recipe: Path, tmp_path: Path, capsys
             "rope_scaling_factor: 1 is not valid: it must be above 1",
         ),
         (("--sliding_window", 0), "sliding_window: 0 is not valid: it must be at least 1"),
-        (("--model", "nowhere:made", "--tokenizer", "bytes", "--sliding_window", 4), "module:function has none"),
+        (
+            ("--model", "nowhere:made", "--tokenizer", "bytes", "--sliding_window", 4),
+            "module:function has none",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(

@@ -90,7 +90,8 @@ class Room(Extra):
     def change_config(self, run: Run, data: PreparedData) -> Config:
         if run.config.of(Options).gradient_checkpointing == "auto" and "memory" not in run.extras.by_name:
             raise UserError(
-                "gradient_checkpointing: auto needs train/memory/, which is not here: give none, selective or full."
+                "gradient_checkpointing: auto needs train/memory/, which is not in this copy: give none, selective or "
+                "full."
             )
         return run.config
 
@@ -99,7 +100,7 @@ class Room(Extra):
 
         own, lines = run.config.of(Options), []
         if own.gradient_checkpointing_offload and run.accelerator.device.type == "cpu":
-            lines.append("gradient_checkpointing_offload: does nothing on a CPU, which has no other memory")
+            lines.append("gradient_checkpointing_offload: does nothing on a CPU, which computes in host memory")
         if own.tiled_mlp:
             tiling.tile_mlps(network, own.mlp_tile_tokens)
             lines += tiling.describe(network, own.mlp_tile_tokens)

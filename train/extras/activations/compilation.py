@@ -1,9 +1,9 @@
 """``torch.compile``, layer by layer.
 
-The repeated layers are compiled, each in place, and what is around them stays as it is. So attention keeps its causal
+Each of the repeated layers is compiled in place; everything around them stays as it is. So attention keeps its causal
 path (a model compiled whole builds a mask of length × length), the names of weights stay, the loss in chunks and
-generation run as ever, and equal layers share one compilation. A second length makes the lengths of a graph symbols:
-further ones need no compilation.
+generation run as before, and equal layers share one compilation. The second length makes lengths symbolic in the graph,
+so that further lengths are not compiled again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from train.records import UsageError, UserError
 
 
 def check_compiler(device: torch.device) -> None:
-    """Looks whether this machine can compile for ``device``.
+    """Checks that this machine can compile for ``device``.
 
     Raises:
-        UsageError: what it lacks.
+        UsageError: a compiler or Triton is missing.
     """
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UsageError("compile: needs Triton on CUDA, which is not installed: pip install triton, or leave it out.")
@@ -47,7 +47,7 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     To be called before the model is wrapped or sharded, after activation checkpointing was set up.
 
     Raises:
-        UserError: the model has no layers that are known to repeat.
+        UserError: no repeated layers are known of this model.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -63,15 +63,15 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside it compiled layers of ``model`` run as if they were not.
 
-    For a sample whose every token is another shape; and for whoever watches operators, since torch would never
-    compile a function that it first met while someone did.
+    For a sample, in which each token is another shape; and for code that watches operators, because torch would never
+    compile a function that it first met meanwhile.
     """
     compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 class Compilation:
-    """What ``torch.compile`` does while it is listened to.
+    """Counts what ``torch.compile`` does inside :meth:`listening`.
 
     Attributes:
         tell: shown the one warning there may be, with its cause.
@@ -137,7 +137,7 @@ class Compilation:
 
 
 class _Limit(logging.Handler):
-    """Hears torch say that a function was compiled too often."""
+    """Catches torch's warning that a function was compiled too often."""
 
     def __init__(self, reached: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

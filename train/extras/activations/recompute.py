@@ -1,8 +1,8 @@
-"""Activation checkpointing: layers that compute their activations again in backward, and where their inputs rest.
+"""Activation checkpointing: layers that recompute their activations in backward, with inputs on the device or host.
 
-What a checkpointed layer keeps is its input, (B, S, H), so of a model all inputs are L·B·S·H elements: at long
-sequences the largest part of what is left. With offload they rest in pinned host memory. Copies run on a stream of
-their own: an input leaves while its layer computes, and comes back while the layer after it is recomputed.
+A checkpointed layer keeps its input, (B, S, H); the inputs of all layers are L·B·S·H elements, at long sequences the
+largest part of the remaining activations. With offload they are kept in pinned host memory. Copies run on a stream of
+their own: an input is copied out while its layer computes, and comes back while the next layer is recomputed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20
-"""Smaller tensors stay: a copy has a price of its own, and there is little to gain."""
+"""Smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain."""
 
 PIECE_BYTES = 8 * 2**20
 """Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and
@@ -36,11 +36,11 @@ def enable_checkpointing(
     """Recompute activations in backward instead of keeping them (arXiv 1604.06174).
 
     Args:
-        mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the dearest to recompute
+        mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the most expensive to recompute
             (arXiv 2205.05198).
         every_n_layers: checkpoint only layers 0, n, 2n ...
-        offload: the inputs of checkpointed layers rest in host memory; on a CPU they stay where they are.
-        transfers_for: how to copy between a device and the host, None where there is no other memory; default:
+        offload: keep the inputs of checkpointed layers in host memory; on a CPU it does nothing.
+        transfers_for: how to copy between a device and the host, None for a CPU; default:
             :class:`StreamTransfers` for accelerators.
 
     Raises:
@@ -78,25 +78,25 @@ def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> A
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# ---- inputs that rest in host memory ---------------------------------------------------------------------------------
+# ---- inputs that are kept in host memory -----------------------------------------------------------------------------
 
 
 class Transfers(Protocol):
-    """Copies between a device and the host, beside the computation."""
+    """Copies between a device and the host, concurrent with the computation."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8 of host memory, to be kept and used again."""
+        """(num_bytes,) uint8 of host memory, to be reused."""
         ...
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Begins to copy each (target, source) after what is queued for computation so far; an event for the end.
+        """Starts copying each (target, source) after what is queued for computation so far; an event for the end.
 
-        Copies run one after the other in the order in which they were begun.
+        Copies run one after the other, in the order in which they were started.
         """
         ...
 
     def wait(self, event: Any) -> None:
-        """What is queued for computation from now on comes after ``event``."""
+        """Everything queued for computation from now on waits for ``event``."""
         ...
 
 
@@ -111,8 +111,8 @@ class StreamTransfers:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        # Asked for each time: under FSDP2, and in backward's thread, it need not be the one of before. And asked for
-        # first: within ``stream`` the current stream is that one.
+        # The current stream is looked up each time: under FSDP2, and in backward's thread, it may be another one. And
+        # before entering ``stream``, inside which the current stream is that one.
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             for target, source in pairs:
@@ -124,7 +124,7 @@ class StreamTransfers:
 
 
 def stream_transfers(device: torch.device) -> Transfers | None:
-    """:class:`StreamTransfers`, or None for a CPU: there is no other memory."""
+    """:class:`StreamTransfers`, or None for a CPU, which computes in host memory."""
     return None if device.type == "cpu" else StreamTransfers(device)
 
 
@@ -138,17 +138,16 @@ def _offload_inputs(model: nn.Module, transfers_for: Callable[[torch.device], Tr
 
 
 class OffloadedInputs:
-    """``checkpoint`` of torch whose inputs rest in host memory from a layer's forward to its backward.
+    """torch's ``checkpoint`` with inputs kept in host memory from a layer's forward to its backward.
 
     Only positional tensors that need a gradient: the hidden states. Masks, position embeddings and parameters belong
     to all layers and stay; an input that several layers share (encoder states) is copied once.
 
-    On the device there are at a time: in forward the input of the layer at work, and none of those before it; in
-    backward that of the layer at work and that of the next one to come. A tensor on the device is let go only after
-    the computing stream was told to wait for the copy that reads it, and one that is copied into comes from the
-    computing stream's memory: so memory is never used again too early, without ``record_stream``, whose effect
-    depends on timing. (This, pinned memory that is kept, and the streams asked for each time are lessons that
-    torchtune and TRL paid for.)
+    The device holds at a time: in forward only the input of the current layer; in backward the inputs of the current
+    layer and of the next one to be recomputed. A tensor on the device is released only
+    after the computing stream was told to wait for the copy that reads it, and the target of a copy is allocated on
+    the computing stream. So memory is never reused too early, without ``record_stream``, whose effect depends on
+    timing. (This, the reuse of pinned memory and looking up the stream each time are lessons from torchtune and TRL.)
 
     Args:
         checkpoint: called as ``checkpoint(function, *inputs)``.
@@ -169,7 +168,7 @@ class OffloadedInputs:
         self._last: weakref.ref[_Resting] | None = None
 
     def __deepcopy__(self, memo: Any) -> OffloadedInputs:
-        return self  # a copy of the model has no streams and pinned memory of its own
+        return self  # a copy of the model shares streams and pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         moved = {_storage_key(x): x for x in inputs if isinstance(x, Tensor) and self._moves(x)}
@@ -225,9 +224,9 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 class _Resting:
-    """A tensor that autograd saved, on its way to the host, there, or on its way back.
+    """A tensor that autograd saved, on its way to the host, on the host, or on its way back.
 
-    It goes when autograd lets it go, after backward or after an exception, and its pinned memory becomes free.
+    It is deleted when autograd releases it, after backward or an exception; then its pinned memory can be reused.
     """
 
     def __init__(
@@ -250,13 +249,13 @@ class _Resting:
         self._free += self._pieces  # what is copied into them next is queued after what is still copied out of them
 
     def leave(self) -> None:
-        """Lets the tensor on the device go."""
+        """Releases the tensor on the device."""
         if self._on_device is not None:
             self._transfers.wait(self._event)
             self._on_device = None
 
     def fetch(self) -> None:
-        """Begins to bring the tensor back."""
+        """Starts copying the tensor back."""
         if self._on_device is None:
             whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._event = self._transfers.copy(self._parts(whole))
@@ -264,7 +263,7 @@ class _Resting:
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """The tensor, for what is queued from now on; the one that rests before it begins to come back."""
+        """The tensor, for what is queued from now on; starts copying back the one of the layer before."""
         self.fetch()
         assert self._on_device is not None
         whole = self._on_device

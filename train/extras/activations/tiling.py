@@ -1,11 +1,11 @@
-"""MLPs and norms that compute their tokens in tiles, so that the activations of only one tile are there at a time.
+"""MLPs and norms that compute their tokens in tiles, so that only the activations of one tile exist at a time.
 
-An MLP treats each token by itself. Its activations are some I / H times as wide as the hidden states, and in a model
+An MLP treats each token by itself. Its activations are about I / H times as wide as the hidden states, and in a model
 that recomputes its layers those of one layer outgrow everything else at long sequences (arXiv 2506.13996, ALST). A norm
 keeps copies of the hidden states in fp32, and makes more of them in backward: after the MLP they are the largest.
 
-Other parts that treat tokens one by one are not tiled: queries, keys and values have to be there whole for attention;
-the loss has chunks of its own (``train.loss``).
+Other parts that treat tokens one by one are not tiled: attention needs queries, keys and values whole;
+the loss has chunks of its own.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ MIN_TILE_TOKENS = 512
 
 
 def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> None:
-    """Makes MLPs and the norms beside them compute in tiles. Parameters, their names and module hooks stay.
+    """Makes MLPs and the norms next to them compute in tiles. Parameters, their names and module hooks stay.
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
-    alone. Mixtures of experts do not: what of a token goes where depends on others, and their experts have parts of
-    the tokens already.
+    alone. Mixtures of experts are left whole: the routing of a token depends on others, and each expert already gets a
+    part of the tokens.
 
     Args:
         tile_tokens: see :class:`Tiled`.
 
     Raises:
-        UserError: there is none.
+        UserError: the model does not have any.
     """
     found = mlps(model)
     if not found:
         blocks = sorted({type(m.mlp).__name__ for m in _layers(model)})
-        reason = f"its blocks are {', '.join(blocks)}" if blocks else "it has no layers with an mlp that are known"
+        reason = f"its blocks are {', '.join(blocks)}" if blocks else "none of its layers is known to have an mlp"
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
     for part in [*found, *norms(model)]:
         part.__class__ = _tiled(type(part))
@@ -55,7 +55,7 @@ def mlps(model: nn.Module) -> list[nn.Module]:
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
-    """The norms of hidden states beside these MLPs, and the last one, after the layers."""
+    """The norms of hidden states next to these MLPs, and the last one, after the layers."""
     layers = [layer for layer in _layers(model) if _treats_tokens_alone(layer.mlp)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
@@ -93,18 +93,18 @@ class Tiled(nn.Module):
     Backward computes each tile's forward once more, so an MLP costs a third more arithmetic, as if it were
     checkpointed. In a layer that is checkpointed it costs only its last product more, since that one is not needed
     for gradients: what the MLP is given is saved before it computes, and torch's recomputation of the layer stops at
-    the last tensor that was saved. (Where a layer saves something after its MLP, as with a norm or dropout behind it,
-    the MLP is computed three times.)
+    the last tensor that was saved. (If a layer saves something after its MLP, because a norm or dropout follows, the
+    MLP is computed three times.)
 
     Gradients of weights are summed over the tiles and handed to autograd once: in the type of the weights, or in fp32
     where that has 16 bits. So hooks of DDP and FSDP2 see whole gradients, once.
     """
 
     tile_tokens: int | None
-    """Tokens of a tile at most; None: ALST's choice, as many tiles as tokens / H, but at least MIN_TILE_TOKENS."""
+    """At most this many tokens per tile; None: ALST's choice, tokens / H tiles, with at least MIN_TILE_TOKENS each."""
 
     def compute_whole(self, hidden: Tensor) -> Tensor:
-        """(..., H) → (..., H) as the class that is tiled does it."""
+        """(..., H) → (..., H), computed by the original class."""
         raise NotImplementedError
 
     @torch.compiler.disable  # backward computes forward again, which torch.compile cannot follow

@@ -53,7 +53,7 @@ class Room(Extra):
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
         if model.model is not None and ":" in model.model and (own.rope_scaling != "none" or own.sliding_window):
             raise UsageError(
-                "rope_scaling and sliding_window change a transformers configuration, and module:function has none."
+                "rope_scaling and sliding_window change a transformers configuration; module:function has none."
             )
         if own.packing and labelled:
             raise UsageError(f"packing: {config.data.task} has one label a row: use another task.")
@@ -64,7 +64,7 @@ class Room(Extra):
             return
         if labelled:
             raise UsageError(
-                f"sequence_length_warmup_steps: {own.sequence_length_warmup_steps} would cut examples apart, and "
+                f"sequence_length_warmup_steps: {own.sequence_length_warmup_steps} would cut examples into pieces, and "
                 f"{config.data.task} has one label for each: set it to 0."
             )
         if own.sequence_length_warmup_start >= config.data.max_length:

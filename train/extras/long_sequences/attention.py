@@ -107,7 +107,7 @@ def attend(  # fixed by transformers
 
 
 class _How(NamedTuple):
-    """What of :func:`attend` is the same for all documents."""
+    """The arguments of :func:`attend` that all documents share."""
 
     dropout: float
     scaling: float | None
@@ -184,7 +184,7 @@ def _flash_of_lengths() -> Callable[..., Any] | None:
     known = inspect.signature(varlen_attn).parameters
     if "window_size" not in known or "scale" not in known:
         return None
-    # Before there was this word, heads were shared without it.
+    # Older versions share heads without this argument.
     return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
 
 
@@ -230,8 +230,8 @@ def _transformers_model() -> type[Any]:
 
 
 def can_slide_without_mask(model: Any, max_length: int) -> bool:
-    """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S, and
-    :func:`set_document_boundaries` spares it that."""
+    """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S and
+    :func:`set_document_boundaries` avoids it."""
     if not isinstance(model, _transformers_model()) or model.config._attn_implementation != "sdpa":
         return False
     config = model.config.get_text_config()
@@ -244,7 +244,7 @@ def check_documents(model: nn.Module) -> None:
     """Whether :func:`set_document_boundaries` reaches every layer of ``model``.
 
     Raises:
-        UserError: naming what stands against it.
+        UserError: naming the obstacle.
     """
     if obstacle := obstacle_to_documents(model):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -277,7 +277,7 @@ def obstacle_to_documents(model: Any) -> str | None:
 
     register()
     try:
-        # What a prediction counts, and the device that it builds on, are of no concern here.
+        # What a prediction counts, and the device that it builds on, do not matter here.
         with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             trial = without_weights(model).eval()
             set_document_boundaries(trial)

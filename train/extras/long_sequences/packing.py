@@ -25,7 +25,7 @@ from train.records import IGNORE, Examples, MicroBatch, UserError, column
 SUMMED = ("length", "num_bytes")
 """Columns of which a row has the sum of its members'; of the others it has a list."""
 LAYOUT = "1"
-"""To be changed with what rows look like, so that those cached before are not taken."""
+"""Change it when rows look different, so that rows cached before are not reused."""
 
 
 def packed(data: PreparedData, max_length: int) -> PreparedData:
@@ -62,7 +62,7 @@ def _describe(name: str, split: datasets.Dataset, packed: datasets.Dataset, max_
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
-    """The numbers of the examples in each row: the longest first, each where it leaves least over.
+    """The numbers of the examples in each row: the longest first, each where it leaves the least room.
 
     Best-fit decreasing needs at most 11/9 of the fewest rows possible (Johnson 1973), and depends on nothing but the
     lengths and their order.

@@ -1,4 +1,4 @@
-"""Models on sequences longer than they were made for: rotary positions scaled, attention that sees a window."""
+"""Models on sequences longer than they were trained for: scaled rotary positions, attention with a window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def extend(config: PretrainedConfig, scaling: str, factor: float | None, window:
     """Changes ``config``, before the model is built, as ``rope_scaling`` and ``sliding_window`` ask.
 
     Raises:
-        UserError: the model has nothing of the kind, or needs no scaling.
+        UserError: the model has no such positions or windows, or does not need scaling.
     """
     if scaling != "none":
         _scale_positions(config, scaling, factor, max_length)
@@ -33,7 +33,9 @@ def _scale_positions(config: PretrainedConfig, kind: str, factor: float | None, 
     nested = {name: part for name, part in rope.items() if isinstance(part, dict)}
     scaled = nested.get("full_attention", rope if not nested else None)
     if scaled is None:
-        raise UserError(f"rope_scaling: {kind}: {config.model_type} has no layer that sees everything: leave it out.")
+        raise UserError(
+            f"rope_scaling: {kind}: {config.model_type} does not have a layer with full attention: leave it out."
+        )
     if scaled.get("rope_type", "default") != "default":
         raise UserError(
             f"rope_scaling: {kind}: {config.model_type} already scales its own ({scaled['rope_type']}): leave it out."

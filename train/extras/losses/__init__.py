@@ -36,13 +36,13 @@ class Room(Extra):
         loss, optim = config.of(Options).loss, config.optimization
         if loss in ("torch", "cce") and (optim.label_smoothing or optim.z_loss):
             raise UsageError(
-                f"loss: {loss} has no label_smoothing ({optim.label_smoothing}) and no z_loss ({optim.z_loss}): give "
-                "--loss auto or chunked, or set both to 0."
+                f"loss: {loss} does not support label_smoothing ({optim.label_smoothing}) and z_loss ({optim.z_loss}): "
+                "give --loss auto or chunked, or set both to 0."
             )
         if loss == "liger" and (optim.mixed_precision or launch.precision) == "fp16":
             raise UsageError(
-                "loss: liger is wrong with mixed_precision: fp16: it rounds gradients before loss scaling can save "
-                "small ones. Give --loss auto or chunked, or use bf16."
+                "loss: liger gives wrong gradients with mixed_precision: fp16: it rounds them before loss scaling can "
+                "save small ones. Give --loss auto or chunked, or use bf16."
             )
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:

@@ -16,7 +16,7 @@ MIN_CHUNKED_CLASSES = 4096
 
 
 def choose_loss(asked: str, model: ModelWithLoss, place: Place, installed: bool | None = None) -> str:
-    """The loss that ``model`` is to work with: full, chunked, torch, cce or liger.
+    """The loss that ``model`` will use: full, chunked, torch, cce or liger.
 
     Args:
         asked: one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.

@@ -19,7 +19,7 @@ from train.loss import PLAIN, Objective, Scores, cross_entropy, cross_entropy_su
 from train.records import IGNORE
 
 CHUNK_LOGITS_BYTES = 64 * 2**20
-"""fp32 logits of one chunk: little beside weights and activations, enough for large matrix products."""
+"""fp32 logits of one chunk: little compared with weights and activations, enough for large matrix products."""
 
 MIN_CHUNK_TOKENS = 512
 """A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations
@@ -35,7 +35,7 @@ def chunked_sum(
     part: Any = None,
     objective: Objective = PLAIN,
 ) -> Tensor:
-    """() what :func:`train.cross_entropy.cross_entropy_sum` says of the logits, which are never all there.
+    """() what :func:`train.loss.cross_entropy_sum` returns for the logits, which never exist all at once.
 
     Args:
         hidden: (B, S, H) what the output embedding is given.
@@ -150,7 +150,7 @@ def _in_chunks(
                 continue
             if factors is not None:
                 grad.mul_(factors[rows])
-            # Where nothing is scaled, rows that are no target are left out of the sums below: (C, H), not (C, V).
+            # Where nothing is scaled, rows that are not targets are left out of the sums below: (C, H), not (C, V).
             if of_bias is not None:
                 of_bias.addmv_(grad.T, kept[rows])
             grad = grad.to(dtype)
@@ -173,7 +173,7 @@ def _in_chunks(
 def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple[Tensor, Tensor | None]:
     """(C,) losses of all positions of ``logits`` (C, V), and if it ``learns`` the gradient (C, V) of their sum.
 
-    Both in fp32 or better, also of the positions that are no target.
+    Both in fp32 or better, also of the positions that are not targets.
     """
     smoothing, z_loss, part = how.objective.label_smoothing, how.objective.z_loss, how.part
     if part is None:
@@ -241,7 +241,7 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast: which type each operation works in is said."""
+    """No autocast: each operation names its type."""
     available = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
 

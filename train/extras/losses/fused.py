@@ -56,16 +56,16 @@ def obstacle_to(
         known = hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
         if not known:
             return f"needs torch 2.13 or newer, and this is {torch.__version__}: use chunked or auto"
-        return "has no label smoothing and no z-loss: use chunked or auto" if objective != PLAIN else None
+        return "does not support label smoothing and z-loss: use chunked or auto" if objective != PLAIN else None
     if place.device_type != "cuda":
-        return f"runs on CUDA devices alone, and this is a {place.device_type} device: use chunked or auto"
+        return f"runs only on CUDA devices, and this is a {place.device_type} device: use chunked or auto"
     if kernel == "cce":
         if place.capability < (8, 0):
             return "needs a GPU of compute capability 8.0 (Ampere) or newer: use chunked or auto"
         if place.dtype not in (torch.bfloat16, torch.float16):
-            return "multiplies in bf16 or fp16 alone: give --mixed_precision bf16, or use chunked or auto"
+            return "multiplies only in bf16 or fp16: give --mixed_precision bf16, or use chunked or auto"
         if objective != PLAIN:
-            return "has no label smoothing and no z-loss here: use chunked or auto"
+            return "does not support label smoothing and z-loss here: use chunked or auto"
     elif place.dtype == torch.float16:
         return (
             "rounds its gradients to fp16 before loss scaling can save the small ones: use bf16, or --loss chunked or "

@@ -18,17 +18,17 @@ from train.model import without_weights
 def obstacle_to_chunks(model: nn.Module) -> str | None:
     """Why the loss of ``model`` cannot come from its output embedding, or None where it can.
 
-    A model may scale or cap what its output embedding gives: that has to be left to the model. Tried on eight tokens
-    with a copy that has no weights, so it costs little, leaves the model and all generators alone, and comes out the
-    same on every device and process, with fake weights too.
+    A model may scale or cap what its output embedding gives; then it has to compute its logits itself. This is tried on
+    eight tokens with a copy without weights. So it costs little, leaves the model and all generators alone, and gives
+    the same answer on every device and process, with fake weights too.
     """
     if type(head_of(model)) not in (nn.Linear, LossHead):
-        return "it has no output embedding that is a plain nn.Linear"
+        return "its output embedding is not a plain nn.Linear"
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
     from torch.utils._python_dispatch import _disable_current_modes
 
     try:
-        # What a prediction counts, and the device that it builds on, are of no concern here.
+        # What a prediction counts, and the device that it builds on, do not matter here.
         with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             return _trial(without_weights(model).eval())
     except Exception as error:  # models fail in their own ways

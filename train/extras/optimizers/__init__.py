@@ -112,7 +112,7 @@ class Room(Extra):
 
 def _check_in_backward(config: Config, launch: Launch) -> None:
     optim, size = config.optimization, config.optimization.micro_batch_size
-    one_pass = "there is no gradient to accumulate"
+    one_pass = "gradients cannot be accumulated"
     refuse(
         "optimizer_in_backward",
         (

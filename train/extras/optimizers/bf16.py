@@ -1,8 +1,8 @@
-"""AdamW for bf16 weights whose updates do not get lost.
+"""AdamW for bf16 weights that does not lose small updates.
 
 A bf16 number has 8 significant bits: an update of less than half of a 256th of a weight leaves it as it is, however
 often it is repeated. Two remedies (arXiv 2010.06192): round up or down at random, so that the expectation is right; or
-keep what rounding added in a second number beside each weight, and take it off the next time (Kahan's summation).
+keep what rounding added in a second number for each weight, and subtract it the next time (Kahan's summation).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADDED = "added_by_rounding"
 class Bf16AdamW(torch.optim.AdamW):
     """AdamW that computes in fp32 and stores in bf16; for parameters of other types, AdamW.
 
-    What is random is a function of (seed, step, parameter, element): the same on every rank and after a resume.
+    Random numbers are a function of (seed, step, parameter, element): equal on every rank and after resuming.
 
     Args:
         groups: parameters and their weight decay.

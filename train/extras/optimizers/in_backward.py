@@ -67,7 +67,7 @@ class InBackward(Engine):
         return value if finite or not math.isfinite(value) else math.nan
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
-        """Done in backward already."""
+        """The updates were made in backward."""
         return norm, not math.isfinite(norm)
 
     def _hook(self, group: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""AdamW with its state in host memory: the device holds weights and gradients alone.
+"""AdamW with its state in host memory: the device holds only weights and gradients.
 
 A step copies one gradient after the other to the host, updates there, and copies the new weights back; while one
 parameter is updated, the gradient of the next is on its way (arXiv 2101.06840 describes the idea).
@@ -22,7 +22,7 @@ class Link(Protocol):
     """Carries gradients to the host and weights back, through two slots."""
 
     def fetch(self, slot: int, gradient: Tensor) -> None:
-        """Begins to copy ``gradient`` to the host."""
+        """Starts copying ``gradient`` to the host."""
         ...
 
     def arrived(self, slot: int) -> Tensor:
@@ -30,11 +30,11 @@ class Link(Protocol):
         ...
 
     def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
-        """Begins to copy ``weight`` from the host into ``parameter``, rounded to its type."""
+        """Starts copying ``weight`` from the host into ``parameter``, rounded to its type."""
         ...
 
     def finish(self) -> None:
-        """What the device does from here on sees the weights that were sent."""
+        """Everything the device does from now on uses the weights that were sent."""
         ...
 
 
@@ -102,7 +102,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     """AdamW on the host for parameters on a device: bit for bit the update of torch's fused AdamW on a CPU.
 
     Weights of half precision have an fp32 original on the host, which is what gets updated; the device receives it
-    rounded. The state of fp32 weights is that of ``torch.optim.AdamW``: a checkpoint goes on with either.
+    rounded. The state of fp32 weights is that of ``torch.optim.AdamW``: a checkpoint can be resumed with either.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
@@ -175,7 +175,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state onto the host, in fp32; torch's own would put it beside the parameters, in their type."""
+        """Puts the state on the host, in fp32; torch's own would put it on the parameters' device, in their type."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.state = defaultdict(dict)
         for number, entries in state_dict["state"].items():

@@ -32,7 +32,7 @@ def load_corpus(data: Source, labelled: bool) -> Corpus:
     split, some documents are held out, the same ones in every run and on every machine.
 
     Raises:
-        UsageError: flags that do not go together.
+        UsageError: flags that contradict each other.
         UserError: data that is not there or cannot be used; says where, and which flag would help.
     """
     if data.dataset in RECIPES:

@@ -128,7 +128,7 @@ def cached(generator: Callable[..., Iterator[Any]], columns: datasets.Features, 
             # datasets would split a list into shards; keys are therefore made of tuples.
             return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
     except ValueError:
-        # This is how the library says that there are no rows.
+        # The library raises this for an empty dataset.
         if next(iter(generator(**key)), None) is not None:
             raise
         return Dataset.from_dict({name: [] for name in columns}, features=columns)

@@ -26,7 +26,7 @@ def load_named(data: Source, labelled: bool) -> rows.Splits:
     """The splits of the dataset ``data.dataset`` on the Hub; under ``data.streaming`` nothing is downloaded ahead.
 
     Raises:
-        UserError: it cannot be reached or has no such configuration, split or column; or a bad record.
+        UserError: it cannot be reached or lacks the configuration, split or column; or a bad record.
     """
     from datasets import Dataset, get_dataset_split_names, load_dataset
 
@@ -81,7 +81,7 @@ def load_saved(path: Path, data: Source, labelled: bool) -> rows.Splits:
     """The splits of a folder written by ``save_to_disk``; only the training split of it is a stream.
 
     Raises:
-        UserError: the folder cannot be loaded or has no such split or column; or a bad record.
+        UserError: the folder cannot be loaded or lacks the split or column; or a bad record.
     """
     saved = _from_disk(path)
 
