@@ -11,7 +11,7 @@ import torch
 from support import ROOT, run_for
 
 from train.config import dump, parse, read_recipe
-from train.data import load_tokenizer
+from train.extras.readers.own_tokenizers import build_tokenizer
 from train.model import build_model
 from train.tasks import load_task
 
@@ -23,7 +23,7 @@ def test_recipe_builds_its_model(path: Path) -> None:
     config = parse(["--config", str(path)])
     task = load_task(config.data.task)
     with torch.device("meta"):
-        model = build_model(run_for(config), task, load_tokenizer("bytes", ()), ("a", "b") if task.labelled else ())
+        model = build_model(run_for(config), task, build_tokenizer("bytes", ()), ("a", "b") if task.labelled else ())
     assert sum(p.numel() for p in model.parameters()) > 10_000
 
 

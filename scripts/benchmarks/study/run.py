@@ -42,7 +42,7 @@ CELL_TIMEOUT = 10
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the study of the command line and returns the exit status (see ``train.errors``)."""
+    """Runs the study of the command line and returns the exit status (see ``train.records``)."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         if (path := pages_of(words)) is not None:
