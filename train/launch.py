@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 
 
 @dataclass(frozen=True)
@@ -92,23 +92,21 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         UsageError: the launch file asks for something that this template does not do.
     """
 
-    def get(name: str, default: str) -> str:
-        return environment.get(name, default).lower()
+    def says(name: str) -> bool:
+        return environment.get(name, "").lower() == "true"
 
-    world_size = int(get("WORLD_SIZE", "1"))
+    world_size = int(environment.get("WORLD_SIZE", "1"))
     _refuse_strangers(environment, world_size)
-    if get("ACCELERATE_USE_MEGATRON_LM", "") == "true":
+    if says("ACCELERATE_USE_MEGATRON_LM"):
         raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
-    engines = {"deepspeed": "ACCELERATE_USE_DEEPSPEED", "fsdp2": "ACCELERATE_USE_FSDP"}
-    engine = next((engine for engine, name in engines.items() if get(name, "") == "true"), "ddp")
-    if engine == "fsdp2" and get("FSDP_VERSION", "1") != "2":
+    engine = "deepspeed" if says("ACCELERATE_USE_DEEPSPEED") else "fsdp2" if says("ACCELERATE_USE_FSDP") else "ddp"
+    if engine == "fsdp2" and environment.get("FSDP_VERSION", "1") != "2":
         raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
-    names = (
-        ("dp_replicate", "dp_shard", "tp", "cp", "sp") if get("ACCELERATE_USE_PARALLELISM_CONFIG", "") == "true" else ()
-    )
-    sizes = {f"{name}_size": int(get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
+    sizes = {f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
-    launch = Launch(world_size, int(get("RANK", "0")), engine, get("ACCELERATE_MIXED_PRECISION", "no"), **own)
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    launch = Launch(world_size, int(environment.get("RANK", "0")), engine, precision, **own)
     given = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
     if world_size % launch.copies or (given and engine != "deepspeed" and product != world_size):
@@ -147,10 +145,8 @@ def check_launch(launch: Launch, config: Config) -> None:
     """Raises UsageError with names and values where launcher and training configuration contradict each other."""
     asked = config.optimization.mixed_precision
     if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
-        raise UsageError(
-            f"mixed_precision: the training configuration says {asked}, the launch configuration {launch.precision}. "
-            "Make them agree, or leave mixed_precision out of one."
-        )
+        both = f"the training configuration says {asked}, the launch configuration {launch.precision}"
+        raise UsageError(f"mixed_precision: {both}. Make them agree, or leave mixed_precision out of one.")
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
             "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
@@ -170,13 +166,13 @@ def refuse(subject: str, *cases: tuple[str, bool, str]) -> None:
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
     """Has PyTorch's CUDA allocator use expandable segments, which waste less; call it before torch is imported."""
-    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
-        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the CUDA allocator was told to use expandable segments."""
-    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR)
 
 
 def target_device() -> torch.device:

@@ -54,7 +54,7 @@ class Extra:
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where its options do not go with each other, the core's, or the launch."""
+        """Raises UsageError where its options contradict each other, those of the core, or the launch."""
 
     def identity(self, config: Config) -> dict[str, Any]:
         """What a checkpoint and a run that resumes from it must have in common."""
@@ -268,7 +268,7 @@ def options() -> dict[str, type]:
 
 
 def check(config: Config, launch: Launch | None = None) -> None:
-    """Has each extra check the configuration; without ``launch`` for a process that is alone.
+    """Has each extra check the configuration; without ``launch``, for a single process.
 
     Raises:
         UsageError: with names and values.
