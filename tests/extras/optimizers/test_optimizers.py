@@ -574,13 +574,13 @@ IN_BACKWARD_FLAGS = ("--optimizer_in_backward", True, "--max_grad_norm", None)
             (*IN_BACKWARD_FLAGS, "--gradient_accumulation_steps", 4),
             "optimizer_in_backward cannot be combined with gradient_accumulation_steps: 4: .* give 1",
         ),
-        (IN_BACKWARD_FLAGS, "micro_batch_size: 2 with global_batch_size: 8 .* Give the same size"),
+        (IN_BACKWARD_FLAGS, "micro_batch_size: 2 with global_batch_size: 8: .* Give the same size"),
         pytest.param(
             (*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--on_oom", "split"),
-            "on_oom: split .* on_oom: stop",
+            "on_oom: split: .* on_oom: stop",
             marks=pytest.mark.skipif("on_oom" not in fields(), reason="train/extras/endurance/ is not here"),
         ),
-        ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--mixed_precision", "fp16"), "fp16 .* bf16"),
+        ((*IN_BACKWARD_FLAGS, "--global_batch_size", 2, "--mixed_precision", "fp16"), "fp16: .* bf16"),
     ],
 )
 def test_options_that_contradict_each_other_stop_the_run(
