@@ -6,10 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from support import ACCELERATE_LAUNCH, ROOT
 
 from train.config import Config, Optimization
-from train.launch import Launch, check_launch, read_launch, set_up_cpu
+from train.launch import Launch, check_launch, read_launch, set_up_device
 from train.records import EXIT_ERROR, UsageError, UserError
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -131,5 +132,5 @@ def test_a_process_on_a_cpu_takes_its_share_of_the_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)), raising=False)
     set_to: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", set_to.append)
-    set_up_cpu(Launch(), Config(optimization=Optimization(cpu_threads=asked)))
+    set_up_device(torch.device("cpu"), Launch(), Config(optimization=Optimization(cpu_threads=asked)))
     assert set_to == ([threads] if threads is not None else [])

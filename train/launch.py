@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """
 
     def says(name: str) -> bool:
-        return environment.get(name, "false").lower() == "true"
+        return environment.get(name, "").lower() == "true"
 
     world_size = int(environment.get("WORLD_SIZE", "1"))
     _refuse_strangers(environment, world_size)
@@ -107,14 +107,12 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     launch = Launch(world_size, int(environment.get("RANK", "0")), engine, precision, **own)
+    given = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
-    if world_size % launch.copies or (
-        max(sizes.values(), default=1) > 1 and engine != "deepspeed" and product != world_size
-    ):
-        given = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if world_size % launch.copies or (given and engine != "deepspeed" and product != world_size):
         raise UsageError(
-            f"parallelism_config in the launch file: {given} make {product} processes, num_processes is {world_size}. "
-            "Their product must be num_processes: change one of them."
+            f"parallelism_config in the launch file: {', '.join(given)} make {product} processes, num_processes is "
+            f"{world_size}. Their product must be num_processes: change one of them."
         )
     return launch
 
@@ -139,52 +137,42 @@ def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
         raise UserError(
             "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
-            "(it trains on CPUs where there is no GPU) without --cpu; for one process give --num_processes 1, and "
-            "unset MASTER_PORT if you set it."
+            "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
         )
 
 
 def check_launch(launch: Launch, config: Config) -> None:
-    """Stops where launcher and training configuration contradict each other.
-
-    Raises:
-        UsageError: with both names and values.
-    """
+    """Raises UsageError with names and values where launcher and training configuration contradict each other."""
     asked = config.optimization.mixed_precision
     if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
-        raise UsageError(
-            f"mixed_precision: the training configuration says {asked}, the launch configuration {launch.precision}. "
-            "Make them agree, or leave mixed_precision out of one."
-        )
+        both = f"the training configuration says {asked}, the launch configuration {launch.precision}"
+        raise UsageError(f"mixed_precision: {both}. Make them agree, or leave mixed_precision out of one.")
     if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
         raise UsageError(
-            "fsdp_activation_checkpointing: true in the launch file: it does not repeat dropout in the recomputation, "
-            "so gradients would be wrong. Set it to false and use --gradient_checkpointing."
+            "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
+            "be wrong. Set it to false and use --gradient_checkpointing."
         )
     if config.optimization.optimizer == "adafactor" and launch.engine == "fsdp2":
         raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
     extras.check(config, launch)
 
 
-def refuse(where: str, *cases: tuple[str, bool, str]) -> None:
-    """Raises UsageError for the first case (what, whether it is so, remedy) that is so."""
+def refuse(subject: str, *cases: tuple[str, bool, str]) -> None:
+    """Raises UsageError for the first case (what ``subject`` cannot be combined with, whether it is so, remedy)."""
     for what, is_so, remedy in cases:
         if is_so:
-            raise UsageError(f"{what} does not work with {where}: {remedy}.")
+            raise UsageError(f"{subject} cannot be combined with {what}: {remedy}.")
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has PyTorch's CUDA allocator use expandable segments, so that gaps between tensors of different steps can join.
-
-    To be called before torch is imported; a setting that is there already stays. Only Linux has such segments.
-    """
-    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
-        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    """Has PyTorch's CUDA allocator use expandable segments, which waste less; call it before torch is imported."""
+    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the CUDA allocator was told to use expandable segments."""
-    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR)
 
 
 def target_device() -> torch.device:
@@ -197,7 +185,7 @@ def target_device() -> torch.device:
 
 
 def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:
-    """The mixed precision to use, and a line for a person where it is not the one asked for.
+    """The mixed precision to use, and a line for a person if it is not the one asked for.
 
     accelerate itself would run fp32 on a CPU and still call it fp16.
 
@@ -208,11 +196,11 @@ def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None
 
     if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UsageError(f"mixed_precision: {torch.cuda.get_device_name()} has no bf16. Use fp16.")
-    if asked == "fp16" and device.type in ("cpu", "mps"):
-        if device.type == "cpu" and cpu_has_fast_bf16():
-            return "bf16", "precision: bf16 (this CPU has no fast fp16, but fast bf16)"
-        return "no", f"precision: fp32 (this {device.type.upper()} has no fast fp16 or bf16)"
-    return asked, None
+    if asked != "fp16" or device.type not in ("cpu", "mps"):
+        return asked, None
+    if device.type == "cpu" and cpu_has_fast_bf16():
+        return "bf16", "precision: bf16 (this CPU has no fast fp16, but fast bf16)"
+    return "no", f"precision: fp32 (this {device.type.upper()} has no fast fp16 or bf16)"
 
 
 def cpu_has_fast_bf16() -> bool:
@@ -226,10 +214,8 @@ def arithmetic_in_use(accelerator: Any) -> str:
     """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
     import torch
 
-    if accelerator.mixed_precision != "no":
-        return accelerator.mixed_precision
     is_tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
-    return "tf32" if is_tf32 else "no"
+    return "tf32" if is_tf32 and accelerator.mixed_precision == "no" else accelerator.mixed_precision
 
 
 def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
@@ -238,8 +224,7 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
 
     if device.type == "cuda":
         tf32 = config.optimization.tf32 and torch.cuda.get_device_capability() >= (8, 0)
-        # Sets the older and the newer switch alike. With backends.cuda.matmul.fp32_precision alone the older one raises
-        # when it is read, as torch.compile does.
+        # With backends.cuda.matmul.fp32_precision alone, the older switch would raise when torch.compile reads it.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if device.type != "cpu":
         return
@@ -259,8 +244,7 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
 def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Makes the process group of processes without an accelerator, and has accelerate shard as the launcher says.
 
-    accelerate by itself leaves them strangers, or quietly trains with DDP instead; what runs on a cluster is to run on
-    a laptop too.
+    accelerate by itself leaves them strangers, or quietly trains with DDP; what runs on a cluster runs on a laptop too.
     """
     if launch.world_size == 1 and launch.engine != "deepspeed":
         return
@@ -276,38 +260,32 @@ def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> Non
 
 
 def accelerator_options(launch: Launch, precision: str, device: torch.device, seconds: int = 1800) -> dict[str, Any]:
-    """Arguments of ``Accelerator`` that follow from the launch and the device.
-
-    Args:
-        seconds: how long a rank waits for the others.
-    """
-    import torch
+    """Arguments of ``Accelerator`` that follow from launch and device; ranks wait ``seconds`` for each other."""
+    from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import InitProcessGroupKwargs
 
     options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]}
     # accelerate would leave DeepSpeed out; init_gloo has chosen the CPU
     options["cpu"] = device.type == "cpu" and launch.engine != "deepspeed"
     if launch.engine == "fsdp2":
-        from accelerate import FullyShardedDataParallelPlugin
+        import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # Gradients are summed in fp32, and the loss keeps its type: accelerate's own choice is the half precision for
         # both, which loses digits of every gradient. On a CPU there is nowhere to offload to.
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            mixed_precision_policy=policy, cpu_offload=False if device.type == "cpu" else None
+            mixed_precision_policy=MixedPrecisionPolicy(half, torch.float32 if half else None),
+            cpu_offload=False if device.type == "cpu" else None,
         )
     return options
 
 
 def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
-    """Has FSDP2 gather one layer of ``network`` at a time, where the launch file names no classes of its own.
-
-    Gradients of each micro-batch are summed at once: kept whole on every rank they would undo what sharding saved.
-    """
+    """Has FSDP2 gather one layer of ``network`` at a time, where the launch file names no classes of its own."""
     if not accelerator.is_fsdp2:
         return
+    # Gradients kept whole on every rank between micro-batches would undo what sharding saved.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     plugin = accelerator.state.fsdp_plugin
     if not plugin.transformer_cls_names_to_wrap:
@@ -319,13 +297,13 @@ def describe_device(accelerator: Any, launch: Launch) -> str:
     """The first line of a run."""
     import torch
 
-    where = f"{accelerator.num_processes} × {device_name(accelerator.device)}"
-    where += f", {torch.get_num_threads()} threads each" if accelerator.device.type == "cpu" else ""
-    where += f", {launch}" if str(launch) else ""
-    where += ", expandable segments" if accelerator.device.type == "cuda" and uses_expandable_segments() else ""
-    arithmetic = arithmetic_in_use(accelerator)
+    device, arithmetic = accelerator.device, arithmetic_in_use(accelerator)
+    parts = [f"{accelerator.num_processes} × {device_name(device)}"]
+    parts += [f"{torch.get_num_threads()} threads each"] * (device.type == "cpu")
+    parts += [str(launch)] * bool(str(launch))
+    parts += ["expandable segments"] * (device.type == "cuda" and uses_expandable_segments())
     shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
-    return f"device: {where}, precision {shown}"
+    return f"device: {', '.join(parts)}, precision {shown}"
 
 
 def device_name(device: torch.device) -> str:

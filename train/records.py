@@ -40,24 +40,17 @@ class UsageError(UserError):
 
 
 class StepError(UserError):
-    """An optimizer step that failed.
-
-    Attributes:
-        weights_intact: whether weights and optimizer are, on every rank, as they were before the step.
-    """
+    """An optimizer step that failed."""
 
     weights_intact = False
+    """Whether weights and optimizer are, on every rank, as they were before the step."""
 
 
 class DivergenceError(UserError):
-    """Training has diverged: the loss is far above the usual one, or too many steps had no finite gradient.
-
-    Attributes:
-        progress: where the run stands.
-        sound_step: the last step at which everything was in order.
-    """
+    """Training has diverged: the loss is far above the usual one, or too many steps had no finite gradient."""
 
     def __init__(self, message: str, progress: Progress, sound_step: int) -> None:
+        """``progress``: where the run stands; ``sound_step``: the last step at which everything was in order."""
         super().__init__(message)
         self.progress, self.sound_step = progress, sound_step
 
@@ -90,10 +83,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokenised examples by split, ready for a task's ``collate``.
-
-    Map-style splits have a column ``length`` (tokens), by which batching groups examples.
-    """
+    """Tokenised examples by split, for a task's ``collate``; batching groups them by their column ``length``."""
 
     train: datasets.Dataset | datasets.IterableDataset
     validation: datasets.Dataset
@@ -104,22 +94,17 @@ class Examples:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The examples of one forward/backward on one device.
-
-    Attributes:
-        inputs: keyword arguments of the model's forward, ``input_ids: (B, S)`` among them; each is a tensor or
-            something with ``to(device, non_blocking=…)`` and ``pin_memory()``.
-        labels: targets aligned with the logits, ``(B, S)`` or ``(B,)``; :data:`IGNORE` is not a target.
-        num_targets: how many labels are targets.
-        example_ids: position of each example in its split; ``()`` for a batch that only keeps ranks in step.
-        num_tokens: input positions that hold a token of an example; the others are padding.
-    """
+    """The examples of one forward/backward on one device."""
 
     inputs: dict[str, Any]
+    """Arguments of the forward, ``input_ids: (B, S)`` among them: tensors, or things that move and pin like them."""
     labels: torch.Tensor
+    """Targets aligned with the logits, ``(B, S)`` or ``(B,)``; :data:`IGNORE` is not a target."""
     num_targets: int
     example_ids: tuple[int, ...]
+    """Position of each example in its split; ``()`` for a batch that only keeps ranks in step."""
     num_tokens: int
+    """Input positions that hold a token of an example; the others are padding."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,13 +114,15 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """This batch on ``device``; asynchronous from pinned memory."""
-        inputs = {name: value.to(device, non_blocking=True) for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True))
+        return self._each(lambda value: value.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
         """This batch in page-locked memory; called by torch's DataLoader."""
-        inputs = {name: value.pin_memory() for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=self.labels.pin_memory())
+        return self._each(lambda value: value.pin_memory())
+
+    def _each(self, change: Callable[[Any], Any]) -> MicroBatch:
+        inputs = {name: change(value) for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=change(self.labels))
 
 
 @dataclass(frozen=True)
@@ -159,13 +146,10 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did, equal on all ranks except for ``loss_sum``.
-
-    ``loss_sum`` stays on the device: reading it would wait for the device.
-    """
+    """What one optimizer step did, equal on all ranks except for ``loss_sum``."""
 
     loss_sum: torch.Tensor
-    """() of this rank's targets."""
+    """() of this rank's targets; stays on the device, because reading it would wait for the device."""
     num_targets: int
     num_tokens: int
     num_positions: int

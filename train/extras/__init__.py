@@ -54,7 +54,7 @@ class Extra:
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where its options do not go with each other, the core's, or the launch."""
+        """Raises UsageError where its options contradict each other, those of the core, or the launch."""
 
     def identity(self, config: Config) -> dict[str, Any]:
         """What a checkpoint and a run that resumes from it must have in common."""
@@ -268,7 +268,7 @@ def options() -> dict[str, type]:
 
 
 def check(config: Config, launch: Launch | None = None) -> None:
-    """Has each extra check the configuration; without ``launch`` for a process that is alone.
+    """Has each extra check the configuration; without ``launch``, for a single process.
 
     Raises:
         UsageError: with names and values.
@@ -277,6 +277,8 @@ def check(config: Config, launch: Launch | None = None) -> None:
     from train.records import UsageError
 
     launch = launch or Launch()
+    if "memory" in missing() and config.optimization.micro_batch_size == "auto":
+        raise UsageError("micro_batch_size: auto needs train/memory/ and train/extras/meter/: give a number.")
     if "parallelism" in missing() and (launch.copies > 1 or launch.engine == "deepspeed"):
         raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():

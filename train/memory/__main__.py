@@ -78,7 +78,7 @@ class Request(argparse.Namespace):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answers the command line and returns the exit status (see ``train.errors``)."""
+    """Answers the command line and returns the exit status (see ``train.records``)."""
     use_expandable_segments()  # as a run does
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}

@@ -68,7 +68,7 @@ class Room(Extra):
         remedies = {
             "fsdp2": "fsdp2_offload.yaml keeps the state of sharded weights in host memory",
             "deepspeed": "deepspeed_zero3_offload.yaml keeps the state of sharded weights in host memory",
-            "ddp": "use ddp.yaml or one process",
+            "ddp": "Use ddp.yaml or one process",
         }
         how = f"the engine {launch.engine}" if launch.engine != "ddp" else f"tensor parallel {launch.tp_size}"
         remedy = f"it needs whole weights on every process. {remedies[launch.engine]}; or use optimizer: adamw alone"

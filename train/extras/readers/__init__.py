@@ -54,9 +54,11 @@ class Room(Extra):
     def check(cls, config: Config, launch: Launch) -> None:
         if config.of(Options).streaming and config.optimization.max_steps is None:
             raise UsageError("streaming: the length of a stream is not known: give max_steps.")
-        tokenizer = config.data.tokenizer
-        if config.of(Options).streaming and tokenizer is not None and tokenizer.startswith("train:"):
-            raise UsageError(f"tokenizer: {tokenizer} cannot be trained on a stream: give a folder or a Hub name.")
+        kind, _, size = (config.data.tokenizer or "").partition(":")
+        if kind == "train" and config.of(Options).streaming:
+            raise UsageError(f"tokenizer: train:{size} cannot be trained on a stream: give a folder or a Hub name.")
+        if kind == "train" and (not size.isdigit() or int(size) < 300):
+            raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
 
     def identity(self, config: Config) -> dict[str, Any]:
         is_stream = config.of(Options).streaming

@@ -1,1 +1,0 @@
-from train.records import *  # noqa: F403
