@@ -111,7 +111,7 @@ def test_disagreement_with_a_deepspeed_file_is_named(tmp_path: Path, content: di
         ({"DEEPSPEED_ZERO3_INIT": "true"}, r"zero3_init_flag: true"),
         ({"DEEPSPEED_CONFIG_FILE": "nowhere.json"}, r"nowhere\.json cannot be read"),
         ({"optimizer": "adafactor"}, r"DeepSpeed's ZeRO stage 2 cannot be combined with optimizer: adafactor"),
-        ({"max_grad_value": 0.1, "max_grad_norm": None}, r"max_grad_value: 0\.1 does not work .* clips by the 2-norm"),
+        ({"max_grad_value": 0.1, "max_grad_norm": None}, r"max_grad_value: 0\.1: .*clips by the 2-norm"),
         ({"grad_norm_type": "inf"}, r"grad_norm_type: inf"),
         ({"dtype": "bfloat16"}, r"dtype: bfloat16"),
         ({"launch": SEQUENCES, "attention": "flash_attention_2"}, r"sp_attn_implementation: sdpa in .*: flash_att"),
