@@ -119,6 +119,6 @@ def test_run_goes_on_from_the_one_before_and_ends_the_same(pristine: Path, tmp_p
     its = ("--config", pristine.parent / "recipe.yaml", "--output_dir", output, "--save_every_steps", 1)
     ended = run(its, tmp_path / "logs", 2)
     assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
-    assert "damaged checkpoint passed over: step-00000006" in ended[0].said
+    assert "damaged checkpoint skipped: step-00000006" in ended[0].said
     assert "at step 5" in ended[0].said
     assert checkpoint_digests(output, 6) == expected
