@@ -50,41 +50,35 @@ def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False)
     try:
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         identity, progress = dict(stored["identity"]), Progress.of(stored["progress"])
-        blocks = StoredBlocks(checkpoint)
-    except UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from None
-    present = json.loads(json.dumps(dict(state.identity)))
-    # An option of an extra that is not here any more counts as switched off.
-    changed = [name for name in {**present, **identity} if (present.get(name) or None) != (identity.get(name) or None)]
-    if changed and not allow_changes:
-        lines = "; ".join(f"{name}: was {identity.get(name)!r}, is {present.get(name)!r}" for name in changed)
-        raise UserError(
-            f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new run, "
-            "--resume never to start from scratch here, or --allow_changes_on_resume to continue with the new ones."
-        )
-    if "optimizer" in changed:  # allowed or not
-        raise UserError(
-            f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which {present.get('optimizer')} "
-            "cannot use. Continue with the old one, or begin a new run from the weights in final/ (--model)."
-        )
-    try:
-        state.restore(blocks, stored)
+        present = json.loads(json.dumps(dict(state.identity)))
+        # An option of an extra that is not here any more counts as switched off.
+        changed = [k for k in {**present, **identity} if (present.get(k) or None) != (identity.get(k) or None)]
+        if changed and not allow_changes:
+            lines = "; ".join(f"{name}: was {identity.get(name)!r}, is {present.get(name)!r}" for name in changed)
+            raise UserError(
+                f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new "
+                "run, --resume never to start from scratch here, or --allow_changes_on_resume to continue with the "
+                "new ones."
+            )
+        if "optimizer" in changed:  # allowed or not
+            raise UserError(
+                f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which "
+                f"{present.get('optimizer')} cannot use. Continue with the old one, or begin a new run from the "
+                "weights in final/ (--model)."
+            )
+        state.restore(StoredBlocks(checkpoint), stored)
         if "global_batch_size" in changed:  # as many steps of another size would be other examples
             examples = progress.step_in_epoch * identity["global_batch_size"]
             progress = replace(progress, step_in_epoch=examples // present["global_batch_size"])
+        return progress
     except torch.OutOfMemoryError:
         raise
-    except UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from None
-    return progress
-
-
-def _unreadable(checkpoint: Path, error: Exception) -> UserError:
-    """For files that are as the manifest says, but not those of a checkpoint of this template."""
-    return UserError(
-        f"{checkpoint} is intact but cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): "
-        "something else wrote it, or another version. Remove it, or start from scratch with --resume never."
-    )
+    except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(
+            f"{checkpoint} is intact but cannot be read ({reason}): something else wrote it, or another version. "
+            "Remove it, or start from scratch with --resume never."
+        ) from None
 
 
 class StoredBlocks:
@@ -135,7 +129,7 @@ class StoredBlocks:
         return self._files[name]
 
 
-def newest_good(folder: Path, until_step: int | None = None) -> tuple[Path | None, list[str]]:
+def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None, list[str]]:
     """The newest checkpoint at or before ``until_step`` that passes verification, and why newer ones did not.
 
     Raises:
@@ -143,10 +137,9 @@ def newest_good(folder: Path, until_step: int | None = None) -> tuple[Path | Non
     """
     problems = []
     for checkpoint in reversed(later_than(folder)):
-        if until_step is not None and step_of(checkpoint) > until_step:
+        if step_of(checkpoint) > until_step:
             continue
-        problem = verify(checkpoint)
-        if problem is None:
+        if (problem := verify(checkpoint)) is None:
             return checkpoint, problems
         problems.append(f"{checkpoint.name}: {problem}")
     if problems:

@@ -82,10 +82,8 @@ class Outputs:
                 if self.config.output.resume == "never" and earlier:
                     self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
         except OSError as error:
-            reason = error.strerror or error
-            raise UserError(
-                f"output_dir: {self.folder} cannot be written: {reason}. Give another --output_dir."
-            ) from None
+            problem = f"output_dir: {self.folder} cannot be written: {error.strerror or error}"
+            raise UserError(f"{problem}. Give another --output_dir.") from None
         self._accelerator.wait_for_everyone()
 
     def _move_aside(self, paths: Sequence[Path]) -> Path:
@@ -107,8 +105,7 @@ class Outputs:
         Raises:
             UserError: the checkpoint is damaged or belongs to another run.
         """
-        found = self.from_main(self._checkpoint_to_resume)
-        progress = Progress()
+        found, progress = self.from_main(self._checkpoint_to_resume), Progress()
         if found is not None:
             progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
@@ -117,12 +114,10 @@ class Outputs:
 
     def from_main(self, choose: Any) -> Any:
         """What ``choose`` gives on the main process, or the UserError that it raises, on every rank."""
-        choice = None
-        if self._accelerator.is_main_process:
-            try:
-                choice = choose()
-            except UserError as error:
-                choice = error
+        try:
+            choice = choose() if self._accelerator.is_main_process else None
+        except UserError as error:
+            choice = error
         found = exchange(choice, self._accelerator.num_processes)[0]
         if isinstance(found, UserError):
             raise found
@@ -208,14 +203,12 @@ class Outputs:
         That is later checkpoints, whether damaged or of a run that a person has gone back from, and what was made of
         them. Left in place they would push out the new ones and be resumed from instead.
         """
-        paths, made = checkpoint.later_than(self.checkpoints, step), ["final", "summary.json", "report.html"]
-        if self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve():
-            paths = checkpoint.later_than(self.checkpoints, -1)
-            made.append("metrics.jsonl")
-        if not paths and self._summary().get("steps", 0) <= step:
-            return
-        aside = self._move_aside([*paths, *(self.folder / name for name in made if (self.folder / name).exists())])
-        self.say(f"what was here from other steps than those up to {step} is in {aside}")
+        is_foreign = self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve()
+        later = checkpoint.later_than(self.checkpoints, -1 if is_foreign else step)
+        if later or self._summary().get("steps", 0) > step:
+            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if is_foreign else [])]
+            aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
+            self.say(f"what was here from other steps than those up to {step} is in {aside}")
 
     def tick(self, step: int) -> None:
         """One more step is done."""
@@ -276,15 +269,13 @@ class Outputs:
 
     def load_best(self, state: TrainingState, step: int) -> bool:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
-        folder = self._checkpoint_of(step)
-        problem = self.from_main(lambda: checkpoint.verify(folder))
-        if problem is not None:
-            self.note(
-                f"the checkpoint of the best step, {step}, cannot be used ({problem}): final/ has the last weights"
-            )
-            return False
-        state.restore_model(checkpoint.StoredBlocks(folder))
-        return True
+        best = self._checkpoint_of(step)
+        if problem := self.from_main(lambda: checkpoint.verify(best)):
+            reason = f"the checkpoint of the best step, {step}, cannot be used ({problem})"
+            self.note(f"{reason}: final/ has the last weights")
+        else:
+            state.restore_model(checkpoint.StoredBlocks(best))
+        return not problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json`` and says the last lines a person sees."""
@@ -335,8 +326,6 @@ class Outputs:
             "metric_value": evaluations[0].metrics[metric],
             "result": {e.split: e.metrics for e in evaluations},
             "final_step": evaluations[0].step,
-            "best_step": progress.best_step,
-            "best_metric": progress.best_metric,
             "max_length": config.data.max_length,
             "global_batch_size": arithmetic.global_batch_size,
             "micro_batch_size": arithmetic.micro_batch_size,
@@ -349,8 +338,7 @@ class Outputs:
             "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
             "seconds_to_first_step": self.first_step_at and self.first_step_at - started,
             "peak_allocated_bytes": peak_bytes(run.accelerator.device),
-            "nonfinite_steps": progress.nonfinite_steps,
-            "rollbacks": progress.rollbacks,
+            **{name: getattr(progress, name) for name in ("best_step", "best_metric", "nonfinite_steps", "rollbacks")},
             "label_names": list(data.examples.label_names),
             "notes": self.notes,
             "extras": list(run.extras.by_name),
@@ -376,12 +364,8 @@ class Outputs:
             final_step: of whose weights ``final/`` should be; any for None.
         """
         summary, pushed_to = self._summary(), self.config.get("push_to_hub") and self.config.get("hub_model_id")
-        return (
-            summary.get("steps") == step
-            and final_step in (None, summary.get("final_step"))
-            and (not pushed_to or summary.get("pushed_to") == pushed_to)
-            and self.final.is_dir()
-        )
+        is_of_it = summary.get("steps") == step and final_step in (None, summary.get("final_step"))
+        return is_of_it and (not pushed_to or summary.get("pushed_to") == pushed_to) and self.final.is_dir()
 
     def _summary(self) -> dict[str, Any]:
         """What ``summary.json`` says; nothing where there is none."""
