@@ -24,7 +24,7 @@ _SECRETS = (  # user and password of a URL, its secret parameters, tokens of the
 def append_row(path: Path, kind: str, step: int, values: Mapping[str, Any]) -> None:
     """Appends ``{"kind", "step", "time", **values}`` to a ``metrics.jsonl``; raises UserError on failure."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    with _writable(path), path.open("a", encoding="utf-8") as file:
+    with writable(path), path.open("a", encoding="utf-8") as file:
         file.write(to_json({"kind": kind, "step": step, "time": now, **values}) + "\n")
 
 
@@ -55,7 +55,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def write_whole(path: Path, text: str) -> None:
     """Replaces ``path`` in one move: readers see the old text or the new, never half; raises UserError on failure."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with _writable(path):
+    with writable(path):
         try:
             with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
                 file.write(text)
@@ -67,14 +67,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> Iterator[None]:
     """Makes the folder of ``path``, and a clear message of what goes wrong."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"{path}: cannot be written: {reason}. Free space or choose another output_dir.") from None
+        raise UserError(f"{path}: cannot be written: {reason}. Free space or give another --output_dir.") from None
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:

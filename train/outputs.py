@@ -75,15 +75,12 @@ class Outputs:
         Raises:
             UserError: the folder cannot be written.
         """
-        try:
-            if self.is_main:
-                self.folder.mkdir(parents=True, exist_ok=True)
+        if self.is_main:
+            with figures.writable(self.folder):
+                self.folder.mkdir(exist_ok=True)
                 earlier = [p for p in self.folder.iterdir() if not p.name.startswith("previous-")]
                 if self.config.output.resume == "never" and earlier:
                     self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
-        except OSError as error:
-            problem = f"output_dir: {self.folder} cannot be written: {error.strerror or error}"
-            raise UserError(f"{problem}. Give another --output_dir.") from None
         self._accelerator.wait_for_everyone()
 
     def _move_aside(self, paths: Sequence[Path]) -> Path:

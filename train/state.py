@@ -200,9 +200,8 @@ def _is_first_copy(tensor: Tensor, rank: int) -> bool:
     """Whether no earlier rank holds the same block."""
     if not isinstance(tensor, DTensor):
         return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return all(index == 0 for index, placement in places if placement.is_replicate())
 
 
 def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_size: int) -> dict[str, Any]:
