@@ -15,7 +15,7 @@ from train.batching import micro_batches, without_targets
 from train.config import Config, Optimization
 from train.launch import accelerator_options, init_gloo, read_launch
 from train.loss import ModelWithLoss
-from train.state import whole_tensors
+from train.state import TrainingState
 from train.step import Engine, optimizer_step
 
 
@@ -38,9 +38,8 @@ def main(output: str, micro_batch_size: int) -> None:
         norms.append(outcome.grad_norm)
         assert outcome.num_targets == sum(lengths[i] for i in ids)
         assert outcome.clipped
-    weights = whole_tensors(
-        cast("ModelWithLoss", accelerator.unwrap_model(model)).model, keep=accelerator.is_main_process
-    )
+    network = cast("ModelWithLoss", accelerator.unwrap_model(model)).model
+    weights = TrainingState(network, optimizer, {}).whole_tensors(keep=accelerator.is_main_process)
     if accelerator.is_main_process:
         save_file({**weights, "norms": torch.tensor(norms, dtype=torch.float64)}, output)
 

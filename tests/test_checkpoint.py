@@ -17,7 +17,7 @@ from torch import nn
 from train import checkpoint
 from train.checkpoint import StoredBlocks
 from train.records import Progress, UserError
-from train.state import Part, RunState, TrainingState
+from train.state import Part, TrainingState
 
 IDENTITY = {"dataset": "stdlib", "seed": 1}
 
@@ -30,7 +30,7 @@ def training_state(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim
     return TrainingState(model, built, IDENTITY)
 
 
-def save(folder: Path, state: RunState, progress: Progress) -> Path:
+def save(folder: Path, state: TrainingState, progress: Progress) -> Path:
     """Writes a checkpoint as a run of one process does, and returns its folder."""
     checkpoint.write(folder, state, progress, Accelerator(cpu=True))
     return folder / f"step-{progress.step:08d}"

@@ -18,7 +18,7 @@ from support import ROOT, checkpoint_digests
 from test_main import STEPS
 from torch import Tensor
 
-from train.outputs_log import read_metrics
+from train.figures import read_metrics
 from train.records import EXIT_DONE
 
 pytestmark = pytest.mark.distributed

@@ -15,7 +15,7 @@ from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests
 from test_distributed import FSDP2, killed_at_step_4
 from test_main import STEPS, trained_losses
 
-from train.outputs_log import read_metrics
+from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_USAGE
 
 pytestmark = pytest.mark.distributed

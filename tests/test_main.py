@@ -17,8 +17,8 @@ from support import ROOT, Run, checkpoint_digests
 
 from train.checkpoint import verify
 from train.config import fields, parse
+from train.figures import read_metrics
 from train.main import main
-from train.outputs_log import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE
 
 STEPS = 6

@@ -15,76 +15,74 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from train.records import Progress, UserError, exchange
-from train.state import Part, RunState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from train.state import Part, TrainingState
+
 MANIFEST = "manifest.json"
 INDEX = "index.json"
+STATE = "state.json"
 PARTIAL = ".partial-"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 """What reading files raises that hold something else than they should."""
 
 
-def restore(checkpoint: Path, state: RunState, allow_changes: bool = False) -> Progress:
+def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False) -> Progress:
     """Loads this rank's part of a verified checkpoint into ``state``, whatever number of ranks wrote it.
 
     Raises:
         UserError: the run it belongs to had other data, model, batch or seed, and that is not allowed.
     """
     try:
-        stored = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         identity, progress = dict(stored["identity"]), Progress.of(stored["progress"])
-        blocks = StoredBlocks(checkpoint)
-    except UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from None
-    present = json.loads(json.dumps(dict(state.identity)))
-    # An option of an extra that is not here any more counts as switched off.
-    changed = [name for name in {**present, **identity} if (present.get(name) or None) != (identity.get(name) or None)]
-    if changed and not allow_changes:
-        lines = "; ".join(f"{name}: was {identity.get(name)!r}, is {present.get(name)!r}" for name in changed)
-        raise UserError(
-            f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new run, "
-            "--resume never to start from scratch here, or --allow_changes_on_resume to continue with the new ones."
-        )
-    if "optimizer" in changed:  # allowed or not
-        raise UserError(
-            f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which {present.get('optimizer')} "
-            "cannot use. Continue with the old one, or begin a new run from the weights in final/ (--model)."
-        )
-    try:
-        state.restore(blocks, stored)
+        present = json.loads(json.dumps(dict(state.identity)))
+        # An option of an extra that is not here any more counts as switched off.
+        changed = [k for k in {**present, **identity} if (present.get(k) or None) != (identity.get(k) or None)]
+        if changed and not allow_changes:
+            lines = "; ".join(f"{name}: was {identity.get(name)!r}, is {present.get(name)!r}" for name in changed)
+            raise UserError(
+                f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new "
+                "run, --resume never to start from scratch here, or --allow_changes_on_resume to continue with the "
+                "new ones."
+            )
+        if "optimizer" in changed:  # allowed or not
+            raise UserError(
+                f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which "
+                f"{present.get('optimizer')} cannot use. Continue with the old one, or begin a new run from the "
+                "weights in final/ (--model)."
+            )
+        state.restore(StoredBlocks(checkpoint), stored)
         if "global_batch_size" in changed:  # as many steps of another size would be other examples
             examples = progress.step_in_epoch * identity["global_batch_size"]
             progress = replace(progress, step_in_epoch=examples // present["global_batch_size"])
+        return progress
     except torch.OutOfMemoryError:
         raise
-    except UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from None
-    return progress
-
-
-def _unreadable(checkpoint: Path, error: Exception) -> UserError:
-    """For files that are as the manifest says, but not those of a checkpoint of this template."""
-    return UserError(
-        f"{checkpoint} is intact but cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): "
-        "something else wrote it, or another version. Remove it, or start from scratch with --resume never."
-    )
+    except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(
+            f"{checkpoint} is intact but cannot be read ({reason}): something else wrote it, or another version. "
+            "Remove it, or start from scratch with --resume never."
+        ) from None
 
 
 class StoredBlocks:
-    """The :class:`train.state.Blocks` of a checkpoint's files."""
+    """The tensors in a checkpoint's files, by section and name."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._folder = checkpoint
@@ -102,33 +100,26 @@ class StoredBlocks:
     def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A block of it, put together from the stored blocks that it overlaps.
 
-        A stretch of the tensor flattened may be asked for as well, and stretches may be what is stored.
+        One of one dimension, stored or asked for, may be a stretch of the tensor flattened.
         """
         entry = self._index[section].get(name)
         if entry is None or len(shape) not in (1, len(entry["shape"])):
             raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it is of another model.")
-        whole, flat = tuple(entry["shape"]), any(len(block[1]) != len(entry["shape"]) for block in entry["blocks"])
-        if flat != (len(shape) != len(whole)):
-            if flat:
-                tensor = self.block(section, name, (0,), (math.prod(whole),)).view(whole)
-            else:
-                tensor = self.block(section, name, (0,) * len(whole), whole).flatten()
-            return tensor[tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))]
+        whole, stored = tuple(entry["shape"]), entry["blocks"]
+        if len(shape) != len(stored[0][1]):
+            every, view = ((math.prod(whole),), whole) if len(shape) > 1 else (whole, (-1,))
+            tensor = self.block(section, name, (0,) * len(every), every).view(view)
+            return tensor[tuple(map(slice, offsets, np.add(offsets, shape)))]
         result: Tensor | None = None
-        for file, stored_offsets, stored_shape in entry["blocks"]:
-            if list(offsets) == stored_offsets and list(shape) == stored_shape:
+        for file, begins, sizes in stored:
+            if list(offsets) == begins and list(shape) == sizes:
                 return self._file(file).get_tensor(name)
-            here, there = [], []
-            for begin, size, stored_begin, stored_size in zip(
-                offsets, shape, stored_offsets, stored_shape, strict=True
-            ):
-                first, last = max(begin, stored_begin), min(begin + size, stored_begin + stored_size)
-                here.append(slice(first - begin, max(first, last) - begin))
-                there.append(slice(first - stored_begin, max(first, last) - stored_begin))
-            if all(part.stop > part.start for part in here):
-                found = self._file(file).get_slice(name)[tuple(there)]
+            first, last = np.maximum(offsets, begins), np.minimum(np.add(offsets, shape), np.add(begins, sizes))
+            if (first < last).all():
+                there = tuple(map(slice, (first - begins).tolist(), (last - begins).tolist()))
+                found = self._file(file).get_slice(name)[there]
                 result = torch.empty(shape, dtype=found.dtype) if result is None else result
-                result[tuple(here)] = found
+                result[tuple(map(slice, first - offsets, last - offsets))] = found
         assert result is not None
         return result
 
@@ -138,18 +129,17 @@ class StoredBlocks:
         return self._files[name]
 
 
-def newest_good(folder: Path, until_step: int | None = None) -> tuple[Path | None, list[str]]:
+def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None, list[str]]:
     """The newest checkpoint at or before ``until_step`` that passes verification, and why newer ones did not.
 
     Raises:
         UserError: there are checkpoints, but none is intact; starting from scratch silently would be worse.
     """
     problems = []
-    for checkpoint in reversed(list(_checkpoints(folder))):
-        if until_step is not None and _step_of(checkpoint) > until_step:
+    for checkpoint in reversed(later_than(folder)):
+        if step_of(checkpoint) > until_step:
             continue
-        problem = verify(checkpoint)
-        if problem is None:
+        if (problem := verify(checkpoint)) is None:
             return checkpoint, problems
         problems.append(f"{checkpoint.name}: {problem}")
     if problems:
@@ -195,13 +185,15 @@ def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequen
         sound_steps: for each the newest checkpoint at or before it stays: a run may have to go back to it.
         keep_bests: the best of each that stays also stays: a run that resumes from there will want it.
     """
-    checkpoints = list(_checkpoints(folder))
+    checkpoints, bests = later_than(folder), {best_step}
     kept = checkpoints[-newest:]
     for step in sound_steps:
-        kept += [checkpoint for checkpoint in checkpoints if _step_of(checkpoint) <= step][-1:]
-    bests = {best_step, *(_best_step_of(checkpoint) for checkpoint in kept if keep_bests)}
+        kept += [checkpoint for checkpoint in checkpoints if step_of(checkpoint) <= step][-1:]
+    for checkpoint in kept if keep_bests else ():
+        with suppress(*UNREADABLE):  # damaged: nobody will resume from it
+            bests.add(json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["progress"]["best_step"])
     for checkpoint in checkpoints:
-        if checkpoint not in kept and _step_of(checkpoint) not in bests:
+        if checkpoint not in kept and step_of(checkpoint) not in bests:
             remove(checkpoint)
     for leftover in folder.glob(f"{PARTIAL}*"):
         remove(leftover)
@@ -209,28 +201,18 @@ def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequen
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint, which is not verified here; None where there is none."""
-    return max(map(_step_of, _checkpoints(folder)), default=None)
+    return max(map(step_of, later_than(folder)), default=None)
 
 
-def later_than(folder: Path, step: int) -> list[Path]:
-    """The checkpoints of later steps."""
-    return [checkpoint for checkpoint in _checkpoints(folder) if _step_of(checkpoint) > step]
+def later_than(folder: Path, step: int = -1) -> list[Path]:
+    """The checkpoints of later steps, in their order; they look complete, but are not verified here."""
+    found = sorted(p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]+", p.name[5:]))
+    return [checkpoint for checkpoint in found if step_of(checkpoint) > step]
 
 
-def remove_after(folder: Path, last: Path) -> None:
-    """Removes the checkpoints of later steps than ``last``."""
-    for checkpoint in reversed(later_than(folder, _step_of(last))):
-        remove(checkpoint)
-
-
-def load_weights(state: RunState, checkpoint: Path) -> None:
-    """Only the weights of a checkpoint, for the best one at the end."""
-    state.restore_model(StoredBlocks(checkpoint))
-
-
-def _checkpoints(folder: Path) -> Iterator[Path]:
-    """Complete-looking checkpoints in the order of their steps."""
-    yield from sorted(p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]+", p.name[5:]))
+def step_of(checkpoint: Path) -> int:
+    """After which step it was written."""
+    return int(checkpoint.name[5:])
 
 
 def remove(path: Path) -> None:
@@ -239,17 +221,6 @@ def remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name[5:])
-
-
-def _best_step_of(checkpoint: Path) -> int | None:
-    try:
-        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]["best_step"]
-    except UNREADABLE:
-        return None  # it is damaged, and nobody will resume from it
 
 
 def digest(path: Path) -> str:
@@ -265,7 +236,7 @@ Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
 """Bytes and digest by file; and by section and tensor its shape and where the block lies."""
 
 
-def write(folder: Path, state: RunState, progress: Progress, accelerator: Accelerator) -> None:
+def write(folder: Path, state: TrainingState, progress: Progress, accelerator: Accelerator) -> None:
     """Writes the checkpoint ``folder/step-NNNNNNNN``; it appears only when it is complete. Called by all ranks.
 
     Raises:
@@ -299,7 +270,7 @@ def together(accelerator: Accelerator, action: Callable[[], Any], acts: bool = T
     return outcomes
 
 
-def values_of(state: RunState, progress: Progress) -> dict[str, Any]:
+def values_of(state: TrainingState, progress: Progress) -> dict[str, Any]:
     """What ``state.json`` holds."""
     return {"progress": asdict(progress), "identity": dict(state.identity), **state.values()}
 
@@ -327,8 +298,7 @@ def write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: in
             continue
         path = partial / f"{section}-{rank:05d}.safetensors"
         save_file({name: part.tensor for name, part in named.items()}, path)
-        _sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        files[path.name] = _sealed(path)
         index[section] = {
             name: {"shape": part.shape, "block": [path.name, part.offsets, tuple(part.tensor.shape)]}
             for name, part in named.items()
@@ -346,17 +316,13 @@ def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Seq
             for name, entry in named.items():
                 whole = index[section].setdefault(name, {"shape": entry["shape"], "blocks": []})
                 whole["blocks"].append(entry["block"])
-    missing = [name for name, file in files.items() if not _has_size(partial / name, file["bytes"])]
-    if missing:
-        raise OSError(f"{missing[0]} of another host is not there: all hosts must share the folder")
-    for name, content in ((INDEX, index), ("state.json", values)):
-        path = partial / name
-        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        _sync(path)
-        files[name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
-    manifest = partial / MANIFEST
-    manifest.write_text(json.dumps({"step": values["progress"]["step"], "files": files}, indent=1), encoding="utf-8")
-    _sync(manifest)
+    for name, file in files.items():
+        if not (partial / name).exists() or (partial / name).stat().st_size != file["bytes"]:
+            raise OSError(f"{name} of another host is not there: all hosts must share the folder")
+    manifest = {"step": values["progress"]["step"], "files": files}
+    for name, content in ((INDEX, index), (STATE, values), (MANIFEST, manifest)):
+        (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        files[name] = _sealed(partial / name)
     _sync(partial)
     if final.exists():  # the same step again: after a run that stopped right here
         remove(final)
@@ -364,8 +330,10 @@ def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Seq
     _sync(final.parent)
 
 
-def _has_size(path: Path, num_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == num_bytes
+def _sealed(path: Path) -> dict[str, Any]:
+    """Bytes and digest of a file, which is on the disk from now on."""
+    _sync(path)
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
 def _sync(path: Path) -> None:

@@ -28,7 +28,7 @@ from train.records import (
     UserError,
     exchange,
 )
-from train.state import RunState
+from train.state import TrainingState
 from train.step import Engine, seed_step
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Parts:
     """(trained, all) parameters, before sharding."""
     optimizer: AcceleratedOptimizer
     engine: Engine
-    state: RunState
+    state: TrainingState
     """What checkpoints hold."""
     evaluator: Evaluator
     goal: Goal

@@ -119,14 +119,13 @@ def finish(run: Run, parts: Parts, progress: Progress) -> None:
     best = progress.best_step if run.config.output.load_best_model_at_end else None
     if best and outputs.load_best(parts.state, best):
         step = best
-    evaluations = [outputs.evaluation_at(step) or parts.evaluator.validation(step)]
+    evaluations = [outputs.validations.get(step) or parts.evaluator.validation(step)]
     if data.examples.test is not None:
         evaluations.append(outputs.record_evaluation(run, parts.evaluator.split("test", data.examples.test, step)))
     summary = outputs.summary(run, parts, progress, evaluations, STARTED)
     outputs.write_final(parts.state, data.tokenizer)
     run.extras.each("finished", run, parts, summary)
-    outputs.write_summary(summary)
-    outputs.say_result(summary)
+    outputs.finish(summary)
 
 
 def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: StopRequest) -> int:
@@ -186,7 +185,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
 
 def show_error(message: str) -> None:
     """Shows what ended the run, on the error output."""
-    from train.outputs_log import without_secrets
+    from train.figures import without_secrets
 
     rank = int(os.environ.get("RANK", "0"))
     print(f"error{f' (rank {rank})' if rank else ''}: {without_secrets(message)}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,23 +14,12 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from train import checkpoint
+from train import checkpoint, figures
 from train.config import Config, dump
 from train.launch import peak_bytes
 from train.optim import learning_rate_at, num_warmup_steps
-from train.outputs_log import (
-    MetricsLog,
-    count,
-    duration,
-    gib,
-    number,
-    progress_text,
-    without_secrets,
-    write_summary,
-    write_whole,
-)
 from train.records import Evaluation, Progress, Run, UserError, exchange
-from train.state import RunState
+from train.state import TrainingState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,9 +51,10 @@ class Outputs:
         self.notes: list[str] = []
         self.is_main = accelerator.is_main_process and not is_silent
         self.bar: tqdm[Any] = tqdm(disable=True)
-        self.log = MetricsLog(self.folder / "metrics.jsonl", enabled=self.is_main)
+        self.metrics = self.folder / "metrics.jsonl"
         self.first_step_at: float | None = None
-        self._evaluations: dict[int, Evaluation] = {}
+        self.validations: dict[int, Evaluation] = {}
+        """Those that this process made, by step."""
         self._resumed_from: Path | None = None
 
     def say(self, line: str) -> None:
@@ -74,7 +65,7 @@ class Outputs:
 
     def note(self, *lines: str) -> None:
         """Lines that also belong in the summary."""
-        for line in map(without_secrets, lines):
+        for line in map(figures.without_secrets, lines):
             self.say(line)
             self.notes.append(line)
 
@@ -85,16 +76,11 @@ class Outputs:
             UserError: the folder cannot be written.
         """
         if self.is_main:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+            with figures.writable(self.folder):
+                self.folder.mkdir(exist_ok=True)
                 earlier = [p for p in self.folder.iterdir() if not p.name.startswith("previous-")]
                 if self.config.output.resume == "never" and earlier:
                     self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
-            except OSError as error:
-                reason = error.strerror or error
-                raise UserError(
-                    f"output_dir: {self.folder} cannot be written: {reason}. Give another --output_dir."
-                ) from None
         self._accelerator.wait_for_everyone()
 
     def _move_aside(self, paths: Sequence[Path]) -> Path:
@@ -107,7 +93,7 @@ class Outputs:
             path.rename(to)
         return aside
 
-    def resume(self, state: RunState, best_of: str) -> Progress:
+    def resume(self, state: TrainingState, best_of: str) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one, and says so.
 
         Args:
@@ -116,8 +102,7 @@ class Outputs:
         Raises:
             UserError: the checkpoint is damaged or belongs to another run.
         """
-        found = self.from_main(self._checkpoint_to_resume)
-        progress = Progress()
+        found, progress = self.from_main(self._checkpoint_to_resume), Progress()
         if found is not None:
             progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
@@ -126,12 +111,10 @@ class Outputs:
 
     def from_main(self, choose: Any) -> Any:
         """What ``choose`` gives on the main process, or the UserError that it raises, on every rank."""
-        choice = None
-        if self._accelerator.is_main_process:
-            try:
-                choice = choose()
-            except UserError as error:
-                choice = error
+        try:
+            choice = choose() if self._accelerator.is_main_process else None
+        except UserError as error:
+            choice = error
         found = exchange(choice, self._accelerator.num_processes)[0]
         if isinstance(found, UserError):
             raise found
@@ -139,19 +122,20 @@ class Outputs:
 
     def with_its_best(self, progress: Progress, best_of: str | None) -> Progress:
         """``progress``, without its best step if that cannot be used any more."""
-        if progress.best_step is None:
+        best = progress.best_step
+        if best is None:
             return progress
-        reason = None
         if progress.best_of != best_of:
             reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {best_of}"
-        elif self.config.output.load_best_model_at_end:
-            best = self.checkpoints / f"step-{progress.best_step:08d}"
-            if not self.from_main(best.is_dir):
-                reason = f"the checkpoint of the best step so far, {progress.best_step}, is not in {self.checkpoints}"
-        if reason is None:
+        elif self.config.output.load_best_model_at_end and not self.from_main(self._checkpoint_of(best).is_dir):
+            reason = f"the checkpoint of the best step so far, {best}, is not in {self.checkpoints}"
+        else:
             return progress
         self.note(f"{reason}: the search for the best step starts again")
         return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
+
+    def _checkpoint_of(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
 
     def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.output.resume
@@ -166,7 +150,7 @@ class Outputs:
             raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
         return named
 
-    def save(self, run: Run, state: RunState, progress: Progress, wait: bool) -> None:
+    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it in the background unless ``wait``, and removes old ones.
 
         Raises:
@@ -190,25 +174,25 @@ class Outputs:
         """Training is about to start: keeps what belongs to this run; opens the configuration and the progress bar."""
         if self.is_main:
             self._move_other_steps_aside(progress.step)
-            write_whole(self.folder / "config.yaml", dump(self.config))
+            figures.write_whole(self.folder / "config.yaml", dump(self.config))
             (self.folder / "stopped.json").unlink(missing_ok=True)
-        self.keep_log(
-            progress, lambda row: row.get("rollbacks", 0) <= progress.rollbacks and row.get("split") != "test"
-        )
-        self.bar = tqdm(
-            total=total_steps, initial=progress.step, disable=not self.is_main, unit="step", dynamic_ncols=True,
-            smoothing=0.1,
-        )  # fmt: skip
+            self.bar = tqdm(total=total_steps, initial=progress.step, unit="step", dynamic_ncols=True, smoothing=0.1)
+        self.keep_log(progress, progress.rollbacks)
 
-    def keep_log(self, progress: Progress, belongs: Any = lambda row: True) -> None:
-        """Keeps the rows of the log that were written before ``progress`` was saved: others are written again."""
+    def keep_log(self, progress: Progress, rollbacks: float = math.inf) -> None:
+        """Keeps the rows of the log that were written before ``progress`` was saved: others are written again.
 
-        def is_known(row: Mapping[str, Any]) -> bool:
+        Args:
+            rollbacks: rows of more than so many are dropped too.
+        """
+
+        def belongs(row: Mapping[str, Any]) -> bool:
             if row["kind"] == "evaluation" and row["step"] == progress.step and row.get("split") == "validation":
                 return progress.evaluated_step == progress.step
-            return row["step"] <= progress.step
+            return row["step"] <= progress.step and row.get("rollbacks", 0) <= rollbacks and row.get("split") != "test"
 
-        self.log.keep(lambda row: is_known(row) and belongs(row))
+        if self.is_main:
+            figures.keep_rows(self.metrics, belongs)
 
     def _move_other_steps_aside(self, step: int) -> None:
         """Moves aside what does not lead to the step that training resumes from.
@@ -216,14 +200,12 @@ class Outputs:
         That is later checkpoints, whether damaged or of a run that a person has gone back from, and what was made of
         them. Left in place they would push out the new ones and be resumed from instead.
         """
-        paths, made = checkpoint.later_than(self.checkpoints, step), ["final", "summary.json", "report.html"]
-        if self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve():
-            paths = checkpoint.later_than(self.checkpoints, -1)
-            made.append("metrics.jsonl")
-        if not paths and self._summary().get("steps", 0) <= step:
-            return
-        aside = self._move_aside([*paths, *(self.folder / name for name in made if (self.folder / name).exists())])
-        self.say(f"what was here from other steps than those up to {step} is in {aside}")
+        is_foreign = self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve()
+        later = checkpoint.later_than(self.checkpoints, -1 if is_foreign else step)
+        if later or self._summary().get("steps", 0) > step:
+            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if is_foreign else [])]
+            aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
+            self.say(f"what was here from other steps than those up to {step} is in {aside}")
 
     def tick(self, step: int) -> None:
         """One more step is done."""
@@ -233,23 +215,20 @@ class Outputs:
 
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes a line of ``metrics.jsonl`` and tells the extras; training lines stand in the progress bar too."""
-        self.log.write(kind, step, values)
+        if self.is_main:
+            figures.append_row(self.metrics, kind, step, values)
         run.extras.each("recorded", run, kind, step, values)
         if kind == "train":
-            self.bar.set_postfix_str(progress_text(values))
+            self.bar.set_postfix_str(figures.progress_text(values))
 
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
         """Records an evaluation and prints it."""
         values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
         self.record(run, "evaluation", evaluation.step, values)
-        self.say(f"step {evaluation.step}: {evaluation.split}: {_figures(evaluation.metrics)}")
+        self.say(f"step {evaluation.step}: {evaluation.split}: {_line_of(evaluation.metrics)}")
         if evaluation.split == "validation":
-            self._evaluations[evaluation.step] = evaluation
+            self.validations[evaluation.step] = evaluation
         return evaluation
-
-    def evaluation_at(self, step: int) -> Evaluation | None:
-        """The validation made after ``step``, unless an earlier process made it."""
-        return self._evaluations.get(step)
 
     def stopped(self, received: str | None, step: int | None) -> None:
         """A signal stopped the run after ``step``, or for None before training: says so, and leaves ``stopped.json``.
@@ -259,59 +238,55 @@ class Outputs:
         where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
         step = step if step is not None else checkpoint.newest_step(self.checkpoints) or 0
         if self.is_main:
-            write_whole(self.folder / "stopped.json", json.dumps({"step": step, "signal": received}))
+            figures.write_whole(self.folder / "stopped.json", json.dumps({"step": step, "signal": received}))
         again = f"run {same_command(self.config)} again to resume from step {step}"
         self.say(f"stopped by {received or 'a signal to another process'} {where}: {again}.")
 
-    def write_final(self, state: RunState, tokenizer: PreTrainedTokenizerBase) -> None:
+    def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
         """``final/``: weights, configuration and tokenizer, as ``from_pretrained`` wants them; called by all ranks."""
         weights = state.whole_tensors(keep=self.is_main)
         if self.is_main:
             self.final.mkdir(exist_ok=True)
-        model = state.write_final(self.final, keep=self.is_main)
+        model: Any = state.write_final(self.final, keep=self.is_main)
         if not self.is_main:
             return
         if hasattr(model, "save_pretrained"):
             from transformers.utils import logging
 
             logging.disable_progress_bar()
-            model.config.use_cache = True  # pyright: ignore - off in training only
+            model.config.use_cache = True  # off in training only
             dtype = next(iter(weights.values())).dtype
-            model.save_pretrained(self.final, state_dict=weights)  # pyright: ignore
+            model.save_pretrained(self.final, state_dict=weights)
             # An engine may compute with halves of these weights; whoever loads them should not halve them again.
-            model.config.dtype = dtype  # pyright: ignore
-            model.config.save_pretrained(self.final)  # pyright: ignore
+            model.config.dtype = dtype
+            model.config.save_pretrained(self.final)
         else:
             save_file(weights, self.final / "model.safetensors")
         tokenizer.save_pretrained(self.final)
 
-    def load_best(self, state: RunState, step: int) -> bool:
+    def load_best(self, state: TrainingState, step: int) -> bool:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
-        folder = self.checkpoints / f"step-{step:08d}"
-        problem = self.from_main(lambda: checkpoint.verify(folder))
-        if problem is not None:
-            self.note(
-                f"the checkpoint of the best step, {step}, cannot be used ({problem}): final/ has the last weights"
-            )
-            return False
-        checkpoint.load_weights(state, folder)
-        return True
+        best = self._checkpoint_of(step)
+        if problem := self.from_main(lambda: checkpoint.verify(best)):
+            reason = f"the checkpoint of the best step, {step}, cannot be used ({problem})"
+            self.note(f"{reason}: final/ has the last weights")
+        else:
+            state.restore_model(checkpoint.StoredBlocks(best))
+        return not problem
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """``summary.json``."""
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes ``summary.json`` and says the last lines a person sees."""
         if self.is_main:
-            write_summary(self.folder, summary)
-
-    def say_result(self, summary: Mapping[str, Any]) -> None:
-        """The last lines a person sees."""
+            figures.write_whole(self.folder / "summary.json", figures.to_json(summary, indent=2) + "\n")
         for split, metrics in summary["result"].items():
-            self.say(f"{split}: {_figures(metrics)}")
+            self.say(f"{split}: {_line_of(metrics)}")
         self.say(
-            f"{summary['steps']:,} steps, {count(summary['tokens'])} tokens in "
-            f"{duration(summary['training_seconds'])}: {count(summary['tokens_per_second'])} tokens/s, peak memory "
-            f"{gib(summary['peak_allocated_bytes'])}, first step after {summary['seconds_to_first_step'] or 0:.1f} s"
+            f"{summary['steps']:,} steps, {figures.count(summary['tokens'])} tokens in "
+            f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
+            f"peak memory {figures.gib(summary['peak_allocated_bytes'])}, first step after "
+            f"{summary['seconds_to_first_step'] or 0:.1f} s"
         )
-        self.say(f"model: {self.final}   metrics: {self.folder / 'metrics.jsonl'}")
+        self.say(f"model: {self.final}   metrics: {self.metrics}")
 
     def describe(self, run: Run, parts: Parts) -> None:
         """The arithmetic of the run in two lines, and a third if it will not reach its learning rate."""
@@ -348,8 +323,6 @@ class Outputs:
             "metric_value": evaluations[0].metrics[metric],
             "result": {e.split: e.metrics for e in evaluations},
             "final_step": evaluations[0].step,
-            "best_step": progress.best_step,
-            "best_metric": progress.best_metric,
             "max_length": config.data.max_length,
             "global_batch_size": arithmetic.global_batch_size,
             "micro_batch_size": arithmetic.micro_batch_size,
@@ -362,8 +335,7 @@ class Outputs:
             "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
             "seconds_to_first_step": self.first_step_at and self.first_step_at - started,
             "peak_allocated_bytes": peak_bytes(run.accelerator.device),
-            "nonfinite_steps": progress.nonfinite_steps,
-            "rollbacks": progress.rollbacks,
+            **{name: getattr(progress, name) for name in ("best_step", "best_metric", "nonfinite_steps", "rollbacks")},
             "label_names": list(data.examples.label_names),
             "notes": self.notes,
             "extras": list(run.extras.by_name),
@@ -389,12 +361,8 @@ class Outputs:
             final_step: of whose weights ``final/`` should be; any for None.
         """
         summary, pushed_to = self._summary(), self.config.get("push_to_hub") and self.config.get("hub_model_id")
-        return (
-            summary.get("steps") == step
-            and final_step in (None, summary.get("final_step"))
-            and (not pushed_to or summary.get("pushed_to") == pushed_to)
-            and self.final.is_dir()
-        )
+        is_of_it = summary.get("steps") == step and final_step in (None, summary.get("final_step"))
+        return is_of_it and (not pushed_to or summary.get("pushed_to") == pushed_to) and self.final.is_dir()
 
     def _summary(self) -> dict[str, Any]:
         """What ``summary.json`` says; nothing where there is none."""
@@ -405,5 +373,7 @@ class Outputs:
         return summary if isinstance(summary, dict) and isinstance(summary.get("steps"), int) else {}
 
 
-def _figures(metrics: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k.replace('_', ' ')} {number(v)}" for k, v in metrics.items() if isinstance(v, int | float))
+def _line_of(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{k.replace('_', ' ')} {figures.number(v)}" for k, v in metrics.items() if isinstance(v, int | float)
+    )

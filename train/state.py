@@ -11,10 +11,10 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.config import to_values
-from train.outputs_log import write_whole
+from train.figures import write_whole
 from train.records import Run, UserError
+
+if TYPE_CHECKING:
+    from train.checkpoint import StoredBlocks
 
 ROWS_AT_ONCE = 64
 """Rows of long sequences are large."""
@@ -44,69 +47,22 @@ class Part:
     """Where in the whole the block begins; a block of one dimension may also be a stretch of the whole flattened."""
 
 
-class Blocks(Protocol):
-    """Where a state is restored from."""
-
-    def names(self, section: str) -> Iterator[str]:
-        """The tensors of ``section``."""
-        ...
-
-    def whole_shape(self, section: str, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        ...
-
-    def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A block of it."""
-        ...
-
-
-class RunState(Protocol):
-    """What a checkpoint saves and restores, and ``final/`` is written from, however the ranks hold it."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What must be equal for a run to resume: data, model, batch, seed."""
-        ...
-
-    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
-        """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
-        ...
-
-    def values(self) -> dict[str, Any]:
-        """Everything except tensors, as JSON; the same on every rank."""
-        ...
-
-    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
-        """Takes everything back in place."""
-        ...
-
-    def restore_model(self, blocks: Blocks) -> None:
-        """Takes back the weights alone."""
-        ...
-
-    def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
-        """The model's tensors, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part."""
-        ...
-
-    def write_final(self, folder: Path, keep: bool) -> nn.Module:
-        """Writes what ``final/`` has in addition to the weights; returns the model that they belong to."""
-        ...
-
-
 @dataclass(frozen=True)
 class TrainingState:
-    """The live objects of a run on one device, replicated or sharded as DTensors."""
+    """What a checkpoint holds and ``final/`` is written from: live objects, replicated or sharded as DTensors.
+
+    Extras whose ranks hold them in another way derive from it.
+    """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
+    """A ``torch.optim.Optimizer``."""
     identity: Mapping[str, Any]
+    """What must be equal for a run to resume: data, model, batch, seed."""
     scaler: torch.amp.GradScaler | None = None
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
-        """By section and name, what ``rank`` has to write."""
+        """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
         optimizer = {
             f"{name}.{key}": value
             for name, parameter in self._parameters().items()
@@ -116,50 +72,40 @@ class TrainingState:
         return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
-        """Parameter groups, numbers of the optimizer's state, and the loss scaler."""
-        parameters = self._parameters()
-        names = {id(p): name for name, p in parameters.items()}
-        groups = [
-            {k: [names[id(p)] for p in v] if k == "params" else v for k, v in group.items()}
-            for group in self.optimizer.param_groups
-        ]
+        """Everything except tensors, as JSON, the same on every rank: groups, numbers of the state, loss scaler."""
+        own_groups = zip(self.optimizer.param_groups, self._groups(), strict=True)
         plain = {
             name: {k: v for k, v in self.optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
-            for name, p in parameters.items()
+            for name, p in self._parameters().items()
         }
-        scaler = self.scaler.state_dict() if self.scaler is not None else None
-        return {"param_groups": groups, "optimizer": {k: v for k, v in plain.items() if v}, "scaler": scaler}
+        return {
+            "param_groups": [{**group, "params": names} for group, names in own_groups],
+            "optimizer": {name: entries for name, entries in plain.items() if entries},
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
 
-    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
+    def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place."""
         self.restore_model(blocks)
-        parameters = self._parameters()
+        parameters, settings = self._parameters(), settings_of(values)
         state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["optimizer"].items()}
         for full_name in blocks.names("optimizer"):
             name, _, key = full_name.rpartition(".")
-            shape = blocks.whole_shape("optimizer", full_name)
-            like = parameters[name]
+            shape, like = blocks.whole_shape("optimizer", full_name), parameters[name]
             if isinstance(like, DTensor) and shape == tuple(like.shape):
                 value = _filled(torch.empty_like(like), blocks, "optimizer", full_name)
             else:  # in the type it was written in, which need not be the parameter's
                 value = blocks.block("optimizer", full_name, (0,) * len(shape), shape)
             state.setdefault(name, {})[key] = value
-        numbers = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
-        names = {id(p): name for name, p in parameters.items()}
-        settings = {name: group for group in values["param_groups"] for name in group["params"]}
-        groups = [  # this run's own, for divided weights are grouped apart; JSON knows no tuples, such as betas
-            {
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in settings[names[id(params[0])]].items()},
-                "params": [numbers[id(p)] for p in params],
-            }
-            for params in (group["params"] for group in self.optimizer.param_groups)
-        ]
-        by_number = {numbers[id(parameters[name])]: entries for name, entries in state.items()}
+        groups = self._groups()  # this run's own, for divided weights are grouped apart
+        numbers = {name: number for number, name in enumerate(itertools.chain(*groups))}
+        by_number = {numbers[name]: entries for name, entries in state.items()}
+        groups = [{**settings[group[0]], "params": [numbers[name] for name in group]} for group in groups]
         self.optimizer.load_state_dict({"state": by_number, "param_groups": groups})
         if self.scaler is not None and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
 
-    def restore_model(self, blocks: Blocks) -> None:
+    def restore_model(self, blocks: StoredBlocks) -> None:
         """Takes back the weights alone."""
         for name, tensor in self.model_tensors().items():
             _filled(tensor, blocks, "model", name)
@@ -169,58 +115,59 @@ class TrainingState:
         return model_tensors(self.model)
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
-        """The model's tensors, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part."""
-        return whole_tensors(self.model, keep)
+        """Weights and persistent buffers on the CPU, each whole, for ranks that ``keep`` them; all ranks take part.
+
+        One tensor at a time is whole on every rank: no more memory is needed than for the largest.
+        """
+        whole = {}
+        for name, tensor in model_tensors(self.model).items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keep:
+                whole[name] = full.detach().cpu()
+        return whole
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
-        """Nothing more than the weights."""
+        """Writes what ``final/`` has in addition to the weights; returns the model that they belong to."""
         return self.model
 
+    def _groups(self) -> list[list[str]]:
+        """The names of the parameters in each of the optimizer's groups."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+
     def _parameters(self) -> dict[str, nn.Parameter]:
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return {name: p for name, p in self.model.named_parameters() if id(p) in trained}
+        trained = set(itertools.chain(*self._groups()))
+        return {name: p for name, p in self.model.named_parameters() if name in trained}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Weights and persistent buffers by name, those that share a tensor once."""
-    seen: set[int] = set()
-    found = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
-def whole_tensors(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """Weights and persistent buffers on the CPU, each whole, for ranks that ``keep`` them; all ranks take part.
-
-    One tensor at a time is whole on every rank: no more memory is needed than for the largest.
-    """
-    whole = {}
-    for name, tensor in model_tensors(model).items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if keep:
-            whole[name] = full.detach().cpu()
-    return whole
+def settings_of(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By parameter, the stored settings of its group; JSON knows no tuples, such as betas."""
+    return {
+        name: {k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k != "params"}
+        for group in values["param_groups"]
+        for name in group["params"]
+    }
 
 
 def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
     found = {}
     for name, tensor in tensors.items():
-        whole, local = tuple(tensor.shape), _local(tensor)
-        if not isinstance(tensor, DTensor):
-            if rank == 0:
-                found[name] = Part(local.contiguous(), whole, (0,) * len(whole))
-            continue
-        offsets = _offsets(tensor)
-        if offsets is not None and _is_first_copy(tensor):
-            found[name] = Part(local.contiguous(), whole, offsets)
+        held = _held(tensor)
+        if held is not None and _is_first_copy(tensor, rank):
+            found[name] = Part(held[0].contiguous(), tuple(tensor.shape), held[1])
     return found
 
 
 @torch.no_grad()
-def _filled(tensor: Tensor, blocks: Blocks, section: str, name: str) -> Tensor:
+def _filled(tensor: Tensor, blocks: StoredBlocks, section: str, name: str) -> Tensor:
     """``tensor`` with its part of the stored one.
 
     Raises:
@@ -232,31 +179,29 @@ def _filled(tensor: Tensor, blocks: Blocks, section: str, name: str) -> Tensor:
             f"{name} has the shape {whole} in the checkpoint and {tuple(tensor.shape)} in this model: give the old "
             "settings, or start from scratch with --resume never."
         )
-    local = _local(tensor)
-    offsets = _offsets(tensor) if isinstance(tensor, DTensor) else (0,) * local.ndim
-    if offsets is not None:
-        local.copy_(blocks.block(section, name, offsets, tuple(local.shape)))
+    if (held := _held(tensor)) is not None:
+        held[0].copy_(blocks.block(section, name, held[1], tuple(held[0].shape)))
     return tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+    """This rank's block and where it begins; None where it holds none, because there are more ranks than rows."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _offsets(tensor: DTensor) -> tuple[int, ...] | None:
-    """Where this rank's block begins; None where it holds none, because there are more ranks than rows."""
-    if not tensor.to_local().numel() and tensor.numel():
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    local = tensor.to_local()
+    if not local.numel() and tensor.numel():
         return None
     (chunk,) = tensor.__create_chunk_list__()  # what torch's own distributed checkpoints go by
-    return tuple(chunk.offsets)
+    return local, tuple(chunk.offsets)
 
 
-def _is_first_copy(tensor: DTensor) -> bool:
+def _is_first_copy(tensor: Tensor, rank: int) -> bool:
     """Whether no earlier rank holds the same block."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return all(index == 0 for index, placement in places if placement.is_replicate())
 
 
 def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_size: int) -> dict[str, Any]:
@@ -302,17 +247,13 @@ def _digest(tables: Iterable[pa.Table]) -> str:
     for table in tables:
         for name in table.column_names:
             digest.update(name.encode())
-            _add(digest, pa.concat_arrays(table.column(name).chunks))
+            array = pa.concat_arrays(table.column(name).chunks)
+            while isinstance(array, pa.ListArray):  # where each ends counts too: [[1], [2, 3]] is not [[1, 2], [3]]
+                digest.update(array.value_lengths().to_numpy().tobytes())
+                array = array.flatten()
+            values = array.to_numpy(zero_copy_only=False)
+            digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _add(digest: hashlib._Hash, array: pa.Array) -> None:
-    """The values of ``array``, and of lists where each ends: [[1], [2, 3]] is not [[1, 2], [3]]."""
-    while isinstance(array, pa.ListArray):
-        digest.update(array.value_lengths().to_numpy().tobytes())
-        array = array.flatten()
-    values = array.to_numpy(zero_copy_only=False)
-    digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -213,11 +213,11 @@ def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
         subprocess.run(["rm", "-r", output], check=True)
 
 
-@pytest.mark.parametrize("what", ["train.outputs_log:MetricsLog.write", "train.outputs:Outputs.write_final"])
+@pytest.mark.parametrize("what", ["train.figures:append_row", "train.outputs:Outputs.write_final"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int, what: str) -> None:
     output = tmp_path / "run"
-    fault = several(quick_roll_call(), on_rank(0, at_call(what, disk_is_full, 4 if "Log" in what else 1)))
+    fault = several(quick_roll_call(), on_rank(0, at_call(what, disk_is_full, 4 if "row" in what else 1)))
     ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault)
     assert_no_traceback(ended)
     assert ended[0].status == EXIT_ERROR

@@ -14,7 +14,7 @@ from faults.processes import KILLED, run
 from safetensors.torch import load_file
 from support import checkpoint_digests, write_recipe
 
-from train.outputs_log import read_metrics
+from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
 
 

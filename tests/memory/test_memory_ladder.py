@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from train.config import Config, from_values, parse, to_values
+from train.figures import gib
 from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, flags_of, ladder_on
 from train.memory.predict import Job, Target
-from train.outputs_log import gib
 from train.records import UserError
 
 MIB = 2**20

@@ -17,7 +17,7 @@ from support import ROOT
 from test_multi_node import free_port, last_step, newest_checkpoint, until  # pyright: ignore[reportMissingImports]
 
 from train.checkpoint import verify
-from train.outputs_log import read_metrics
+from train.figures import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Slurm runs on Linux")
 SCRIPT = ROOT / "scripts" / "slurm.sbatch"

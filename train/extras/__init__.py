@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from train.loop import Parts
     from train.loss import ModelWithLoss
     from train.records import Batches, Corpus, DivergenceError, MicroBatch, Progress, Run
-    from train.state import RunState
+    from train.state import TrainingState
     from train.step import Engine
     from train.tasks import Task
 
@@ -108,7 +108,9 @@ class Extra:
         """What can be switched on in the middle of a run to save memory: a description, and what does it."""
         return []
 
-    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> RunState | None:
+    def state(
+        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
+    ) -> TrainingState | None:
         """What checkpoints hold, where it is not the plain :class:`train.state.TrainingState`."""
         return None
 
@@ -161,7 +163,7 @@ class Extra:
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A line of the log was written."""
 
-    def save(self, run: Run, state: RunState, progress: Progress, wait: bool) -> bool:
+    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         """Takes over writing a checkpoint; False leaves it to the core."""
         return False
 
@@ -169,7 +171,7 @@ class Extra:
         """Checkpoints that must stay: for each number the newest one at or before that step."""
         return []
 
-    def diverged(self, run: Run, state: RunState, error: DivergenceError) -> Progress | None:
+    def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Where to continue after training has diverged; None: the run ends."""
         return None
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
+from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
 from train.memory.predict import ROOT
 from train.memory.question import MARGIN, OFFLOAD, STAND_IN, Question, Setting, has_known_speed
 from train.memory.zero import STAGE
-from train.outputs_log import count, duration, gib
 
 
 def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from train.figures import gib
 from train.memory.ladder import CHECKPOINTING, CHUNKED, EVALUATION, MAX_LENGTH, MICRO_BATCH, REMEDIES
 from train.memory.oom import OutOfMemory, parse_oom
-from train.outputs_log import gib, percent
 from train.records import UsageError
 
 _WIDTH = 100
@@ -147,10 +147,10 @@ def _why(oom: OutOfMemory, cause: Cause, shape: tuple[int, int] | None, vocab_si
         library=oom.library,
         allowed=gib(oom.allowed_bytes or 0),
         who=f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else "",
-        share_of_others=percent(_others_bytes(oom) / total),
+        share_of_others=f"{_others_bytes(oom) / total:.1%}",
         unallocated=gib(unallocated),
         requested=gib(requested),
-        share=percent(requested / total),
+        share=f"{requested / total:.1%}",
         with_free="" if unallocated >= requested else f" With the {gib(oom.free_bytes or 0)} free it would be enough.",
         graphs=gib(oom.private_pools_bytes or 0),
         held=f" with {gib(oom.allocated_bytes)} of tensors" if oom.allocated_bytes else "",
@@ -279,7 +279,7 @@ def _kinds(bytes_by_kind: dict[str, int]) -> list[str]:
     lines = [f"What fills it by prediction, {gib(whole)} in all:"] if rows else []
     for position, (size, kind) in enumerate(rows):
         mark = "← most" if position == 0 else ""
-        row = f"{gib(size):>12}  {percent(size / whole):>6}  {kind:<15}  {mark:<6}  {_MEANINGS.get(kind, '')}"
+        row = f"{gib(size):>12}  {size / whole:>6.1%}  {kind:<15}  {mark:<6}  {_MEANINGS.get(kind, '')}"
         lines.append(row.rstrip())
     return lines
 

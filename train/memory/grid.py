@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from train.figures import gib
 from train.memory.plan import Outcome, Predictions, outcome_of
 from train.memory.predict import Job
 from train.memory.question import Question, position_limit, replace_length
-from train.outputs_log import gib
 from train.records import UserError
 
 LENGTHS = tuple(1024 * 2**power for power in range(9))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from train.outputs_log import gib
+from train.figures import gib
 from train.records import UserError
 
 if TYPE_CHECKING:

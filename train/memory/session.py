@@ -11,6 +11,7 @@ import torch
 
 from train.config import Config, to_values
 from train.extras.host_memory import free_host_bytes
+from train.figures import gib
 from train.memory import Options
 from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, post_mortem
@@ -18,7 +19,6 @@ from train.memory.ladder import cheaper, choose, largest_fitting
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import target_of
 from train.memory.rehearsal import rehearse
-from train.outputs_log import gib
 from train.records import Batches, Run, UserError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from scripts.benchmarks.study.cells import (
     Sweep,
     frontier,
 )
-from train.outputs_log import count, gib
+from train.figures import count, gib
 
 _WORDS = {
     BASELINE: "the baseline",

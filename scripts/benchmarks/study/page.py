@@ -10,7 +10,7 @@ from scripts.benchmarks.study.charts import charts, frontier_chart
 from scripts.benchmarks.study.findings import findings, shape_of, subject
 from scripts.benchmarks.study.tables import cell_texts, memory_text, size_text, speed_text, why_not
 from train.extras.report.page import CSS, POLICY, facts_html, figures_html, machine_facts, section_html
-from train.outputs_log import gib
+from train.figures import gib
 
 _MORE_CSS = """
 .maps { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }

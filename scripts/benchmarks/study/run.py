@@ -29,8 +29,8 @@ from scripts.benchmarks.study.measure import Processes, Task
 from scripts.benchmarks.study.page import page
 from scripts.benchmarks.study.request import Request, job_for, pages_of, read_request, shapes
 from scripts.benchmarks.study.tables import markdown
+from train.figures import count, gib
 from train.memory.predict import Job, Prediction, Predictor
-from train.outputs_log import count, gib
 from train.records import EXIT_DONE, UserError
 
 FENCE = 1.25

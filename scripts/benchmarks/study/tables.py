@@ -18,7 +18,7 @@ from scripts.benchmarks.study.cells import (
 )
 from scripts.benchmarks.study.findings import findings, shape_of, subject
 from train.extras.report.page import machine_facts
-from train.outputs_log import count, gib, percent
+from train.figures import count, gib
 
 
 def memory_text(cell: Cell) -> str:
@@ -28,7 +28,7 @@ def memory_text(cell: Cell) -> str:
 
 def speed_text(cell: Cell) -> str:
     """Tokens per second, and MFU if known."""
-    return count(cell.tokens_per_second or 0) + (f" · {percent(cell.mfu)}" if cell.mfu is not None else "")
+    return count(cell.tokens_per_second or 0) + (f" · {cell.mfu:.1%}" if cell.mfu is not None else "")
 
 
 def in_gib(size_bytes: float | None) -> str:
@@ -69,7 +69,7 @@ def cell_texts(cell: Cell) -> list[str]:
         "" if cell.seconds_per_step is None else f"{cell.seconds_per_step:.2f}",
         "" if cell.tokens_per_second is None else count(cell.tokens_per_second),
         "" if cell.flops_per_second is None else f"{cell.flops_per_second / 1e9:,.0f}",
-        "" if cell.mfu is None else percent(cell.mfu),
+        "" if cell.mfu is None else f"{cell.mfu:.1%}",
         "" if cell.status == MEASURED else f"{cell.status.replace('_', ' ')}: {cell.reason}",
     ]
 

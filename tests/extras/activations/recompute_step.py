@@ -17,7 +17,6 @@ from train.batching import micro_batches, without_targets
 from train.config import Config, Optimization
 from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
 from train.loss import ModelWithLoss
-from train.state import whole_tensors
 from train.step import Engine, optimizer_step
 
 TIED = {**LLAMA, "num_hidden_layers": 3, "tie_word_embeddings": True}

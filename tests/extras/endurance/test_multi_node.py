@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from support import ROOT, checkpoint_digests
 
 from train.checkpoint import verify
-from train.outputs_log import read_metrics
+from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]

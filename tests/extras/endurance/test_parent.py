@@ -14,7 +14,7 @@ from support import ROOT
 from test_multi_node import children, is_alive, until
 
 from train.checkpoint import verify
-from train.outputs_log import read_metrics
+from train.figures import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 FOLLOWS = (

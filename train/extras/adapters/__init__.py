@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from train.config import Config
     from train.launch import Launch
     from train.records import Run
-    from train.state import RunState
+    from train.state import TrainingState
     from train.tasks import Task
 
 PACKAGES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}
@@ -83,7 +83,9 @@ class Room(Extra):
             add_adapter(network, run.config, task.auto_class, compute_dtype(run))
         return []
 
-    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> RunState | None:
+    def state(
+        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
+    ) -> TrainingState | None:
         from train.extras.adapters.lora import AdapterState, has_adapter
 
         return AdapterState(network, optimizer, identity, scaler) if has_adapter(network) else None

@@ -23,11 +23,13 @@ from torch.distributed.tensor import DTensor
 from train.config import Config
 from train.extras.adapters import Options
 from train.records import Run, UserError
-from train.state import Blocks, TrainingState, model_tensors, whole_tensors
+from train.state import TrainingState, model_tensors
 from train.tasks import load_task
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
+
+    from train.checkpoint import StoredBlocks
 
 ADAPTER = "default"
 """peft's name for an adapter that has none."""
@@ -195,7 +197,7 @@ class AdapterState(TrainingState):
         """Everything except tensors, and the digest of the frozen weights."""
         return {**super().values(), "frozen": self.frozen_digest}
 
-    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
+    def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place.
 
         Raises:
@@ -224,7 +226,7 @@ class AdapterState(TrainingState):
 
         Each is whole and on the CPU, for ranks that ``keep`` them; all ranks take part.
         """
-        whole = whole_tensors(self.model, keep)
+        whole = super().whole_tensors(keep)
         return _merged(self.model, whole) if keep else {}
 
     def plain_model(self) -> nn.Module:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from train.extras.endurance.background import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
-    from train.state import RunState
+    from train.state import TrainingState
     from train.step import Engine
 
 ROLL_CALL = timedelta(minutes=1)
@@ -133,7 +133,7 @@ class Room(Extra):
                 since_step,
             )
 
-    def save(self, run: Run, state: RunState, progress: Progress, wait: bool) -> bool:
+    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         """Writes a checkpoint, in the background where that is possible."""
         from train.extras.endurance.background import Saving
 
@@ -148,7 +148,7 @@ class Room(Extra):
         options = run.config.of(Options)
         return [sound_step(progress, options.loss_spike_factor)] if options.max_rollbacks else []
 
-    def diverged(self, run: Run, state: RunState, error: DivergenceError) -> Progress | None:
+    def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Goes back, unless that was done as often as allowed."""
         from train.extras.endurance.rollback import go_back
 

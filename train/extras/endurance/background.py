@@ -17,7 +17,7 @@ from train import checkpoint
 from train.checkpoint import Written
 from train.extras.host_memory import free_host_bytes
 from train.records import Progress, Run, UserError, exchange
-from train.state import Part, RunState
+from train.state import Part, TrainingState
 
 WORD = "rank-"
 """Files in a partial checkpoint in which a rank says what it wrote."""
@@ -43,7 +43,7 @@ class Saving:
 
     _writing: Writing | None
 
-    def save(self, run: Run, state: RunState, progress: Progress, wait: bool) -> None:
+    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, in the background if nobody has to ``wait`` and the host's memory has room for a copy.
 
         One that fails in the background is noted when the next one is due; two in a row end the run.
@@ -78,7 +78,7 @@ class Saving:
         if self._writing is not None:
             self._writing.wait(seconds)
 
-    def _begin(self, run: Run, state: RunState, progress: Progress) -> bool:
+    def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
         """Whether every rank has room for a copy of its part; then it is on its way, or that has failed."""
         parts = state.parts(run.accelerator.process_index)
         size_bytes = sum(part.tensor.nbytes for named in parts.values() for part in named.values())
@@ -111,7 +111,9 @@ class Writing:
         UserError: on every rank, if the folder cannot be made.
     """
 
-    def __init__(self, run: Run, state: RunState, progress: Progress, parts: Mapping[str, Mapping[str, Part]]) -> None:
+    def __init__(
+        self, run: Run, state: TrainingState, progress: Progress, parts: Mapping[str, Mapping[str, Part]]
+    ) -> None:
         self.progress, self._accelerator = progress, run.accelerator
         self._rank, self._num_ranks = run.accelerator.process_index, run.accelerator.num_processes
         self._final = run.outputs.checkpoints / f"step-{progress.step:08d}"

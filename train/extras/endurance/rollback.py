@@ -12,7 +12,7 @@ from pathlib import Path
 
 from train import checkpoint
 from train.records import DivergenceError, Progress, Run, UserError
-from train.state import RunState
+from train.state import TrainingState
 
 
 def is_spike(usual: float | None, loss: float, factor: float | None) -> bool:
@@ -26,7 +26,7 @@ def sound_step(progress: Progress, loss_spike_factor: float | None) -> int:
     return sound if loss_spike_factor is None else min(sound, progress.interval.since_step)
 
 
-def go_back(run: Run, state: RunState, error: DivergenceError) -> Progress:
+def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     """Restores the newest intact checkpoint from before, removes later ones, and returns where to continue.
 
     Called by all ranks together.
@@ -42,7 +42,8 @@ def go_back(run: Run, state: RunState, error: DivergenceError) -> Progress:
         outputs.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
         try:
             if found is not None:
-                checkpoint.remove_after(outputs.checkpoints, found)
+                for later in reversed(checkpoint.later_than(outputs.checkpoints, checkpoint.step_of(found))):
+                    checkpoint.remove(later)
         except OSError as problem:
             raise UserError(f"a checkpoint in {outputs.checkpoints} cannot be removed: {problem.strerror}.") from None
         return found

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from train.outputs_log import gib
+from train.figures import gib
 
 GROWING_STEPS = 4
 """So many steps in a row, each of which ends with more memory than the one of equal shapes before it, are a leak."""

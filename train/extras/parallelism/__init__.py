@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.loss import ModelWithLoss
     from train.records import Run
-    from train.state import RunState
+    from train.state import TrainingState
     from train.step import Engine
 
 
@@ -74,7 +74,9 @@ class Room(Extra):
             kind[0](run, model)
         return []
 
-    def state(self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any) -> RunState | None:
+    def state(
+        self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
+    ) -> TrainingState | None:
         """DeepSpeed's buffers, where the optimizer is DeepSpeed's."""
         if not type(optimizer).__module__.startswith("deepspeed."):
             return None

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from train.state import Blocks, Part, model_tensors
+from train.state import Part, TrainingState, model_tensors, settings_of
+
+if TYPE_CHECKING:
+    from train.checkpoint import StoredBlocks
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,15 @@ class Stretch:
         return Part(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
 
     @torch.no_grad()
-    def fill(self, flat: Tensor, blocks: Blocks, section: str, name: str) -> None:
+    def fill(self, flat: Tensor, blocks: StoredBlocks, section: str, name: str) -> None:
         """Puts the stored part into ``flat``."""
         found = blocks.block(section, name, (self.start,), (self.length,))
         flat.narrow(0, self.offset, self.length).copy_(found)
 
 
 @dataclass(frozen=True)
-class DeepSpeedState:
-    """The live objects of a run on one rank.
-
-    Args:
-        model: the network inside the engine.
-        optimizer: the engine's own, of ZeRO stage 2 or 3.
-    """
-
-    model: nn.Module
-    optimizer: Any
-    identity: Mapping[str, Any]
-    """What must be equal for a run to resume: data, model, batch, seed."""
+class DeepSpeedState(TrainingState):
+    """The live objects of a run on one rank: the network inside the engine, and the engine's own optimizer."""
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
         """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
@@ -81,12 +73,12 @@ class DeepSpeedState:
         hyperparameters = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.optimizer.param_groups]
         groups = [
             {**values, "params": [names[id(p)] for p in parameters]}
-            for values, parameters in zip(hyperparameters, self._groups(), strict=True)
+            for values, parameters in zip(hyperparameters, self._grouped(), strict=True)
         ]
         scaler = {k: v for k, v in vars(self.optimizer.loss_scaler).items() if isinstance(v, int | float)}
         return {"param_groups": groups, "optimizer": {}, "scaler": None, "loss_scaler": scaler}
 
-    def restore(self, blocks: Blocks, values: Mapping[str, Any]) -> None:
+    def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place, also from a run without DeepSpeed."""
         self.restore_model(blocks)
         keys: dict[str, list[str]] = {}
@@ -106,15 +98,14 @@ class DeepSpeedState:
             if state:
                 self.optimizer.optimizer.state[buffer] = state
         names = {id(parameter): name for name, parameter in self._trained()}
-        settings = {name: group for group in values["param_groups"] for name in group["params"]}
-        for group, parameters in zip(self.optimizer.optimizer.param_groups, self._groups(), strict=True):
-            stored = settings[names[id(parameters[0])]].items()  # JSON knows no tuples, such as betas
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in stored if k != "params"})
+        settings = settings_of(values)
+        for group, parameters in zip(self.optimizer.optimizer.param_groups, self._grouped(), strict=True):
+            group.update(settings[names[id(parameters[0])]])
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 
     @torch.no_grad()
-    def restore_model(self, blocks: Blocks) -> None:
+    def restore_model(self, blocks: StoredBlocks) -> None:
         """Takes back the weights alone."""
         for name, tensor in self._untrained():
             tensor.copy_(blocks.block("model", name, (0,) * tensor.ndim, tuple(tensor.shape)))
@@ -143,10 +134,6 @@ class DeepSpeedState:
             if keep:
                 whole[name] = tensor.detach().cpu()
         return whole
-
-    def write_final(self, folder: Path, keep: bool) -> nn.Module:
-        """Nothing more than the weights."""
-        return self.model
 
     def stretches(self) -> list[Stretch]:
         """What this rank holds of the trained parameters, in the order of its buffers."""
@@ -180,7 +167,7 @@ class DeepSpeedState:
         zero = self.optimizer
         return zero.fp32_partitioned_groups_flat if self._is_stage_3() else zero.single_partition_of_fp32_groups
 
-    def _groups(self) -> list[list[nn.Parameter]]:
+    def _grouped(self) -> list[list[nn.Parameter]]:
         """The parameters of each of the optimizer's groups."""
         if self._is_stage_3():
             return [group["params"] for group in self.optimizer.trainable_param_groups]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from train.outputs_log import count, gib, number
+from train.figures import count, gib, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

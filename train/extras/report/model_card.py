@@ -11,7 +11,7 @@ import yaml
 from train.config import Config, to_values
 from train.extras.report import Options
 from train.extras.report.words import machine_facts, scalars, shown, words
-from train.outputs_log import count, duration, gib, number
+from train.figures import count, duration, gib, number
 from train.records import Evaluation
 
 if TYPE_CHECKING:

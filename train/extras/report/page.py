@@ -11,7 +11,7 @@ from train.config import Config, dump
 from train.extras.report import Options
 from train.extras.report.charts import Chart, Row, charts
 from train.extras.report.words import machine_facts, scalars, shown, words
-from train.outputs_log import count, duration, gib, number, percent, read_metrics, write_whole
+from train.figures import count, duration, gib, number, read_metrics, write_whole
 
 if TYPE_CHECKING:
     from train.tasks import Task
@@ -246,7 +246,7 @@ def _confusion_matrix(evaluations: Sequence[Row], labels: Sequence[str]) -> str:
     for index, counts in enumerate(matrix):
         shares = [value / max(1, sum(counts)) for value in counts]
         cells = [f'<td style="--share:{share:.3f}">{value:,}</td>' for share, value in zip(shares, counts, strict=True)]
-        recall = percent(shares[index]) if sum(counts) else "–"
+        recall = f"{shares[index]:.1%}" if sum(counts) else "–"
         lines.append(f'<tr><th scope="row">{names[index]}</th>{"".join(cells)}<td class="recall">{recall}</td></tr>')
     return (
         '<figure style="overflow-x:auto"><figcaption>Rows: the true class; columns: the predicted one; '

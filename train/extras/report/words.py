@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train.outputs_log import gib
+from train.figures import gib
 
 _NAMES = {"macro_f1": "macro F1", "f1": "F1", "mfu": "MFU", "tokens_per_second": "tokens/s"}
 

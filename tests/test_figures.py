@@ -14,31 +14,32 @@ from typing import Any
 import pytest
 import torch
 
-from train.outputs_log import (
-    MetricsLog,
+from tests.support import run_for
+from train.config import Architecture, Config, Output
+from train.extras.report.machine import hardware, versions
+from train.figures import (
+    append_row,
     count,
     duration,
     gib,
-    hardware,
+    keep_rows,
     number,
-    percent,
     progress_text,
     read_metrics,
-    versions,
+    to_json,
     without_secrets,
-    write_summary,
     write_whole,
 )
-from train.records import UserError
+from train.records import Progress, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def _log(folder: Path, steps: list[int]) -> MetricsLog:
-    log = MetricsLog(folder / "metrics.jsonl")
+def _log(folder: Path, steps: list[int]) -> Path:
+    """A log with rows of these steps."""
     for step in steps:
-        log.write("train", step, {"loss": 1.0 / step})
-    return log
+        append_row(folder / "metrics.jsonl", "train", step, {"loss": 1.0 / step})
+    return folder / "metrics.jsonl"
 
 
 def _steps(folder: Path) -> list[int]:
@@ -46,8 +47,8 @@ def _steps(folder: Path) -> list[int]:
 
 
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path):
-    log = MetricsLog(tmp_path / "run" / "metrics.jsonl")
-    log.write("train", 7, {"loss": 0.5, "confusion_matrix": torch.tensor([[1, 2], [3, 4]]), "best": torch.tensor(2.5)})
+    values = {"loss": 0.5, "confusion_matrix": torch.tensor([[1, 2], [3, 4]]), "best": torch.tensor(2.5)}
+    append_row(tmp_path / "run" / "metrics.jsonl", "train", 7, values)
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert list(row)[:3] == ["kind", "step", "time"]
     assert (row["kind"], row["step"], row["loss"]) == ("train", 7, 0.5)
@@ -56,8 +57,9 @@ def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path):
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.write("train", 1, {"grad_norm": math.inf, "loss": math.nan, "all": [1.0, -math.inf]})
+    append_row(
+        tmp_path / "metrics.jsonl", "train", 1, {"grad_norm": math.inf, "loss": math.nan, "all": [1.0, -math.inf]}
+    )
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
@@ -66,20 +68,21 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path):
     assert row["grad_norm"] is None and row["loss"] is None and row["all"] == [1.0, None]
 
 
-def test_a_log_that_is_not_enabled_writes_nothing(tmp_path: Path):
-    log = MetricsLog(tmp_path / "run" / "metrics.jsonl", enabled=False)
-    log.write("train", 1, {"loss": 1.0})
-    log.keep(lambda row: row["step"] <= 0)
+def test_a_silent_rank_writes_nothing(tmp_path: Path):
+    config = Config(architecture=Architecture(model="x"), output=Output(output_dir=str(tmp_path / "run")))
+    run = run_for(config)
+    run.outputs.record(run, "train", 1, {"loss": 1.0})
+    run.outputs.keep_log(Progress())
     assert not (tmp_path / "run").exists()
 
 
 def test_keep_drops_later_steps_and_the_log_continues(tmp_path: Path):
     log = _log(tmp_path, [1, 2, 3, 4])
-    log.keep(lambda row: row["step"] <= 2)
+    keep_rows(log, lambda row: row["step"] <= 2)
     assert _steps(tmp_path) == [1, 2]
-    log.write("train", 3, {"loss": 9.0})
+    append_row(log, "train", 3, {"loss": 9.0})
     assert _steps(tmp_path) == [1, 2, 3]
-    log.keep(lambda row: row["step"] <= -1)
+    keep_rows(log, lambda row: row["step"] <= -1)
     assert _steps(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -90,9 +93,9 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: str):
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(torn)
     assert _steps(tmp_path) == [1, 2]
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.keep(lambda row: row["step"] <= 5)
-    log.write("train", 3, {"note": "a line\u2028break\nor two"})
+    log = tmp_path / "metrics.jsonl"
+    keep_rows(log, lambda row: row["step"] <= 5)
+    append_row(log, "train", 3, {"note": "a line\u2028break\nor two"})
     assert _steps(tmp_path) == [1, 2, 3]
 
 
@@ -109,14 +112,15 @@ def test_no_file_has_no_rows(tmp_path: Path):
 def test_a_folder_that_cannot_be_written_is_a_clear_message(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="output_dir"):
-        MetricsLog(tmp_path / "file" / "metrics.jsonl").write("train", 1, {})
+        append_row(tmp_path / "file" / "metrics.jsonl", "train", 1, {})
     with pytest.raises(UserError, match="output_dir"):
-        write_summary(tmp_path / "file", {})
+        write_whole(tmp_path / "file" / "summary.json", "")
 
 
 def test_summary_is_strict_json_and_replaces_the_old_one(tmp_path: Path):
-    write_summary(tmp_path, {"steps": 1})
-    path = write_summary(tmp_path, {"steps": 2, "loss": math.nan, "labels": ("a", "é"), "odd": "\udc80"})
+    path = tmp_path / "summary.json"
+    write_whole(path, to_json({"steps": 1}))
+    write_whole(path, to_json({"steps": 2, "loss": math.nan, "labels": ("a", "é"), "odd": "\udc80"}, indent=2))
     assert json.loads(path.read_text()) == {"steps": 2, "loss": None, "labels": ["a", "é"], "odd": "\udc80"}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
@@ -181,7 +185,7 @@ def test_progress_text():
 
 
 def test_importing_the_log_does_not_load_torch():
-    code = "import sys, train.outputs_log; print('torch' in sys.modules)"
+    code = "import sys, train.figures; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "False"
 
@@ -242,7 +246,3 @@ def test_duration(seconds: float, text: str):
 )
 def test_number(value: Any, text: str):
     assert number(value) == text
-
-
-def test_percent():
-    assert percent(0.3812) == "38.1%"

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,17 @@ _SECRETS = (  # user and password of a URL, its secret parameters, tokens of the
 )
 
 
-@dataclass(frozen=True)
-class MetricsLog:
-    """The rows of ``metrics.jsonl``; ``enabled`` is False on every process but the main one, which alone writes."""
+def append_row(path: Path, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    """Appends ``{"kind", "step", "time", **values}`` to a ``metrics.jsonl``; raises UserError on failure."""
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    with writable(path), path.open("a", encoding="utf-8") as file:
+        file.write(to_json({"kind": kind, "step": step, "time": now, **values}) + "\n")
 
-    path: Path
-    enabled: bool = True
 
-    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Appends ``{"kind", "step", "time", **values}``; raises UserError if the file cannot be written."""
-        if self.enabled:
-            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            with _writable(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(_json({"kind": kind, "step": step, "time": now, **values}) + "\n")
-
-    def keep(self, belongs: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drops the rows that do not belong, which a resumed run writes again, and a last line cut short."""
-        if self.enabled and self.path.exists():
-            rows = filter(belongs, read_metrics(self.path))
-            write_whole(self.path, "".join(_json(row) + "\n" for row in rows))
+def keep_rows(path: Path, belongs: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Drops the rows that do not belong, which a resumed run writes again, and a last line cut short."""
+    if path.exists():
+        write_whole(path, "".join(to_json(row) + "\n" for row in read_metrics(path) if belongs(row)))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -61,16 +52,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Writes ``summary.json``, whole or not at all, and returns its path; raises UserError if that fails."""
-    write_whole(output_dir / "summary.json", _json(summary, indent=2) + "\n")
-    return output_dir / "summary.json"
-
-
 def write_whole(path: Path, text: str) -> None:
     """Replaces ``path`` in one move: readers see the old text or the new, never half; raises UserError on failure."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with _writable(path):
+    with writable(path):
         try:
             with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
                 file.write(text)
@@ -82,17 +67,17 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _writable(path: Path) -> Iterator[None]:
+def writable(path: Path) -> Iterator[None]:
     """Makes the folder of ``path``, and a clear message of what goes wrong."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"{path}: cannot be written: {reason}. Free space or choose another output_dir.") from None
+        raise UserError(f"{path}: cannot be written: {reason}. Free space or give another --output_dir.") from None
 
 
-def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
+def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
     """JSON of numbers, texts, tensors and arrays; numbers that are not finite become null."""
     text = json.dumps(value, default=lambda tensor: tensor.tolist())
     return json.dumps(json.loads(text, parse_constant=lambda name: None), indent=indent)
@@ -137,19 +122,13 @@ def count(value: float) -> str:
     return f"{value:.3g}"
 
 
-def percent(share: float) -> str:
-    """A share between 0 and 1 in percent."""
-    return f"{share:.1%}"
-
-
 def duration(seconds: float) -> str:
     """Seconds as the two largest of days, hours, minutes and seconds."""
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     whole = round(seconds)
     parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
-    first = next(index for index, (amount, _) in enumerate(parts) if amount)
-    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
+    return " ".join([f"{amount} {unit}" for amount, unit in parts if amount][:2])
 
 
 def number(value: Any) -> str:
