@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from support import ROOT
 
-from train.outputs_log import read_metrics
+from train.figures import read_metrics
 from train.records import EXIT_DONE, EXIT_ERROR
 
 TINY = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}'

@@ -93,7 +93,7 @@ def run(options: Options, in_background: bool, scratch: Path) -> dict[str, Any]:
 
 def step_seconds(output: Path, save_every_steps: int) -> dict[str, float]:
     """Median seconds of the steps after a save, and of the others; the first step is left out."""
-    from train.outputs_log import read_metrics
+    from train.figures import read_metrics
 
     rows = [row for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "train" and row["step"] > 1]
     after = [row["seconds_per_step"] for row in rows if row["step"] % save_every_steps == 1]

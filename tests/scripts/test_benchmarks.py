@@ -225,9 +225,9 @@ def test_processes_import_this_checkout(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from scripts.benchmarks import harness, looping\n"
-        "import train.outputs_log\n"
+        "import train.figures\n"
         "if __name__ == '__main__':\n"
-        "    print(harness.Processes(True, ['train.outputs_log']).call(train.outputs_log.gib, 2**30))\n"
+        "    print(harness.Processes(True, ['train.figures']).call(train.figures.gib, 2**30))\n"
     )
     script = tmp_path / "script.py"
     script.write_text(code)

@@ -17,6 +17,7 @@ from train.batching import micro_batches, without_targets
 from train.config import Config, Optimization
 from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
 from train.loss import ModelWithLoss
+from train.state import TrainingState
 from train.step import Engine, optimizer_step
 
 TIED = {**LLAMA, "num_hidden_layers": 3, "tie_word_embeddings": True}
@@ -55,7 +56,7 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
             norms.append(outcome.grad_norm)
         assert bool(transfers.log) is (checkpointing is not None)
         unwrapped = cast("ModelWithLoss", accelerator.unwrap_model(model))
-        weights = whole_tensors(unwrapped.model, keep=accelerator.is_main_process)
+        weights = TrainingState(unwrapped.model, optimizer, {}).whole_tensors(keep=accelerator.is_main_process)
         found |= {f"{way}.{name}": value.clone() for name, value in weights.items()}
         found[f"{way}.norms"] = torch.tensor(norms, dtype=torch.float64)
     if accelerator.is_main_process:

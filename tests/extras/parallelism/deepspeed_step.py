@@ -55,7 +55,7 @@ def main(output: str, engine: str) -> None:
     run.extras.each("change_loss", run, with_loss)
     built = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
     model, optimizer = accelerator.prepare(with_loss, built)
-    state = run.extras.first("state", network, optimizer.optimizer, {}) or TrainingState(network, built, None, {})
+    state = run.extras.first("state", network, optimizer.optimizer, {}, None) or TrainingState(network, built, {})
     steps = run.extras.pipe("wrap_step", run, Engine(accelerator, run.config))
     assert (type(steps) is Engine) == (type(state) is TrainingState) == (engine == "plain")
 
