@@ -14,12 +14,12 @@ import datasets
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support import run_for
+from support import run_for, tokenizer_of
 from torch import Tensor, nn
 
 from train.batching import Loading
 from train.config import Config
-from train.data import PreparedData, load_tokenizer, pad_token_id
+from train.data import PreparedData, pad_token_id
 from train.evaluation import Evaluator
 from train.launch import Launch
 from train.loss import ModelWithLoss
@@ -29,7 +29,7 @@ from train.step import Engine
 from train.tasks import TokenMetrics, load_task, tokenize
 from train.tasks.sequence_classification import ClassMetrics
 
-BYTES = load_tokenizer("bytes", ())
+BYTES = tokenizer_of("bytes")
 TEXTS = ["one", "a longer document with more than one window", "Ünïcödé 🤗", "x", "five documents in all"]
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
 
@@ -62,7 +62,7 @@ def network(config: Config, prepared: PreparedData) -> nn.Module:
 
 
 def evaluator_of(
-    config: Config, prepared: PreparedData, model: nn.Module, process: Any = None, launch: Launch = Launch()
+    config: Config, prepared: PreparedData, model: nn.Module, process: Any = None, launch: Launch = Launch()  # noqa: B008
 ) -> Evaluator:
     run = run_for(config, process, launch)
     return Evaluator(run, ModelWithLoss(model, task=type(prepared.task)), Engine(run.accelerator, config), prepared)

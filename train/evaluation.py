@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import datasets
@@ -12,10 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from train.loss import Scores
-from train.records import IGNORE, Evaluation, MicroBatch, Run, exchange
+from train.records import IGNORE, Evaluation, MicroBatch, Progress, Run, UserError, exchange
 
 if TYPE_CHECKING:
     from train.data import PreparedData
+    from train.loop import Goal
     from train.step import Engine
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
@@ -50,6 +52,22 @@ class Evaluator:
         with self._run.extras.inside("evaluating", batch), self._engine.share(batch) as part:
             part = part.to(self._run.accelerator.device)
             return _rows(self._model(part.inputs, part.labels, scored=True), part)
+
+
+def after_evaluation(progress: Progress, goal: Goal, evaluation: Evaluation) -> Progress:
+    """``progress`` with an evaluation counted, and remembered if it is the best.
+
+    Raises:
+        UserError: the task has no such metric.
+    """
+    if goal.metric not in evaluation.metrics:
+        known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
+        raise UserError(f"metric_for_best: {goal.metric!r} is not among this task's metrics: {known}.")
+    value, best = float(evaluation.metrics[goal.metric]), progress.best_metric
+    progress = replace(progress, evaluated_step=progress.step, best_of=goal.best_of)
+    if best is None or (value > best if goal.greater_is_better else value < best):
+        return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
+    return replace(progress, evaluations_without_improvement=progress.evaluations_without_improvement + 1)
 
 
 def reshard(model: nn.Module) -> None:
