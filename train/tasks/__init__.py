@@ -10,13 +10,13 @@ import importlib
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
-import evaluate
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -61,20 +61,13 @@ class Task:
     """
 
     name: ClassVar[str]
-    auto_class: ClassVar[str]
-    """Class of transformers that builds the model for this task, by name."""
-    default_metric: ClassVar[str]
-    """The metric that says which checkpoint is best."""
-    headline_metric: ClassVar[str]
-    """The metric that a person reads first."""
-    title: ClassVar[str]
-    """What such a model is called in a sentence: a … model."""
-    pipeline_tag: ClassVar[str | None] = None
-    """Of the Hub's model cards."""
-    is_causal: ClassVar[bool] = False
-    """Tokens must not see later ones."""
-    labelled: ClassVar[bool] = False
-    """Documents need a label."""
+    auto_class: ClassVar[str]  # of transformers: builds the model for this task
+    default_metric: ClassVar[str]  # says which checkpoint is best
+    headline_metric: ClassVar[str]  # what a person reads first
+    title: ClassVar[str]  # what such a model is called in a sentence: a … model
+    pipeline_tag: ClassVar[str | None] = None  # of the Hub's model cards
+    is_causal: ClassVar[bool] = False  # tokens must not see later ones
+    labelled: ClassVar[bool] = False  # documents need a label
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
     """Options that :meth:`encode` depends on; examples cached under other values are not reused."""
     example_columns: ClassVar[tuple[str, ...]]
@@ -114,11 +107,10 @@ class Task:
         Args:
             table: (examples, 6): example, loss sum, targets, correct, prediction, reference.
         """
-        tokens, covered = TokenMetrics(keep_in_memory=True), np.zeros(len(table))
+        covered = np.zeros(len(table))
         if "num_bytes" in examples.column_names:
             covered = column(examples, "num_bytes")[table[:, 0].astype(int)]
-        tokens.add_batch(loss_sum=table[:, 1], targets=table[:, 2], correct=table[:, 3], num_bytes=covered)
-        return tokens.compute() or {}
+        return token_metrics(*table[:, 1:4].T, num_bytes=covered)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises UserError when the tokenizer lacks what the task needs."""
@@ -176,48 +168,35 @@ class Task:
         return self.data.max_length - marks
 
 
-class TokenMetrics(evaluate.Metric):
-    """Loss, perplexity and accuracy over all targets, and bits per byte of the text they cover; a row an example."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        columns = {name: datasets.Value("float64") for name in ("loss_sum", "targets", "correct", "num_bytes")}
-        return evaluate.MetricInfo(
-            description=self.__doc__ or "", citation="", inputs_description="", features=datasets.Features(columns)
-        )
-
-    def _compute(self, loss_sum: Any, targets: Any, correct: Any, num_bytes: Any) -> dict[str, float]:  # pyright: ignore
-        loss = math.fsum(loss_sum) / max(1.0, math.fsum(targets))
-        metrics = {
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
-            "accuracy": math.fsum(correct) / max(1.0, math.fsum(targets)),
-        }
-        if (covered := math.fsum(num_bytes)) > 0:
-            metrics["bits_per_byte"] = math.fsum(loss_sum) / math.log(2) / covered
-        return metrics
+def token_metrics(
+    loss_sums: Iterable[float], targets: Iterable[float], correct: Iterable[float], num_bytes: Iterable[float]
+) -> dict[str, float]:
+    """Loss, perplexity and accuracy over all targets, and bits per byte of the text they cover; an entry an example."""
+    loss_sum, count, covered = math.fsum(loss_sums), max(1.0, math.fsum(targets)), math.fsum(num_bytes)
+    loss, accuracy = loss_sum / count, math.fsum(correct) / count
+    bits_per_byte = {"bits_per_byte": loss_sum / math.log(2) / covered} if covered > 0 else {}
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy, **bits_per_byte}
 
 
 def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
     """The texts in order, of as many bytes at a time as a tokenizer gets in one call."""
-    piece: list[str] = []
-    num_bytes = 0
-    for text in texts:
+    first = num_bytes = 0
+    for i, text in enumerate(texts):
         size = len(text.encode())
-        if piece and num_bytes + size > BYTES_AT_ONCE:
-            yield piece
-            piece, num_bytes = [], 0
-        piece.append(text)
+        if i > first and num_bytes + size > BYTES_AT_ONCE:
+            yield list(texts[first:i])
+            first, num_bytes = i, 0
         num_bytes += size
-    if piece:
-        yield piece
+    if texts:
+        yield list(texts[first:])
 
 
-def pad(rows: Sequence[torch.Tensor], value: int) -> torch.Tensor:
+def pad(rows: Sequence[Tensor], value: int) -> Tensor:
     """Rows of different lengths as one (B, S) tensor, filled up at the end."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
-def attention_inputs(rows: Sequence[torch.Tensor], pad_id: int) -> dict[str, torch.Tensor]:
+def attention_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
     """``input_ids`` (B, S), and ``attention_mask`` (B, S) only where some position is padding."""
     inputs = {"input_ids": pad(rows, pad_id)}
     if len({len(row) for row in rows}) > 1:
@@ -232,54 +211,43 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: PreTrainedTokenizerBase) -> 
         UserError: a split has no example, or a label that the training split lacks.
     """
     label_names = task.label_names(corpus)
-    encode = _Encode(task, tokenizer, label_names)
+    encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
+    settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
+    source = [inspect.getsource(cls) for cls in type(task).__mro__ if issubclass(cls, Task)]  # a fork changes it
+    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"
     notes: list[str] = []
     splits: dict[str, Any] = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
     for name, documents in splits.items():
-        if documents is None:
-            continue
         if isinstance(documents, datasets.IterableDataset):
-            splits[name] = encode.stream(documents)
-            continue
-        documents, split_notes = task.accepted(documents, label_names)
-        notes += split_notes
-        splits[name] = encode.split(documents, name)
-        if len(splits[name]) == 0:
-            raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
+            splits[name] = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
+        elif documents is not None:
+            documents, split_notes = task.accepted(documents, label_names)
+            notes += split_notes
+            splits[name] = _encoded(documents, encode, name, recipe, task.data.preprocessing_num_workers)
+            if len(splits[name]) == 0:
+                raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     examples = Examples(**splits, label_names=label_names)
     if isinstance(examples.train, datasets.Dataset):
         notes += task.describe(examples)
     return replace(examples, notes=tuple(notes))
 
 
-class _Encode:
-    """The task's ``encode`` over whole splits."""
-
-    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]) -> None:
-        self.task, self.tokenizer, self.label_names, self.data = task, tokenizer, label_names, task.data
-        settings = {name: task.config.get(name) for name in task.encode_settings}
-        source = [inspect.getsource(cls) for cls in type(task).__mro__ if issubclass(cls, Task)]  # a fork changes it
-        self.recipe = f"{source} {sorted(settings.items())} {list(label_names)} {tokenizer_digest(tokenizer)}"
-
-    def __call__(self, documents: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        return self.task.encode(documents, self.tokenizer, self.label_names)
-
-    def split(self, documents: datasets.Dataset, name: str) -> datasets.Dataset:
-        # Our own fingerprint: pickling a tokenizer gives another one after its first use, and the cache would miss.
-        fingerprint = hashlib.sha256(f"{documents._fingerprint} {self.recipe}".encode()).hexdigest()[:32]
-        num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
-        # Many short documents and few long ones are both worth another process.
-        useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
-        workers = self.data.preprocessing_num_workers or min(os.cpu_count() or 1, useful)
-        return documents.map(
-            self,
-            batched=True,
-            batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
-            remove_columns=documents.column_names,
-            num_proc=workers if workers > 1 else None,
-            new_fingerprint=fingerprint,
-            desc=f"Tokenising {name}",
-        )
-
-    def stream(self, documents: datasets.IterableDataset) -> datasets.IterableDataset:
-        return documents.map(self, batched=True, batch_size=16, remove_columns=documents.column_names)
+def _encoded(
+    documents: datasets.Dataset, encode: Callable[..., Any], name: str, recipe: str, workers: int | None
+) -> datasets.Dataset:
+    """A split as examples, from the cache where ``recipe`` was applied to the same documents before."""
+    # Our own fingerprint: pickling a tokenizer gives another one after its first use, and the cache would miss.
+    fingerprint = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
+    num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
+    # Many short documents and few long ones are both worth another process.
+    useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
+    workers = workers or min(os.cpu_count() or 1, useful)
+    return documents.map(
+        encode,
+        batched=True,
+        batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
+        remove_columns=documents.column_names,
+        num_proc=workers if workers > 1 else None,
+        new_fingerprint=fingerprint,
+        desc=f"Tokenising {name}",
+    )
