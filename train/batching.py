@@ -22,6 +22,8 @@ from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, colum
 if TYPE_CHECKING:
     import datasets
 
+    from train.config import Config
+
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
 
@@ -37,10 +39,7 @@ class Loading:
 
 
 def batch_arithmetic(
-    micro_batch_size: int,
-    accumulation_steps: int | None,
-    global_batch_size: int | None,
-    world_size: int,
+    micro_batch_size: int, accumulation_steps: int | None, global_batch_size: int | None, world_size: int
 ) -> BatchArithmetic:
     """What the user gave, completed.
 
@@ -64,6 +63,13 @@ def batch_arithmetic(
             f"micro_batch_size {micro_batch_size} × {steps} × {world_size} process(es). Give one of the two."
         )
     return BatchArithmetic(micro_batch_size, steps, world_size)
+
+
+def arithmetic_of(config: Config, dp_size: int, size_for_auto: int = 1) -> BatchArithmetic:
+    """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
+    optim = config.optimization
+    size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
+    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, dp_size)
 
 
 def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
@@ -155,29 +161,27 @@ def load(
 ) -> Iterator[MicroBatch]:
     """One batch a list, through torch's DataLoader; an empty list gives a batch without a target, so that this rank
     keeps step with the others."""
-    arrow = examples.with_format("arrow")  # numpy's formatter takes four times as long
-    loader = DataLoader(
-        _IdLists(arrow, id_lists),  # pyright: ignore[reportArgumentType]
-        batch_size=None,
-        collate_fn=_Collated(loading.collate, seed),  # pyright: ignore[reportArgumentType]
-        num_workers=loading.num_workers,
-        pin_memory=loading.pin_memory,
-    )
+    table = examples.with_format("arrow")  # numpy's formatter takes four times as long
+    batches: Any = _MicroBatches(table, loading.collate, id_lists, seed)
+    loader = DataLoader(batches, batch_size=None, num_workers=loading.num_workers, pin_memory=loading.pin_memory)
     return iter(loader)
 
 
-class _IdLists:
-    """A sequence of lists of examples, each with its ``id``."""
+class _MicroBatches:
+    """A micro-batch for each list of examples; picklable for DataLoader's workers."""
 
-    def __init__(self, examples: datasets.Dataset, id_lists: list[list[int]]) -> None:
-        self._examples, self._id_lists = examples, id_lists
+    def __init__(
+        self, table: datasets.Dataset, collate: Collate, id_lists: list[list[int]], seed: Sequence[int]
+    ) -> None:
+        self._table, self._collate, self._id_lists, self._seed = table, collate, id_lists, seed
 
     def __len__(self) -> int:
         return len(self._id_lists)
 
-    def __getitem__(self, index: int) -> tuple[list[dict[str, Any]], bool]:
+    def __getitem__(self, index: int) -> MicroBatch:
         ids = self._id_lists[index]
-        return rows_of(self._examples[ids or [0]], ids or [0]), bool(ids)
+        batch = self._collate(rows_of(self._table[ids or [0]], ids or [0]), self._seed)
+        return batch if ids else without_targets(batch)
 
 
 def rows_of(table: pa.Table, ids: Sequence[int]) -> list[dict[str, Any]]:
@@ -187,18 +191,6 @@ def rows_of(table: pa.Table, ids: Sequence[int]) -> list[dict[str, Any]]:
         for row, value in zip(rows, table.column(name), strict=True):
             row[name] = value.values.to_numpy(zero_copy_only=False) if pa.types.is_list(value.type) else value.as_py()
     return rows
-
-
-class _Collated:
-    """A collate function for DataLoader, picklable for its workers."""
-
-    def __init__(self, collate: Collate, seed: Sequence[int]) -> None:
-        self._collate, self._seed = collate, seed
-
-    def __call__(self, item: tuple[list[dict[str, Any]], bool]) -> MicroBatch:
-        rows, counts = item
-        batch = self._collate(rows, self._seed)
-        return batch if counts else without_targets(batch)
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from train.batching import Loading, MapBatches, Rounds, batch_arithmetic, evaluation_batches
-from train.config import Config
+from train.batching import Loading, MapBatches, Rounds, evaluation_batches
 from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch, Run, UserError
 from train.state import examples_digest
 from train.tasks import Task, load_task, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from train.config import Config
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class PreparedData:
     examples: Examples
     loading: Loading
     order: Callable[..., Batches] = MapBatches
-    training_digest: str = ""
-    """Of the training examples: another digest stands for other data."""
+    training_digest: str = ""  # of the examples: another digest stands for other data
     validation_digest: str = ""
 
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
@@ -50,13 +50,6 @@ class PreparedData:
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // copies)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
         return evaluation_batches(examples, loading, arithmetic, run.launch.rank // copies)
-
-
-def arithmetic_of(config: Config, dp_size: int, size_for_auto: int = 1) -> BatchArithmetic:
-    """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
-    optim = config.optimization
-    size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
-    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, dp_size)
 
 
 def prepare_data(run: Run) -> PreparedData:

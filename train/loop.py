@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from train.evaluation import SMALLER_IS_BETTER, after_evaluation
+from train.evaluation import Goal, after_evaluation
 from train.launch import peak_bytes
-from train.optim import learning_rate_at, peak_learning_rate, set_learning_rate
+from train.optim import learning_rate_at, set_learning_rate
 from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, UserError, exchange
 from train.step import seed_step
 
@@ -30,28 +30,6 @@ MIN_LOSS_SCALE = 2.0**-10
 """Gradients that overflow at this scale would overflow at any."""
 SHARE_OF_THE_NEWEST = 0.1
 """Of the newest loss in the usual one, an exponential moving mean."""
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What the run works towards."""
-
-    total_steps: int
-    peak_learning_rate: float
-    metric: str
-    greater_is_better: bool
-    best_of: str = ""
-    """The metric and a digest of the validation data: a best by anything else does not count."""
-
-
-def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic) -> Goal:
-    """How many steps the run makes, at what learning rate, and what counts as best."""
-    optim, output = run.config.optimization, run.config.output
-    metric = output.metric_for_best or data.task.default_metric
-    grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
-    total_steps = optim.max_steps or (optim.num_epochs or 1) * (steps_per_epoch or 1)
-    peak = peak_learning_rate(optim, arithmetic.global_batch_size)
-    return Goal(total_steps, peak, metric, grows, best_of=f"{metric} on data {data.validation_digest}")
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,11 @@ def train(run: Run) -> int:
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
     import torch
 
-    from train.data import arithmetic_of, prepare_data
-    from train.evaluation import Evaluator
+    from train.batching import arithmetic_of
+    from train.data import prepare_data
+    from train.evaluation import Evaluator, goal_of
     from train.launch import shard_by_layer
-    from train.loop import Parts, fit, goal_of, is_done
+    from train.loop import Parts, fit, is_done
     from train.model import build_model, parameter_counts
     from train.optim import build_optimizer
     from train.state import TrainingState, run_identity
@@ -159,7 +160,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
     """Where to train: devices, precision and accumulation are accelerate's."""
     from accelerate import Accelerator
 
-    from train.data import arithmetic_of
+    from train.batching import arithmetic_of
     from train.launch import accelerator_options, describe_device, resolve_precision, set_up_device, target_device
     from train.outputs import Outputs
 

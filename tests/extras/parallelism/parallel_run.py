@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from train import extras
 from train.config import Config
-from train.data import arithmetic_of
+from train.batching import arithmetic_of
 from train.launch import Launch, StopRequest, accelerator_options, init_gloo
 from train.records import Run
 
