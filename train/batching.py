@@ -1,8 +1,7 @@
 """Which examples each optimizer step sees, and how they form micro-batches: a pure function of (seed, epoch, step).
 
-The world size, the number of workers and earlier stops change only where an example is computed, never in which
-step. Within one step examples are grouped by length: the gradient of a step is a sum, so that costs nothing and saves
-padding.
+The world size, the number of workers and earlier stops change only where an example is computed, never in which step.
+Within one step examples are grouped by length: the gradient of a step is a sum, so that only saves padding.
 """
 
 from __future__ import annotations
@@ -82,9 +81,8 @@ def micro_batches(
 ) -> list[list[list[int]]]:
     """The examples of one step as ``[round][rank]`` lists of ids.
 
-    Every rank gets the same number of rounds, each of at most ``micro_batch_size`` examples of similar length, the
-    longest first. Sizes within a step differ by at most one; a list is empty only where there are fewer examples than
-    ranks.
+    Every rank gets as many rounds, each of at most ``micro_batch_size`` examples of similar length, the longest first.
+    Sizes within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
     """
     rounds = -(-len(ids) // (micro_batch_size * world_size))
     by_length = [ids[i] for i in np.argsort([-int(length) for length in lengths], kind="stable")]
@@ -102,8 +100,7 @@ class Rounds:
     def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
         """The micro-batch that takes most memory: that of the longest examples.
 
-        If all of these are of one length and others are not, the last is one of those others: then the batch has
-        padding, and with it whatever mask the model makes for it.
+        It has padding, and with it whatever mask the model makes for that, where lengths differ at all.
         """
         order = np.argsort(-lengths, kind="stable")
         return with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)
@@ -159,8 +156,7 @@ def evaluation_batches(
 def load(
     examples: datasets.Dataset, loading: Loading, id_lists: list[list[int]], seed: Sequence[int]
 ) -> Iterator[MicroBatch]:
-    """One batch a list, through torch's DataLoader; an empty list gives a batch without a target, so that this rank
-    keeps step with the others."""
+    """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
     table = examples.with_format("arrow")  # numpy's formatter takes four times as long
     batches: Any = _MicroBatches(table, loading.collate, id_lists, seed)
     loader = DataLoader(batches, batch_size=None, num_workers=loading.num_workers, pin_memory=loading.pin_memory)

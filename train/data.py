@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -77,8 +76,8 @@ def prepare_data(run: Run) -> PreparedData:
     loading = Loading(collate, config.data.dataloader_num_workers, pin_memory=pins)
     data = run.extras.pipe("change_data", run, PreparedData(task, corpus, tokenizer, examples, loading))
     run.outputs.note(*data.examples.notes)
-    digests = examples_digest(data.examples.train), examples_digest(data.examples.validation)
-    return replace(data, training_digest=digests[0], validation_digest=digests[1])
+    training, validation = examples_digest(data.examples.train), examples_digest(data.examples.validation)
+    return replace(data, training_digest=training, validation_digest=validation)
 
 
 def load_corpus(run: Run, labelled: bool) -> Corpus:
@@ -119,8 +118,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
 def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
     """The corpus that a dataset function returned: a 🤗 Dataset, or a mapping of splits to Datasets.
 
-    Without a ``validation`` split, ``validation_fraction`` of the training documents is held out; every run and rank
-    holds out the same.
+    Without a ``validation`` split, every run and rank holds out the same ``validation_fraction`` of the documents.
 
     Raises:
         UserError: it is something else, too little to hold some out, or a split lacks a column.
@@ -133,8 +131,8 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
             "train, validation, test."
         )
     for split, documents in splits.items():
-        if missing := [column for column in needed if column not in documents.column_names]:
-            known = documents.column_names
+        known = documents.column_names
+        if missing := [column for column in needed if column not in known]:
             raise UserError(f"dataset {name!r}: the {split} split has no column {missing[0]!r}, only {known}.")
     if "validation" not in splits:
         if (count := len(splits["train"])) < 2:
@@ -169,10 +167,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:
-    named = {"training": splits.train, "validation": splits.validation, "test": splits.test}
-    counts = [
-        f"{len(split):,} for {name}" if isinstance(split, datasets.Dataset) else f"a stream for {name}"
-        for name, split in named.items()
-        if split is not None
-    ]
-    return f"{what} {', '.join(counts)}"
+    named = (("training", splits.train), ("validation", splits.validation), ("test", splits.test))
+    there = [(name, split) for name, split in named if split is not None]
+    counts = [f"{len(split):,}" if isinstance(split, datasets.Dataset) else "a stream" for _, split in there]
+    return f"{what} {', '.join(f'{n} for {name}' for n, (name, _) in zip(counts, there, strict=True))}"

@@ -103,14 +103,16 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
                 loss_sum += outcome.loss_sum
 
             # Log, then evaluate, then save: a checkpoint has what was logged and found best.
+            length = max(batch.shape[1] for batch in micro_batches)
+            of_step = {"learning_rate": learning_rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last = progress.step >= goal.total_steps
             if is_last or is_due(output.log_every_steps, progress):
-                progress = log(run, progress, loss_sum, outcome, learning_rate, micro_batches)
+                progress = log(run, progress, loss_sum, of_step)
             if is_last or not outcome.stop_requested:  # a run that is asked to stop evaluates when it resumes
                 progress = evaluate_if_due(run, parts, progress)
             done = is_done(run, goal, progress)
             if done and progress.interval.steps:
-                progress = log(run, progress, loss_sum, outcome, learning_rate, micro_batches)
+                progress = log(run, progress, loss_sum, of_step)
             ends = done or outcome.stop_requested
             if ends or is_due(output.save_every_steps, progress) or progress.best_step == progress.step:
                 progress = with_loss(run, progress, loss_sum)
@@ -204,15 +206,8 @@ def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_bat
     raise DivergenceError(f"step {progress.step}: {reason}", progress, sound_step)
 
 
-def log(
-    run: Run,
-    progress: Progress,
-    loss_sum: Tensor,
-    outcome: StepOutcome,
-    learning_rate: float,
-    micro_batches: Sequence[MicroBatch],
-) -> Progress:
-    """Records the figures since the last line, and begins the next interval.
+def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any]) -> Progress:
+    """Records the figures of the last step and of all since the last line, and begins the next interval.
 
     Raises:
         DivergenceError: an extra finds the loss too far above the usual.
@@ -222,9 +217,7 @@ def log(
     values: dict[str, Any] = {
         "epoch": progress.epoch,
         "loss": loss,
-        "learning_rate": learning_rate,
-        "sequence_length": max(batch.shape[1] for batch in micro_batches),
-        "grad_norm": outcome.grad_norm,
+        **of_step,
         "clipped_share": sums.clipped / sums.steps,
         "nonfinite_steps": progress.nonfinite_steps,
         "tokens_per_second": sums.tokens / sums.seconds,

@@ -1,8 +1,4 @@
-"""The optimizer step, the only one there is; every mode calls it.
-
-Recovery from out-of-memory errors calls it on smaller micro-batches, DeepSpeed and updates in backward through an
-:class:`Engine` of their own, the rehearsal before a run, and the planner without one.
-"""
+"""The optimizer step, the only one there is; every mode calls it, some with an :class:`Engine` of their own."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import datasets
 import numpy as np
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 
 from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum
@@ -26,14 +26,14 @@ from train.records import Corpus, Examples, MicroBatch, UsageError, UserError, c
 from train.state import tokenizer_digest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from train.config import Config
 
+# Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
 BYTES_AT_ONCE = 2**20
-"""Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token."""
+# Documents whose examples are in memory together; fewer where these would be more than BYTES_AT_ONCE of text.
 DOCUMENTS_AT_ONCE = 100
-"""Documents whose examples are in memory together, or fewer where these would be more than BYTES_AT_ONCE of text."""
 DOCUMENTS_PER_WORKER, BYTES_PER_WORKER = 2000, 2**24
 
 
@@ -68,10 +68,10 @@ class Task:
     pipeline_tag: ClassVar[str | None] = None  # of the Hub's model cards
     is_causal: ClassVar[bool] = False  # tokens must not see later ones
     labelled: ClassVar[bool] = False  # documents need a label
+    # Options that encode depends on; examples cached under other values are not reused.
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
-    """Options that :meth:`encode` depends on; examples cached under other values are not reused."""
+    # Columns that encode returns; ``length``, the positions a model sees, is one of them.
     example_columns: ClassVar[tuple[str, ...]]
-    """Columns that :meth:`encode` returns; ``length``, the positions a model sees, is one of them."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data
@@ -101,7 +101,7 @@ class Task:
         if names := self.config.output.metrics:
             raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
 
-    def metrics(self, table: np.ndarray, examples: datasets.Dataset, label_names: Sequence[str]) -> dict[str, Any]:
+    def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
         """Metrics of one pass over a split.
 
         Args:
@@ -112,7 +112,7 @@ class Task:
             covered = column(examples, "num_bytes")[table[:, 0].astype(int)]
         return token_metrics(*table[:, 1:4].T, num_bytes=covered)
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises UserError when the tokenizer lacks what the task needs."""
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
             raise UserError(f"{self.name}: the tokenizer has neither a padding nor an end token; choose another one.")
@@ -121,14 +121,12 @@ class Task:
         """Names of the classes in the order of their numbers; empty where the vocabulary is the classes."""
         return ()
 
-    def accepted(
-        self, documents: datasets.Dataset, label_names: Sequence[str]
-    ) -> tuple[datasets.Dataset, tuple[str, ...]]:
+    def accepted(self, documents: Dataset, label_names: Sequence[str]) -> tuple[Dataset, tuple[str, ...]]:
         """The documents that can be used, and notes about the others."""
         return documents, ()
 
     def encode(
-        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+        self, documents: Mapping[str, Sequence[Any]], tokenizer: Tokenizer, label_names: Sequence[str]
     ) -> dict[str, list[Any]]:
         """A batch of documents (columns ``text``, ``label``) as examples, a row each (``example_columns``)."""
         raise NotImplementedError
@@ -141,31 +139,29 @@ class Task:
         """Lines about the tokenised data that a person should read before training."""
         return ()
 
-    def token_ids(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""
         for piece in _pieces(texts):
             ids = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
             yield from ids  # pyright: ignore[reportReturnType]
 
-    def framed(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
         """``ids`` between the tokenizer's marks for the start and the end of a sequence, where it has them."""
         start = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
         end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
         return [i for i in (start, *ids, end) if isinstance(i, int)]
 
-    def room(self, tokenizer: PreTrainedTokenizerBase) -> int:
+    def room(self, tokenizer: Tokenizer) -> int:
         """Tokens of text in one example, in addition to those that :meth:`framed` adds.
 
         Raises:
             UserError: there is none.
         """
-        marks = len(self.framed([], tokenizer))
-        if self.data.max_length <= marks:
-            raise UserError(
-                f"max_length: {self.data.max_length} leaves no room for text: {self.name} adds {marks} tokens for "
-                f"start and end. Give {marks + 1} or more."
-            )
-        return self.data.max_length - marks
+        marks, length = len(self.framed([], tokenizer)), self.data.max_length
+        if length <= marks:
+            why = f"{self.name} adds {marks} tokens for start and end"
+            raise UserError(f"max_length: {length} leaves no room for text: {why}. Give {marks + 1} or more.")
+        return length - marks
 
 
 def token_metrics(
@@ -204,7 +200,7 @@ def attention_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
     return inputs
 
 
-def tokenize(corpus: Corpus, task: Task, tokenizer: PreTrainedTokenizerBase) -> Examples:
+def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
     """All splits of ``corpus`` as examples of ``task``.
 
     Raises:
@@ -218,7 +214,7 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: PreTrainedTokenizerBase) -> 
     notes: list[str] = []
     splits: dict[str, Any] = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
     for name, documents in splits.items():
-        if isinstance(documents, datasets.IterableDataset):
+        if isinstance(documents, IterableDataset):
             splits[name] = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
         elif documents is not None:
             documents, split_notes = task.accepted(documents, label_names)
@@ -227,14 +223,12 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: PreTrainedTokenizerBase) -> 
             if len(splits[name]) == 0:
                 raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     examples = Examples(**splits, label_names=label_names)
-    if isinstance(examples.train, datasets.Dataset):
+    if isinstance(examples.train, Dataset):
         notes += task.describe(examples)
     return replace(examples, notes=tuple(notes))
 
 
-def _encoded(
-    documents: datasets.Dataset, encode: Callable[..., Any], name: str, recipe: str, workers: int | None
-) -> datasets.Dataset:
+def _encoded(documents: Dataset, encode: Callable[..., Any], name: str, recipe: str, workers: int | None) -> Dataset:
     """A split as examples, from the cache where ``recipe`` was applied to the same documents before."""
     # Our own fingerprint: pickling a tokenizer gives another one after its first use, and the cache would miss.
     fingerprint = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
