@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from train.batching import Loading
 from train.config import Config
-from train.data import PreparedData, pad_token_id
+from train.data import PreparedData
 from train.evaluation import Evaluator
 from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, Corpus, UserError
 from train.step import Engine
-from train.tasks import load_task, token_metrics, tokenize
+from train.tasks import load_task, pad_token_id, token_metrics, tokenize
 from train.tasks.sequence_classification import class_metrics
 
 BYTES = tokenizer_of("bytes")

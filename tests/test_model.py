@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from train.config import Config
-from train.data import pad_token_id
 from train.extras.activations.recompute import enable_checkpointing
 from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, UserError
-from train.tasks import Task, load_task
+from train.tasks import Task, load_task, pad_token_id
 
 BYTES = tokenizer_of("bytes")
 END, PAD = 0, 1

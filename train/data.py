@@ -15,7 +15,7 @@ import datasets
 from train.batching import Loading, MapBatches, Rounds, evaluation_batches
 from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch, Run, UserError
 from train.state import examples_digest
-from train.tasks import Task, load_task, tokenize
+from train.tasks import Task, load_task, pad_token_id, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,12 +158,6 @@ def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedToke
             f"tokenizer {spec!r} cannot be loaded: {' '.join(str(error).split())[:300]} Give a folder with a "
             "tokenizer, a Hub name (and a connection), or bytes, words or train:8192 (train/extras/readers/)."
         ) from None
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or the end token where there is none."""
-    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return found if isinstance(found, int) else 0
 
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:

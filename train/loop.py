@@ -39,14 +39,11 @@ class Parts:
     data: PreparedData
     batches: Batches
     arithmetic: BatchArithmetic
-    model: nn.Module
-    """Prepared :class:`train.loss.ModelWithLoss`."""
-    sizes: tuple[int, int]
-    """(trained, all) parameters, before sharding."""
+    model: nn.Module  # prepared train.loss.ModelWithLoss
+    sizes: tuple[int, int]  # (trained, all) parameters, before sharding
     optimizer: AcceleratedOptimizer
     engine: Engine
-    state: RunState
-    """What checkpoints hold."""
+    state: RunState  # what checkpoints hold
     evaluator: Evaluator
     goal: Goal
 

@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from train.config import Architecture
-from train.data import load_function, pad_token_id
+from train.data import load_function
 from train.loss import ModelWithLoss, Objective
 from train.records import Run, UserError
-from train.tasks import Task
+from train.tasks import Task, pad_token_id
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

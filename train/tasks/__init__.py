@@ -192,6 +192,12 @@ def pad(rows: Sequence[Tensor], value: int) -> Tensor:
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
+def pad_token_id(tokenizer: Tokenizer) -> int:
+    """The padding token, or the end token where there is none."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return found if isinstance(found, int) else 0
+
+
 def attention_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
     """``input_ids`` (B, S), and ``attention_mask`` (B, S) only where some position is padding."""
     inputs = {"input_ids": pad(rows, pad_id)}
