@@ -14,7 +14,6 @@ import torch
 from train.batching import (
     Loading,
     MapBatches,
-    StreamBatches,
     batch_arithmetic,
     epoch_order,
     evaluation_batches,
@@ -22,6 +21,8 @@ from train.batching import (
     without_targets,
 )
 from train.config import Config
+from train.extras.long_sequences.token_batches import TokenRounds
+from train.extras.readers.stream import StreamBatches
 from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError
 from train.tasks import load_task
 
@@ -240,9 +241,13 @@ BUDGETS = [(12, 1), (12, 2), (12, 3), (20, 1), (20, 3), (1000, 1), (1000, 4)]
 """(tokens of a micro-batch, processes)."""
 
 
+def of_tokens(max_tokens: int) -> Loading:
+    return Loading(COLLATE, rounds=TokenRounds(max_tokens))
+
+
 def by_tokens(max_tokens: int, world_size: int, rank: int = 0, epoch: int = 0) -> list[list[MicroBatch]]:
-    arithmetic = BatchArithmetic(1, 12 // world_size, world_size, max_tokens)
-    return list(MapBatches(examples(), LOADING, arithmetic, rank, 5).steps(epoch, 0))
+    arithmetic = BatchArithmetic(1, 12 // world_size, world_size)
+    return list(MapBatches(examples(), of_tokens(max_tokens), arithmetic, rank, 5).steps(epoch, 0))
 
 
 @pytest.mark.parametrize(("max_tokens", "world_size"), BUDGETS)
@@ -266,18 +271,19 @@ def test_fewer_micro_batches_at_the_same_peak_than_by_number() -> None:
 
 def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
     for max_tokens, world_size in BUDGETS:
-        arithmetic = BatchArithmetic(1, 12 // world_size, world_size, max_tokens)
-        longest = MapBatches(examples(), LOADING, arithmetic, 0, 5).longest().labels.numel()
+        arithmetic = BatchArithmetic(1, 12 // world_size, world_size)
+        longest = MapBatches(examples(), of_tokens(max_tokens), arithmetic, 0, 5).longest().labels.numel()
         runs = [by_tokens(max_tokens, world_size, rank, epoch) for rank in range(world_size) for epoch in range(6)]
         made = [batch for windows in runs for window in windows for batch in window]
         assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens
 
 
 def test_evaluation_and_streams_by_tokens() -> None:
-    found, other = (list(evaluation_batches(examples(), LOADING, BatchArithmetic(1, 1, 2, 20), r)) for r in (0, 1))
+    loading = of_tokens(20)
+    found, other = (list(evaluation_batches(examples(), loading, BatchArithmetic(1, 1, 2), r)) for r in (0, 1))
     assert sorted(ids([*found, *other])) == list(range(COUNT)) and len(found) == len(other)
     assert max(batch.labels.numel() for batch in found) <= 20
-    stream = StreamBatches(examples().to_iterable_dataset(), LOADING, BatchArithmetic(1, 12, 1, 20), 0, 5, 10)
+    stream = StreamBatches(examples().to_iterable_dataset(), loading, BatchArithmetic(1, 12, 1), 0, 5, 10)
     windows = list(stream.steps(0, 0))
     assert [sorted(ids(w)) for w in windows] == over_ranks(stream_batches, (12, 1, 1))
     assert max(batch.labels.numel() for window in windows for batch in window) <= 20

@@ -11,26 +11,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support import run_for
+from support import run_for, tokenizer_of
 from torch import Tensor, nn
 
 from train.batching import Loading
 from train.config import Config
-from train.data import PreparedData, pad_token_id
+from train.data import PreparedData
 from train.evaluation import Evaluator
-from train.extras.readers.own_tokenizers import build_tokenizer
 from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, Corpus, UserError
 from train.step import Engine
-from train.tasks import TokenMetrics, load_task, tokenize
-from train.tasks.sequence_classification import ClassMetrics
+from train.tasks import load_task, pad_token_id, token_metrics, tokenize
+from train.tasks.sequence_classification import class_metrics
 
-BYTES = build_tokenizer("bytes", ())
+BYTES = tokenizer_of("bytes")
 TEXTS = ["one", "a longer document with more than one window", "Ünïcödé 🤗", "x", "five documents in all"]
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
 
@@ -63,7 +63,11 @@ def network(config: Config, prepared: PreparedData) -> nn.Module:
 
 
 def evaluator_of(
-    config: Config, prepared: PreparedData, model: nn.Module, process: Any = None, launch: Launch | None = None
+    config: Config,
+    prepared: PreparedData,
+    model: nn.Module,
+    process: Any = None,
+    launch: Launch = Launch(),  # noqa: B008
 ) -> Evaluator:
     run = run_for(config, process, launch or Launch())
     return Evaluator(run, ModelWithLoss(model, task=type(prepared.task)), Engine(run.accelerator, config), prepared)
@@ -77,10 +81,7 @@ def evaluated(config: Config, prepared: PreparedData, model: nn.Module) -> dict[
 
 
 def test_token_metrics_by_hand() -> None:
-    metric = TokenMetrics(keep_in_memory=True)
-    metric.add_batch(loss_sum=[2.0, 4.0], targets=[4.0, 4.0], correct=[1.0, 2.0], num_bytes=[5.0, 7.0])
-    metric.add_batch(loss_sum=[6.0], targets=[2.0], correct=[0.0], num_bytes=[3.0])
-    assert metric.compute() == {
+    assert token_metrics([2.0, 4.0, 6.0], [4.0, 4.0, 2.0], [1.0, 2.0, 0.0], num_bytes=[5.0, 7.0, 3.0]) == {
         "loss": pytest.approx(1.2),
         "perplexity": pytest.approx(math.exp(1.2)),
         "accuracy": pytest.approx(0.3),
@@ -89,15 +90,11 @@ def test_token_metrics_by_hand() -> None:
 
 
 def test_token_metrics_without_bytes_have_no_bits_per_byte() -> None:
-    metric = TokenMetrics(keep_in_memory=True)
-    found = metric.compute(loss_sum=[1.0], targets=[1.0], correct=[1.0], num_bytes=[0.0]) or {}
-    assert set(found) == {"loss", "perplexity", "accuracy"}
+    assert set(token_metrics([1.0], [1.0], [1.0], num_bytes=[0.0])) == {"loss", "perplexity", "accuracy"}
 
 
 def test_perplexity_of_a_hopeless_model_is_finite() -> None:
-    metric = TokenMetrics(keep_in_memory=True)
-    found = metric.compute(loss_sum=[1e6], targets=[1.0], correct=[0.0], num_bytes=[0.0]) or {}
-    assert math.isfinite(found["perplexity"])
+    assert math.isfinite(token_metrics([1e6], [1.0], [0.0], num_bytes=[0.0])["perplexity"])
 
 
 @pytest.mark.parametrize(
@@ -114,10 +111,7 @@ def test_perplexity_of_a_hopeless_model_is_finite() -> None:
 def test_class_metrics_by_hand(
     predictions: list[int], references: list[int], accuracy: float, macro_f1: float, confusion: list[list[int]]
 ) -> None:
-    metric = ClassMetrics(3, keep_in_memory=True)
-    for prediction, reference in zip(predictions, references, strict=True):
-        metric.add_batch(predictions=[prediction], references=[reference])
-    assert metric.compute() == {
+    assert class_metrics(np.array(predictions), np.array(references), 3) == {
         "accuracy": pytest.approx(accuracy),
         "macro_f1": pytest.approx(macro_f1),
         "confusion_matrix": confusion,
@@ -127,9 +121,8 @@ def test_class_metrics_by_hand(
 def test_many_classes_have_no_matrix_but_their_most_frequent_confusions() -> None:
     classes = 50_000  # whose matrix would hold 2.5e9 counts
     pairs = [(7, 7)] * 4 + [(49_999, 0)] * 3 + [(5, 6)] * 2 + [(5, 5)] + [(i, i + 1) for i in range(100, 140)]
-    metric = ClassMetrics(classes, keep_in_memory=True)
-    metric.add_batch(references=[r for r, _ in pairs], predictions=[p for _, p in pairs])
-    found = metric.compute() or {}
+    references, predictions = np.array(pairs).T
+    found = class_metrics(predictions, references, classes)
     assert found.keys() == {"accuracy", "macro_f1", "most_frequent_confusions"}
     assert found["accuracy"] == 5 / 50
     # 7: 1; 5: 2·1/(3+1); each other class of 0, 6, 49,999 and 100 to 140: 0
@@ -141,7 +134,7 @@ def test_many_classes_have_no_matrix_but_their_most_frequent_confusions() -> Non
 
 @pytest.mark.parametrize(("classes", "has_matrix"), [(100, True), (101, False)])
 def test_up_to_a_hundred_classes_have_a_matrix(classes: int, has_matrix: bool) -> None:
-    found = ClassMetrics(classes, keep_in_memory=True).compute(references=[99], predictions=[99]) or {}
+    found = class_metrics(np.array([99]), np.array([99]), classes)
     assert ("confusion_matrix" in found) == has_matrix
     assert ("most_frequent_confusions" in found) != has_matrix
     assert found.get("most_frequent_confusions", []) == []

@@ -103,6 +103,7 @@ class Recorder:
             batches=self.batches,
             arithmetic=unused,
             model=self.model,
+            sizes=(0, 0),
             optimizer=self.optimizer,
             engine=self.engine,
             state=unused,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import run_for
+from support import run_for, tokenizer_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,15 +17,13 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from train.config import Config
-from train.data import pad_token_id
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.readers.own_tokenizers import build_tokenizer
 from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, UserError
-from train.tasks import Task, load_task
+from train.tasks import Task, load_task, pad_token_id
 
-BYTES = build_tokenizer("bytes", ())
+BYTES = tokenizer_of("bytes")
 END, PAD = 0, 1
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SHAPE, "num_key_value_heads": 2}
@@ -170,7 +168,7 @@ def test_classifier_of_a_causal_model_looks_at_the_last_token_of_each_row(
 
 
 def test_a_start_token_that_also_pads_is_still_learned() -> None:
-    tokenizer = build_tokenizer("bytes", ())
+    tokenizer = tokenizer_of("bytes")
     tokenizer.pad_token = None
     assert pad_token_id(tokenizer) == END
     model = built(LLAMA, tokenizer=tokenizer)

@@ -9,10 +9,12 @@ from typing import Any
 
 import datasets
 import pytest
+from support import run_for, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
 from train.config import Config
 from train.data import load_tokenizer
+from train.extras.readers import own_tokenizers
 from train.records import Corpus, UserError
 from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
@@ -35,14 +37,14 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @pytest.mark.parametrize("text", UNICODE)
 def test_bytes_is_one_token_a_byte_and_gives_any_text_back(text: str) -> None:
-    tokenizer = load_tokenizer("bytes", ())
+    tokenizer = tokenizer_of("bytes")
     ids = ids_of(tokenizer, text)
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
 
 
 def test_bytes_has_256_bytes_and_three_marks() -> None:
-    tokenizer = load_tokenizer("bytes", ())
+    tokenizer = tokenizer_of("bytes")
     assert len(tokenizer) == 259
     every_byte_of_utf8 = "".join(map(chr, [*range(0x80), *range(0x80, 0x110000, 61)])).encode(errors="ignore").decode()
     ids = ids_of(tokenizer, every_byte_of_utf8)
@@ -57,7 +59,7 @@ def test_bytes_has_256_bytes_and_three_marks() -> None:
 
 def test_trained_tokenizer_keeps_to_its_size_and_gives_any_text_back() -> None:
     texts = ["the cat sat on the mat and the rat sat on the cat"] * 3
-    tokenizer = load_tokenizer("train:300", texts)
+    tokenizer = tokenizer_of("train:300", texts)
     assert 259 < len(tokenizer) <= 300
     assert len(ids_of(tokenizer, texts[0])) < len(texts[0]) / 2
     for text in UNICODE:
@@ -65,7 +67,7 @@ def test_trained_tokenizer_keeps_to_its_size_and_gives_any_text_back() -> None:
 
 
 def test_training_reads_only_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.data.TOKENIZER_TRAINING_BYTES", 100)
+    monkeypatch.setattr("train.extras.readers.own_tokenizers.TOKENIZER_TRAINING_BYTES", 100)
     read: list[int] = []
 
     def texts() -> Any:
@@ -73,22 +75,28 @@ def test_training_reads_only_the_beginning(monkeypatch: pytest.MonkeyPatch) -> N
             read.append(number)
             yield "thirty bytes of text, each time"
 
-    load_tokenizer("train:300", texts())
+    tokenizer_of("train:300", texts())
     assert len(read) == 4
 
 
 def test_words_splits_at_spaces_and_knows_unknown_words() -> None:
-    tokenizer = load_tokenizer("words", ["[MAX 4 [MIN 2 3 ] 9 ]", "[MAX 4  4 ]"])
+    tokenizer = tokenizer_of("words", ["[MAX 4 [MIN 2 3 ] 9 ]", "[MAX 4  4 ]"])
     ids = ids_of(tokenizer, "[MAX 4 ] [MIN 7")
     assert tokenizer.convert_ids_to_tokens(ids) == ["[MAX", "4", "]", "[MIN", "<|unknown|>"]
     assert len(tokenizer) == 4 + len({"[MAX", "4", "[MIN", "2", "3", "]", "9"})
 
 
 @pytest.mark.parametrize("spec", ["bytes", "words", "train:300"])
-def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(spec: str, tmp_path: Path) -> None:
-    first = load_tokenizer(spec, ["a rose is a rose", "is a rose"], saved=tmp_path)
-    first.save_pretrained(tmp_path)
-    again = load_tokenizer(spec, ["other words entirely"], saved=tmp_path)
+def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_for(Config().changed(output_dir=str(tmp_path)))
+    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
+    corpus = Corpus("roses", documents, documents)
+    first = own_tokenizers.tokenizer_for(run, spec, corpus)
+    if spec != "bytes":
+        monkeypatch.delattr(own_tokenizers, "build_tokenizer")
+    again = own_tokenizers.tokenizer_for(run, spec, corpus)
     for text in ["a rose is a rose", *UNICODE]:
         assert ids_of(again, text) == ids_of(first, text)
     assert len(again) == len(first) and tokenizer_digest(again) == tokenizer_digest(first)
@@ -97,25 +105,25 @@ def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(spec: str, tmp_p
 
 
 def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
-    first = load_tokenizer("train:300", ["a rose is a rose"])
+    first = tokenizer_of("train:300", ["a rose is a rose"])
     first.save_pretrained(tmp_path)
-    assert ids_of(load_tokenizer(str(tmp_path), ()), "a rose 🤗") == ids_of(first, "a rose 🤗")
+    assert ids_of(load_tokenizer(str(tmp_path)), "a rose 🤗") == ids_of(first, "a rose 🤗")
 
 
 @pytest.mark.parametrize("name", ["no/such-tokenizer-anywhere", "/no/such/folder"])
 def test_tokenizer_that_is_nowhere_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(UserError, match=f"tokenizer '{name}' cannot be loaded") as caught:
-        load_tokenizer(name, ())
+        load_tokenizer(name)
     assert "\n" not in str(caught.value) and "train:8192" in str(caught.value)
 
 
 def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded"):
-        load_tokenizer(str(tmp_path), ())
+        load_tokenizer(str(tmp_path))
 
 
 def test_digest_is_that_of_the_ids_a_tokenizer_gives() -> None:
-    one, same, other = (load_tokenizer(spec, ["a rose is"]) for spec in ("bytes", "bytes", "train:300"))
+    one, same, other = (tokenizer_of(spec, ["a rose is"]) for spec in ("bytes", "bytes", "train:300"))
     before = tokenizer_digest(one)
     ids_of(one, "used")
     one("used, padded and cut", truncation=True, max_length=4, padding="max_length")
@@ -180,7 +188,7 @@ def stored_corpus(folder: Path) -> Corpus:
 def tokenized(folder: Path, spec: str = "bytes", cls: type[Counting] = Counting, **data: Any) -> tuple[Any, int]:
     """Rows of the training split, and how many documents were encoded for it and for validation."""
     task = cls(configured(**data))
-    examples = tokenize(stored_corpus(folder), task, load_tokenizer(spec, ["train document validation"]))
+    examples = tokenize(stored_corpus(folder), task, tokenizer_of(spec, ["train document validation"]))
     assert isinstance(examples.train, datasets.Dataset)
     return examples.train.to_list(), task.encoded
 
@@ -193,7 +201,7 @@ def test_second_time_comes_from_the_cache(tmp_path: Path) -> None:
 
 
 def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer("bytes", ())
+    tokenizer = tokenizer_of("bytes")
     fingerprints = []
     for expected in (12, 0, 0):
         task = Counting(configured())
@@ -219,7 +227,7 @@ def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(t
     found = []
     for name, workers in (("one", 1), ("two", 2)):
         task = causal_lm.Task(configured(preprocessing_num_workers=workers))
-        examples = tokenize(stored_corpus(tmp_path / name), task, load_tokenizer("bytes", ()))
+        examples = tokenize(stored_corpus(tmp_path / name), task, tokenizer_of("bytes"))
         assert isinstance(examples.train, datasets.Dataset)
         found.append((examples.train.to_list(), examples.train._fingerprint, len(examples.train.cache_files)))
     assert found[0][:2] == found[1][:2]
@@ -239,7 +247,7 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
         train = datasets.load_from_disk(tmp_path / name)
         assert isinstance(train, datasets.Dataset)
         task = Batches(configured(max_length=1000))
-        examples = tokenize(Corpus("long", train, validation), task, load_tokenizer("bytes", ()))
+        examples = tokenize(Corpus("long", train, validation), task, tokenizer_of("bytes"))
         assert isinstance(examples.train, datasets.Dataset)
         found.append((task.batches, len(examples.train.cache_files), examples.train["length"][:]))
     assert found[0][0] == [4, 4, 1, 1]  # of 300 kB each, and then validation
@@ -250,7 +258,7 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
 def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path) -> None:
     corpus = stored_corpus(tmp_path)
     corpus = replace(corpus, test=corpus.validation)
-    examples = tokenize(corpus, causal_lm.Task(configured()), load_tokenizer("bytes", ()))
+    examples = tokenize(corpus, causal_lm.Task(configured()), tokenizer_of("bytes"))
     assert isinstance(examples.train, datasets.Dataset) and examples.test is not None
     for split in (examples.train, examples.validation, examples.test):
         assert set(split.column_names) == {"tokens", "length", "num_bytes"}
@@ -263,7 +271,7 @@ def test_stream_gives_the_same_examples_on_the_way(tmp_path: Path) -> None:
     assert isinstance(corpus.train, datasets.Dataset)
     task = Counting(configured())
     streamed = replace(corpus, train=corpus.train.to_iterable_dataset())
-    examples = tokenize(streamed, task, load_tokenizer("bytes", ()))
+    examples = tokenize(streamed, task, tokenizer_of("bytes"))
     assert task.encoded == 0  # validation comes from the cache, the stream is not read yet
     streamed_rows = [dict(row) for row in examples.train]
     assert [{**row, "tokens": list(row["tokens"])} for row in streamed_rows] == rows
@@ -275,4 +283,4 @@ def test_split_without_an_example_is_refused_by_name(texts: list[str]) -> None:
     full = datasets.Dataset.from_dict({"text": ["abc"], "source": ["x"]})
     task = masked_lm.Task(configured(task="masked_lm", max_length=8))
     with pytest.raises(UserError, match="books: the validation split has no example"):
-        tokenize(Corpus("books", full, empty), task, load_tokenizer("bytes", ()))
+        tokenize(Corpus("books", full, empty), task, tokenizer_of("bytes"))

@@ -1,8 +1,7 @@
 """Which examples each optimizer step sees, and how they form micro-batches: a pure function of (seed, epoch, step).
 
-The world size, the number of workers and earlier stops change only where an example is computed, never in which
-step. Within one step examples are grouped by length: the gradient of a step is a sum, so that costs nothing and saves
-padding.
+The world size, the number of workers and earlier stops change only where an example is computed, never in which step.
+Within one step examples are grouped by length: the gradient of a step is a sum, so that only saves padding.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, colum
 if TYPE_CHECKING:
     import datasets
 
+    from train.config import Config
+
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
 
@@ -37,10 +38,7 @@ class Loading:
 
 
 def batch_arithmetic(
-    micro_batch_size: int,
-    accumulation_steps: int | None,
-    global_batch_size: int | None,
-    world_size: int,
+    micro_batch_size: int, accumulation_steps: int | None, global_batch_size: int | None, world_size: int
 ) -> BatchArithmetic:
     """What the user gave, completed.
 
@@ -66,6 +64,13 @@ def batch_arithmetic(
     return BatchArithmetic(micro_batch_size, steps, world_size)
 
 
+def arithmetic_of(config: Config, dp_size: int, size_for_auto: int = 1) -> BatchArithmetic:
+    """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
+    optim = config.optimization
+    size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
+    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, dp_size)
+
+
 def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     """(num_examples,) a permutation that depends on nothing else."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_examples)
@@ -76,9 +81,8 @@ def micro_batches(
 ) -> list[list[list[int]]]:
     """The examples of one step as ``[round][rank]`` lists of ids.
 
-    Every rank gets the same number of rounds, each of at most ``micro_batch_size`` examples of similar length, the
-    longest first. Sizes within a step differ by at most one; a list is empty only where there are fewer examples than
-    ranks.
+    Every rank gets as many rounds, each of at most ``micro_batch_size`` examples of similar length, the longest first.
+    Sizes within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
     """
     rounds = -(-len(ids) // (micro_batch_size * world_size))
     by_length = [ids[i] for i in np.argsort([-int(length) for length in lengths], kind="stable")]
@@ -96,8 +100,7 @@ class Rounds:
     def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
         """The micro-batch that takes most memory: that of the longest examples.
 
-        If all of these are of one length and others are not, the last is one of those others: then the batch has
-        padding, and with it whatever mask the model makes for it.
+        It has padding, and with it whatever mask the model makes for that, where lengths differ at all.
         """
         order = np.argsort(-lengths, kind="stable")
         return with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)
@@ -153,31 +156,28 @@ def evaluation_batches(
 def load(
     examples: datasets.Dataset, loading: Loading, id_lists: list[list[int]], seed: Sequence[int]
 ) -> Iterator[MicroBatch]:
-    """One batch a list, through torch's DataLoader; an empty list gives a batch without a target, so that this rank
-    keeps step with the others."""
-    arrow = examples.with_format("arrow")  # numpy's formatter takes four times as long
-    loader = DataLoader(
-        _IdLists(arrow, id_lists),  # pyright: ignore[reportArgumentType]
-        batch_size=None,
-        collate_fn=_Collated(loading.collate, seed),  # pyright: ignore[reportArgumentType]
-        num_workers=loading.num_workers,
-        pin_memory=loading.pin_memory,
-    )
+    """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
+    table = examples.with_format("arrow")  # numpy's formatter takes four times as long
+    batches: Any = _MicroBatches(table, loading.collate, id_lists, seed)
+    loader = DataLoader(batches, batch_size=None, num_workers=loading.num_workers, pin_memory=loading.pin_memory)
     return iter(loader)
 
 
-class _IdLists:
-    """A sequence of lists of examples, each with its ``id``."""
+class _MicroBatches:
+    """A micro-batch for each list of examples; picklable for DataLoader's workers."""
 
-    def __init__(self, examples: datasets.Dataset, id_lists: list[list[int]]) -> None:
-        self._examples, self._id_lists = examples, id_lists
+    def __init__(
+        self, table: datasets.Dataset, collate: Collate, id_lists: list[list[int]], seed: Sequence[int]
+    ) -> None:
+        self._table, self._collate, self._id_lists, self._seed = table, collate, id_lists, seed
 
     def __len__(self) -> int:
         return len(self._id_lists)
 
-    def __getitem__(self, index: int) -> tuple[list[dict[str, Any]], bool]:
+    def __getitem__(self, index: int) -> MicroBatch:
         ids = self._id_lists[index]
-        return rows_of(self._examples[ids or [0]], ids or [0]), bool(ids)
+        batch = self._collate(rows_of(self._table[ids or [0]], ids or [0]), self._seed)
+        return batch if ids else without_targets(batch)
 
 
 def rows_of(table: pa.Table, ids: Sequence[int]) -> list[dict[str, Any]]:
@@ -187,18 +187,6 @@ def rows_of(table: pa.Table, ids: Sequence[int]) -> list[dict[str, Any]]:
         for row, value in zip(rows, table.column(name), strict=True):
             row[name] = value.values.to_numpy(zero_copy_only=False) if pa.types.is_list(value.type) else value.as_py()
     return rows
-
-
-class _Collated:
-    """A collate function for DataLoader, picklable for its workers."""
-
-    def __init__(self, collate: Collate, seed: Sequence[int]) -> None:
-        self._collate, self._seed = collate, seed
-
-    def __call__(self, item: tuple[list[dict[str, Any]], bool]) -> MicroBatch:
-        rows, counts = item
-        batch = self._collate(rows, self._seed)
-        return batch if counts else without_targets(batch)
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -13,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from train.batching import Loading, MapBatches, Rounds, batch_arithmetic, evaluation_batches
-from train.config import Config
+from train.batching import Loading, MapBatches, Rounds, evaluation_batches
 from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch, Run, UserError
 from train.state import examples_digest
-from train.tasks import Task, load_task, tokenize
+from train.tasks import Task, load_task, pad_token_id, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from train.config import Config
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class PreparedData:
     examples: Examples
     loading: Loading
     order: Callable[..., Batches] = MapBatches
-    training_digest: str = ""
-    """Of the training examples: another digest stands for other data."""
+    training_digest: str = ""  # of the examples: another digest stands for other data
     validation_digest: str = ""
 
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
@@ -50,13 +49,6 @@ class PreparedData:
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // copies)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
         return evaluation_batches(examples, loading, arithmetic, run.launch.rank // copies)
-
-
-def arithmetic_of(config: Config, dp_size: int, size_for_auto: int = 1) -> BatchArithmetic:
-    """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
-    optim = config.optimization
-    size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
-    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, dp_size)
 
 
 def prepare_data(run: Run) -> PreparedData:
@@ -84,8 +76,8 @@ def prepare_data(run: Run) -> PreparedData:
     loading = Loading(collate, config.data.dataloader_num_workers, pin_memory=pins)
     data = run.extras.pipe("change_data", run, PreparedData(task, corpus, tokenizer, examples, loading))
     run.outputs.note(*data.examples.notes)
-    digests = examples_digest(data.examples.train), examples_digest(data.examples.validation)
-    return replace(data, training_digest=digests[0], validation_digest=digests[1])
+    training, validation = examples_digest(data.examples.train), examples_digest(data.examples.validation)
+    return replace(data, training_digest=training, validation_digest=validation)
 
 
 def load_corpus(run: Run, labelled: bool) -> Corpus:
@@ -126,8 +118,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
 def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
     """The corpus that a dataset function returned: a 🤗 Dataset, or a mapping of splits to Datasets.
 
-    Without a ``validation`` split, ``validation_fraction`` of the training documents is held out; every run and rank
-    holds out the same.
+    Without a ``validation`` split, every run and rank holds out the same ``validation_fraction`` of the documents.
 
     Raises:
         UserError: it is something else, too little to hold some out, or a split lacks a column.
@@ -140,8 +131,8 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
             "train, validation, test."
         )
     for split, documents in splits.items():
-        if missing := [column for column in needed if column not in documents.column_names]:
-            known = documents.column_names
+        known = documents.column_names
+        if missing := [column for column in needed if column not in known]:
             raise UserError(f"dataset {name!r}: the {split} split has no column {missing[0]!r}, only {known}.")
     if "validation" not in splits:
         if (count := len(splits["train"])) < 2:
@@ -169,17 +160,8 @@ def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedToke
         ) from None
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or the end token where there is none."""
-    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return found if isinstance(found, int) else 0
-
-
 def _sizes(splits: Corpus | Examples, what: str) -> str:
-    named = {"training": splits.train, "validation": splits.validation, "test": splits.test}
-    counts = [
-        f"{len(split):,} for {name}" if isinstance(split, datasets.Dataset) else f"a stream for {name}"
-        for name, split in named.items()
-        if split is not None
-    ]
-    return f"{what} {', '.join(counts)}"
+    named = (("training", splits.train), ("validation", splits.validation), ("test", splits.test))
+    there = [(name, split) for name, split in named if split is not None]
+    counts = [f"{len(split):,}" if isinstance(split, datasets.Dataset) else "a stream" for _, split in there]
+    return f"{what} {', '.join(f'{n} for {name}' for n, (name, _) in zip(counts, there, strict=True))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import datasets
@@ -12,13 +13,36 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from train.loss import Scores
-from train.records import IGNORE, Evaluation, MicroBatch, Run, exchange
+from train.optim import peak_learning_rate
+from train.records import IGNORE, BatchArithmetic, Evaluation, MicroBatch, Progress, Run, UserError, exchange
 
 if TYPE_CHECKING:
     from train.data import PreparedData
     from train.step import Engine
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the run works towards."""
+
+    total_steps: int
+    peak_learning_rate: float
+    metric: str
+    greater_is_better: bool
+    best_of: str = ""
+    """The metric and a digest of the validation data: a best by anything else does not count."""
+
+
+def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic) -> Goal:
+    """How many steps the run makes, at what learning rate, and what counts as best."""
+    optim, output = run.config.optimization, run.config.output
+    metric = output.metric_for_best or data.task.default_metric
+    grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
+    total_steps = optim.max_steps or (optim.num_epochs or 1) * (steps_per_epoch or 1)
+    peak = peak_learning_rate(optim, arithmetic.global_batch_size)
+    return Goal(total_steps, peak, metric, grows, best_of=f"{metric} on data {data.validation_digest}")
 
 
 class Evaluator:
@@ -50,6 +74,22 @@ class Evaluator:
         with self._run.extras.inside("evaluating", batch), self._engine.share(batch) as part:
             part = part.to(self._run.accelerator.device)
             return _rows(self._model(part.inputs, part.labels, scored=True), part)
+
+
+def after_evaluation(progress: Progress, goal: Goal, evaluation: Evaluation) -> Progress:
+    """``progress`` with an evaluation counted, and remembered if it is the best.
+
+    Raises:
+        UserError: the task has no such metric.
+    """
+    if goal.metric not in evaluation.metrics:
+        known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
+        raise UserError(f"metric_for_best: {goal.metric!r} is not among this task's metrics: {known}.")
+    value, best = float(evaluation.metrics[goal.metric]), progress.best_metric
+    progress = replace(progress, evaluated_step=progress.step, best_of=goal.best_of)
+    if best is None or (value > best if goal.greater_is_better else value < best):
+        return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
+    return replace(progress, evaluations_without_improvement=progress.evaluations_without_improvement + 1)
 
 
 def reshard(model: nn.Module) -> None:

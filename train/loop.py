@@ -9,57 +9,27 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from train.data import PreparedData
-from train.evaluation import SMALLER_IS_BETTER, Evaluator
+from train.evaluation import Goal, after_evaluation
 from train.launch import peak_bytes
-from train.optim import learning_rate_at, peak_learning_rate, set_learning_rate
-from train.records import (
-    BatchArithmetic,
-    Batches,
-    DivergenceError,
-    IntervalSums,
-    MicroBatch,
-    Progress,
-    Run,
-    StepError,
-    StepOutcome,
-    UserError,
-    exchange,
-)
-from train.state import TrainingState
-from train.step import Engine, seed_step
+from train.optim import learning_rate_at, set_learning_rate
+from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, UserError, exchange
+from train.step import seed_step
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
+
+    from train.data import PreparedData
+    from train.evaluation import Evaluator
+    from train.records import BatchArithmetic, Batches, MicroBatch, StepOutcome
+    from train.state import TrainingState
+    from train.step import Engine
 
 MIN_LOSS_SCALE = 2.0**-10
 """Gradients that overflow at this scale would overflow at any."""
 SHARE_OF_THE_NEWEST = 0.1
 """Of the newest loss in the usual one, an exponential moving mean."""
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What the run works towards."""
-
-    total_steps: int
-    peak_learning_rate: float
-    metric: str
-    greater_is_better: bool
-    best_of: str = ""
-    """The metric and a digest of the validation data: a best by anything else does not count."""
-
-
-def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic) -> Goal:
-    """How many steps the run makes, at what learning rate, and what counts as best."""
-    optim, output = run.config.optimization, run.config.output
-    metric = output.metric_for_best or data.task.default_metric
-    grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
-    total_steps = optim.max_steps or (optim.num_epochs or 1) * (steps_per_epoch or 1)
-    peak = peak_learning_rate(optim, arithmetic.global_batch_size)
-    return Goal(total_steps, peak, metric, grows, best_of=f"{metric} on data {data.validation_digest}")
 
 
 @dataclass(frozen=True)
@@ -69,14 +39,11 @@ class Parts:
     data: PreparedData
     batches: Batches
     arithmetic: BatchArithmetic
-    model: nn.Module
-    """Prepared :class:`train.loss.ModelWithLoss`."""
-    sizes: tuple[int, int]
-    """(trained, all) parameters, before sharding."""
+    model: nn.Module  # prepared train.loss.ModelWithLoss
+    sizes: tuple[int, int]  # (trained, all) parameters, before sharding
     optimizer: AcceleratedOptimizer
     engine: Engine
-    state: TrainingState
-    """What checkpoints hold."""
+    state: TrainingState  # what checkpoints hold
     evaluator: Evaluator
     goal: Goal
 
@@ -103,9 +70,11 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 def train(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, goal = run.config.optimization, run.config.output, parts.goal
-    interval, saved = Interval(run, progress.interval), progress.step
+    # The loss stays on the device until it is logged or saved: reading it would wait for the device.
+    saved, loss_sum = progress.step, torch.zeros((), device=run.accelerator.device)
     # What was due when the run was stopped comes first.
     progress = evaluate_if_due(run, parts, progress)
+    started = time.perf_counter()
     while not is_done(run, goal, progress):
         epoch = progress.epoch
         for micro_batches in parts.batches.steps(epoch, progress.step_in_epoch):
@@ -121,30 +90,33 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             except StepError as error:
                 # Nothing of the steps before is lost.
                 if error.weights_intact and progress.step > saved:
-                    run.outputs.save(run, parts.state, replace(progress, interval=interval.sums()), True)
+                    run.outputs.save(run, parts.state, with_loss(run, progress, loss_sum), True)
                 raise
-            progress = advance(progress, outcome)
-            interval.add(outcome)
+            progress = advance(progress, outcome, time.perf_counter() - started)
             run.outputs.tick(progress.step)
-            if outcome.skipped:
+            if outcome.skipped:  # a loss that is not finite would hide the others
                 report_skipped(run, progress, outcome, micro_batches)
+            else:
+                loss_sum += outcome.loss_sum
 
             # Log, then evaluate, then save: a checkpoint has what was logged and found best.
+            length = max(batch.shape[1] for batch in micro_batches)
+            of_step = {"learning_rate": learning_rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last = progress.step >= goal.total_steps
             if is_last or is_due(output.log_every_steps, progress):
-                progress = interval.close(progress, learning_rate, micro_batches)
+                progress = log(run, progress, loss_sum, of_step)
             if is_last or not outcome.stop_requested:  # a run that is asked to stop evaluates when it resumes
                 progress = evaluate_if_due(run, parts, progress)
             done = is_done(run, goal, progress)
-            if done and interval.is_open:
-                progress = interval.close(progress, learning_rate, micro_batches)
+            if done and progress.interval.steps:
+                progress = log(run, progress, loss_sum, of_step)
             ends = done or outcome.stop_requested
             if ends or is_due(output.save_every_steps, progress) or progress.best_step == progress.step:
-                progress = replace(progress, interval=interval.sums())
+                progress = with_loss(run, progress, loss_sum)
                 run.outputs.save(run, parts.state, progress, ends)
                 saved = progress.step
             # Evaluating and saving are not training: their time does not count.
-            interval.restart_clock()
+            started = time.perf_counter()
             if ends:
                 return progress
         if progress.step_in_epoch == 0:
@@ -165,8 +137,18 @@ def is_done(run: Run, goal: Goal, progress: Progress) -> bool:
     return out_of_patience or progress.step >= goal.total_steps
 
 
-def advance(progress: Progress, outcome: StepOutcome) -> Progress:
-    """``progress`` after one more step."""
+def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progress:
+    """``progress`` after one more step, which took ``seconds``; its loss is added by :func:`with_loss`."""
+    sums = progress.interval
+    sums = replace(
+        sums,
+        steps=sums.steps + 1,
+        targets=sums.targets + outcome.num_targets * (not outcome.skipped),
+        tokens=sums.tokens + outcome.num_tokens,
+        positions=sums.positions + outcome.num_positions,
+        clipped=sums.clipped + outcome.clipped,
+        seconds=sums.seconds + seconds,
+    )
     return replace(
         progress,
         step=progress.step + 1,
@@ -175,29 +157,25 @@ def advance(progress: Progress, outcome: StepOutcome) -> Progress:
         positions_seen=progress.positions_seen + outcome.num_positions,
         nonfinite_steps=progress.nonfinite_steps + outcome.skipped,
         consecutive_nonfinite_steps=progress.consecutive_nonfinite_steps + 1 if outcome.skipped else 0,
+        interval=sums,
     )
+
+
+def with_loss(run: Run, progress: Progress, loss_sum: Tensor) -> Progress:
+    """``progress`` with all ranks' ``loss_sum``, which is set to zero. Called by all ranks together."""
+    summed = cast("Tensor", run.accelerator.reduce(loss_sum, reduction="sum")).item()
+    loss_sum.zero_()
+    return replace(progress, interval=replace(progress.interval, loss_sum=progress.interval.loss_sum + summed))
 
 
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Evaluates at the end and every ``eval_every_steps``, once a step, and remembers the best."""
-    goal, best = parts.goal, progress.best_metric
+    goal = parts.goal
     due = is_due(run.config.output.eval_every_steps, progress) or progress.step >= goal.total_steps
     if not due or progress.evaluated_step == progress.step:
         return progress
     evaluation = run.outputs.record_evaluation(run, parts.evaluator.validation(progress.step))
-    if goal.metric not in evaluation.metrics:
-        known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
-        raise UserError(f"metric_for_best: {goal.metric!r} is not among this task's metrics: {known}.")
-    value = float(evaluation.metrics[goal.metric])
-    better = best is None or (value > best if goal.greater_is_better else value < best)
-    return replace(
-        progress,
-        evaluated_step=progress.step,
-        best_metric=value if better else best,
-        best_step=progress.step if better else progress.best_step,
-        best_of=goal.best_of,
-        evaluations_without_improvement=0 if better else progress.evaluations_without_improvement + 1,
-    )
+    return after_evaluation(progress, goal, evaluation)
 
 
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
@@ -208,7 +186,6 @@ def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_bat
     scale = scaler.get_scale() if scaler is not None else None
     values = {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
     run.outputs.record(run, "skipped", progress.step, values)
-    reason = None
     if scale is not None and scale <= MIN_LOSS_SCALE:
         reason = (
             f"the gradients overflow fp16 even at a loss scale of {scale}. Try --mixed_precision bf16 or no, a lower "
@@ -220,83 +197,40 @@ def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_bat
             "Look at the examples named in metrics.jsonl, lower the learning rate, or raise "
             "--max_consecutive_nonfinite_steps."
         )
-    if reason is not None:
-        sound_step = progress.step - progress.consecutive_nonfinite_steps
-        raise DivergenceError(f"step {progress.step}: {reason}", progress, sound_step)
+    else:
+        return
+    sound_step = progress.step - progress.consecutive_nonfinite_steps
+    raise DivergenceError(f"step {progress.step}: {reason}", progress, sound_step)
 
 
-class Interval:
-    """Sums over the steps between two log lines; the loss stays on the device until it is asked for."""
+def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any]) -> Progress:
+    """Records the figures of the last step and of all since the last line, and begins the next interval.
 
-    def __init__(self, run: Run, sums: IntervalSums) -> None:
-        self._run, self._sums = run, sums
-        self._loss_sum = torch.zeros((), device=run.accelerator.device)
-        self._grad_norm = 0.0
-        self.restart_clock()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are steps that are not in the log yet."""
-        return self._sums.steps > 0
-
-    def restart_clock(self) -> None:
-        """Time counts from here."""
-        self._started = time.perf_counter()
-
-    def add(self, outcome: StepOutcome) -> None:
-        """One more step; the clock stops here, where the step has just waited for the device."""
-        sums, counts = self._sums, not outcome.skipped  # a loss that is not finite would hide the others
-        self._sums = replace(
-            sums,
-            steps=sums.steps + 1,
-            targets=sums.targets + outcome.num_targets * counts,
-            tokens=sums.tokens + outcome.num_tokens,
-            positions=sums.positions + outcome.num_positions,
-            clipped=sums.clipped + outcome.clipped,
-            seconds=sums.seconds + time.perf_counter() - self._started,
-        )
-        if counts:
-            self._loss_sum += outcome.loss_sum
-        self._grad_norm = outcome.grad_norm
-
-    def sums(self) -> IntervalSums:
-        """So far, for a checkpoint: a run that resumes continues them. Called by all ranks together."""
-        loss_sum = cast("torch.Tensor", self._run.accelerator.reduce(self._loss_sum, reduction="sum")).item()
-        self._loss_sum = torch.zeros_like(self._loss_sum)
-        self._sums = replace(self._sums, loss_sum=self._sums.loss_sum + loss_sum)
-        return self._sums
-
-    def close(self, progress: Progress, learning_rate: float, micro_batches: Sequence[MicroBatch]) -> Progress:
-        """Reports the interval and begins the next.
-
-        Raises:
-            DivergenceError: an extra finds its loss too far above the usual.
-        """
-        run, sums, scaler = self._run, self.sums(), self._run.accelerator.scaler
-        loss = sums.loss_sum / sums.targets if sums.targets else None
-        values: dict[str, Any] = {
-            "epoch": progress.epoch,
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "sequence_length": max(batch.shape[1] for batch in micro_batches),
-            "grad_norm": self._grad_norm,
-            "clipped_share": sums.clipped / sums.steps,
-            "nonfinite_steps": progress.nonfinite_steps,
-            "tokens_per_second": sums.tokens / sums.seconds,
-            "seconds_per_step": sums.seconds / sums.steps,
-            "peak_allocated_bytes": peak_bytes(run.accelerator.device),
-            "padding_share": 1 - sums.tokens / sums.positions,
-            "loss_scale": scaler.get_scale() if scaler is not None else None,
-            "tokens_seen": progress.tokens_seen,
-        }
-        run.extras.each("measured", run, values)
-        run.outputs.record(run, "train", progress.step, values)
-        self._sums = IntervalSums(since_step=progress.step)
-        seconds = progress.training_seconds + sums.seconds
-        progress = replace(progress, training_seconds=seconds, interval=self._sums)
-        if loss is None:
-            return progress
-        run.extras.each("logged", run, progress, loss, sums.since_step)
-        usual = loss if progress.usual_loss is None else progress.usual_loss
-        usual = (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
-        return replace(progress, usual_loss=usual if math.isfinite(usual) else progress.usual_loss)
+    Raises:
+        DivergenceError: an extra finds the loss too far above the usual.
+    """
+    sums, scaler = with_loss(run, progress, loss_sum).interval, run.accelerator.scaler
+    loss = sums.loss_sum / sums.targets if sums.targets else None
+    values: dict[str, Any] = {
+        "epoch": progress.epoch,
+        "loss": loss,
+        **of_step,
+        "clipped_share": sums.clipped / sums.steps,
+        "nonfinite_steps": progress.nonfinite_steps,
+        "tokens_per_second": sums.tokens / sums.seconds,
+        "seconds_per_step": sums.seconds / sums.steps,
+        "peak_allocated_bytes": peak_bytes(run.accelerator.device),
+        "padding_share": 1 - sums.tokens / sums.positions,
+        "loss_scale": scaler.get_scale() if scaler is not None else None,
+        "tokens_seen": progress.tokens_seen,
+    }
+    run.extras.each("measured", run, values)
+    run.outputs.record(run, "train", progress.step, values)
+    seconds = progress.training_seconds + sums.seconds
+    progress = replace(progress, training_seconds=seconds, interval=IntervalSums(since_step=progress.step))
+    if loss is None:
+        return progress
+    run.extras.each("logged", run, progress, loss, sums.since_step)
+    usual = loss if progress.usual_loss is None else progress.usual_loss
+    usual = (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
+    return replace(progress, usual_loss=usual if math.isfinite(usual) else progress.usual_loss)

@@ -28,10 +28,8 @@ class Objective:
     of the exponentials of the logits.
     """
 
-    label_smoothing: float = 0.0
-    """ε (arXiv 1512.00567, section 7)."""
-    z_loss: float = 0.0
-    """z; it keeps logits from drifting (PaLM, arXiv 2204.02311, section 5, used 1e-4)."""
+    label_smoothing: float = 0.0  # ε (arXiv 1512.00567, section 7)
+    z_loss: float = 0.0  # z; keeps logits from drifting (PaLM, arXiv 2204.02311, section 5, used 1e-4)
 
 
 PLAIN = Objective()
@@ -40,10 +38,8 @@ PLAIN = Objective()
 class Scores(NamedTuple):
     """What an evaluation needs of one batch."""
 
-    loss_sums: Tensor
-    """(B,) summed cross-entropy of each example."""
-    predictions: Tensor
-    """(B, S) or (B,) the most probable class of each position."""
+    loss_sums: Tensor  # (B,) summed cross-entropy of each example
+    predictions: Tensor  # (B, S) or (B,) the most probable class of each position
 
 
 class ModelWithLoss(nn.Module):
@@ -60,8 +56,8 @@ class ModelWithLoss(nn.Module):
     def __init__(self, model: nn.Module, objective: Objective = PLAIN, task: type[Task] | None = None) -> None:
         super().__init__()
         self.model, self.objective = model, objective
-        self.loss_sum = task.loss_sum if task is not None else cross_entropy_sum
-        self.scores = task.scores if task is not None else cross_entropy_scores
+        self.loss_sum = task.loss_sum if task else cross_entropy_sum
+        self.scores = task.scores if task else cross_entropy_scores
         self.loss_in_head: Callable[..., Any] | None = None
 
     def tie_weights(self) -> None:
@@ -108,9 +104,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy_sum(logits: Tensor, labels: Tensor, objective: Objective = PLAIN) -> Tensor:
     """() the summed loss of the positions whose label is not IGNORE."""
     logits, labels = _rows(logits, labels)
-    loss = F.cross_entropy(
-        logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=objective.label_smoothing
-    )
+    smoothing = objective.label_smoothing
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
     if objective.z_loss:
         log_z = logits.logsumexp(-1).masked_fill(labels == IGNORE, 0)
         loss = loss + objective.z_loss * log_z.square().sum()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from train.loop import Parts
 
 STARTED = time.perf_counter()
+# What the system says of a disk that takes nothing more.
 OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
-"""What the system says of a disk that takes nothing more."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,10 +55,11 @@ def train(run: Run) -> int:
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
     import torch
 
-    from train.data import arithmetic_of, prepare_data
-    from train.evaluation import Evaluator
+    from train.batching import arithmetic_of
+    from train.data import prepare_data
+    from train.evaluation import Evaluator, goal_of
     from train.launch import shard_by_layer
-    from train.loop import Parts, fit, goal_of, is_done
+    from train.loop import Parts, fit, is_done
     from train.model import build_model, parameter_counts
     from train.optim import build_optimizer
     from train.state import TrainingState, run_identity
@@ -82,9 +83,8 @@ def train(run: Run) -> int:
     sizes = parameter_counts(with_loss.model)
 
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.
-    optimizer: Any = build_optimizer(run, with_loss.model)
-    model: Any = with_loss
-    model, optimizer = accelerator.prepare(model, optimizer)
+    prepared: Any = accelerator.prepare(with_loss, build_optimizer(run, with_loss.model))
+    model, optimizer = prepared
     identity = run_identity(run, data.tokenizer, data.training_digest, arithmetic.global_batch_size)
     unwrapped: Any = accelerator.unwrap_model(model)
     held = unwrapped.model, optimizer.optimizer, identity, accelerator.scaler
@@ -109,12 +109,11 @@ def train(run: Run) -> int:
         return EXIT_STOPPED
 
     # Finish: final/ for from_pretrained, the summary, and what extras make of them.
-    finish(run, parts, progress)
-    return EXIT_DONE
+    return finish(run, parts, progress)
 
 
-def finish(run: Run, parts: Parts, progress: Progress) -> None:
-    """Evaluates what is left to evaluate, and writes ``final/`` and the summary."""
+def finish(run: Run, parts: Parts, progress: Progress) -> int:
+    """Evaluates what is left to evaluate, and writes ``final/`` and the summary; the exit status."""
     outputs, data, step = run.outputs, parts.data, progress.step
     best = progress.best_step if run.config.output.load_best_model_at_end else None
     if best and outputs.load_best(parts.state, best):
@@ -126,6 +125,7 @@ def finish(run: Run, parts: Parts, progress: Progress) -> None:
     outputs.write_final(parts.state, data.tokenizer)
     run.extras.each("finished", run, parts, summary)
     outputs.finish(summary)
+    return EXIT_DONE
 
 
 def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: StopRequest) -> int:
@@ -158,7 +158,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
     """Where to train: devices, precision and accumulation are accelerate's."""
     from accelerate import Accelerator
 
-    from train.data import arithmetic_of
+    from train.batching import arithmetic_of
     from train.launch import accelerator_options, describe_device, resolve_precision, set_up_device, target_device
     from train.outputs import Outputs
 
@@ -171,10 +171,10 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
         mixed_precision=precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
-    if launch.world_size != accelerator.num_processes:
+    if (known := accelerator.num_processes) != launch.world_size:
         raise UserError(
-            f"the launcher started {launch.world_size} processes, but this one knows of {accelerator.num_processes}: "
-            "they would all train the same thing. See accelerate_configs/ for launch files that work."
+            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
+            "the same thing. See accelerate_configs/ for launch files that work."
         )
     run = Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.prepare()
@@ -187,8 +187,8 @@ def show_error(message: str) -> None:
     """Shows what ended the run, on the error output."""
     from train.figures import without_secrets
 
-    rank = int(os.environ.get("RANK", "0"))
-    print(f"error{f' (rank {rank})' if rank else ''}: {without_secrets(message)}", file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    print(f"error{'' if rank == '0' else f' (rank {rank})'}: {without_secrets(message)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -13,13 +12,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from train.config import Architecture
-from train.data import load_function, pad_token_id
+from train.data import load_function
 from train.loss import ModelWithLoss, Objective
 from train.records import Run, UserError
-from train.tasks import Task
+from train.tasks import Task, pad_token_id
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # What transformers raises when it cannot make a model; the last one: weights that would run code.
 UNREADABLE = (OSError, ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError)
@@ -27,11 +27,7 @@ UNREADABLE += (SafetensorError, UnpicklingError)
 
 
 def build_model(
-    run: Run,
-    task: type[Task],
-    tokenizer: PreTrainedTokenizerBase,
-    label_names: Sequence[str] = (),
-    has_weights: bool = True,
+    run: Run, task: type[Task], tokenizer: Tokenizer, label_names: Sequence[str] = (), has_weights: bool = True
 ) -> ModelWithLoss:
     """The model to train with its loss, changed by the extras, on the default device.
 
@@ -46,7 +42,10 @@ def build_model(
     # The network: a function's, or one of transformers from a configuration that extras may change.
     if config.model is not None and ":" in config.model and not Path(config.model).exists():
         run.extras.each("change_model_config", run, None, max_length)
-        network = _from_function(config.model)
+        network = load_function(config.model, "model")()
+        if not isinstance(network, nn.Module):
+            found = type(network).__name__
+            raise UserError(f"model {config.model!r} returned a {found}; it must return an nn.Module.")
     else:
         network = _from_transformers(run, task, tokenizer, label_names, has_weights)
     name = config.model or str((config.model_config or {}).get("model_type"))
@@ -62,15 +61,8 @@ def build_model(
     return model
 
 
-def _from_function(spec: str) -> nn.Module:
-    model = load_function(spec, "model")()
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model {spec!r} returned a {type(model).__name__}; it must return an nn.Module.")
-    return model
-
-
 def _from_transformers(
-    run: Run, task: type[Task], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str], has_weights: bool
+    run: Run, task: type[Task], tokenizer: Tokenizer, label_names: Sequence[str], has_weights: bool
 ) -> nn.Module:
     import transformers
 
@@ -85,10 +77,8 @@ def _from_transformers(
         model_config.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
     _check_fit(model_config, tokenizer, max_length)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
-    if config.attn_implementation:
-        options["attn_implementation"] = config.attn_implementation
-    if stored:
-        options["trust_remote_code"] = config.trust_remote_code
+    options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+    options |= {"trust_remote_code": config.trust_remote_code} if stored else {}
     try:
         if stored and has_weights:
             model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
@@ -100,17 +90,6 @@ def _from_transformers(
         ) from None
     model.config.use_cache = False
     return model
-
-
-def without_weights(model: nn.Module) -> Any:
-    """The same modules with fake tensors of the same shapes, tied where they were tied; within a FakeTensorMode."""
-    twins: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-        if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
-            twins[id(tensor)].quant_state = twins[id(scales)] = scales
-    return copy.deepcopy(model, twins)
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
@@ -125,23 +104,16 @@ def num_weights(parameter: torch.Tensor) -> int:
     return parameter.numel() if quantized is None else quantized.shape.numel()
 
 
-def _new_config(
-    config: Architecture, task: type[Task], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> PretrainedConfig:
+def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, max_length: int) -> PretrainedConfig:
     from transformers import AutoConfig
 
     fields = dict(config.model_config or {})
     model_type = fields.pop("model_type")
-    vocabulary = {"vocab_size": len(tokenizer)} if "vocab_size" not in fields else {}
-    special = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,  # not the end token instead: its embedding would stay zero
-    }
+    # A missing padding token stays missing: with the end token in its place, that one's embedding would stay zero.
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         known = AutoConfig.for_model(model_type)
-        unknown = [name for name in fields if not hasattr(known, name)]
-        if unknown:
+        if unknown := [name for name in fields if not hasattr(known, name)]:
             raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.")
         limit = "max_position_embeddings"
         if limit not in fields and hasattr(known, limit) and known.attribute_map.get(limit, limit) not in fields:
@@ -150,7 +122,7 @@ def _new_config(
             fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
         if task.is_causal and getattr(known, "is_decoder", None) is False:
             fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
-        return AutoConfig.for_model(model_type, **{**special, **vocabulary, **fields})
+        return AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
     except UserError:
         raise
     except Exception as error:  # configuration classes validate with exceptions of many libraries
@@ -170,7 +142,7 @@ def _stored_config(config: Architecture) -> PretrainedConfig:
         ) from None
 
 
-def _check_fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+def _check_fit(config: PretrainedConfig, tokenizer: Tokenizer, max_length: int) -> None:
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is not None and vocab_size < len(tokenizer):
         raise UserError(

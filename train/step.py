@@ -1,8 +1,4 @@
-"""The optimizer step, the only one there is; every mode calls it.
-
-Recovery from out-of-memory errors calls it on smaller micro-batches, DeepSpeed and updates in backward through an
-:class:`Engine` of their own, the rehearsal before a run, and the planner without one.
-"""
+"""The optimizer step, the only one there is; every mode calls it, some with an :class:`Engine` of their own."""
 
 from __future__ import annotations
 
@@ -31,10 +27,8 @@ Counts: TypeAlias = Sequence[float] | Tensor
 class Engine:
     """How a step computes gradients and uses them: here, as in accelerate's guide. Extras subclass it."""
 
-    copies = 1
-    """Ranks that are handed the same examples."""
-    loss_share = 1.0
-    """Of a rank's summed loss, what is its own: ranks that share tensors compute the same."""
+    copies = 1  # ranks that are handed the same examples
+    loss_share = 1.0  # of a rank's summed loss, what is its own: ranks that share tensors compute the same
 
     def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = unmarked) -> None:
         self.accelerator, self.config, self.mark = accelerator, config, mark
@@ -62,13 +56,12 @@ class Engine:
 
     def clip(self, model: nn.Module) -> float:
         """The norm of the whole gradient before it is clipped: the one moment at which a step waits for the device."""
-        optim = self.config.optimization
-        bound = math.inf if optim.max_grad_norm is None else optim.max_grad_norm
-        order: Any = float(optim.grad_norm_type)
-        norm = self.accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=order)
+        optim, accelerator = self.config.optimization, self.accelerator
+        bound, order = math.inf if optim.max_grad_norm is None else optim.max_grad_norm, float(optim.grad_norm_type)
+        norm: Any = accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=order)  # pyright: ignore
         if optim.max_grad_value is not None:
-            self.accelerator.clip_grad_value_(model.parameters(), optim.max_grad_value)
-        return cast("Tensor", norm).item()
+            accelerator.clip_grad_value_(model.parameters(), optim.max_grad_value)
+        return norm.item()
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
         """Steps unless the norm is not finite; returns the norm, and whether the step was skipped."""
@@ -85,11 +78,7 @@ class Engine:
 
 
 def optimizer_step(
-    engine: Engine,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    micro_batches: Sequence[MicroBatch],
-    stop_requested: bool = False,
+    engine: Engine, model: nn.Module, optimizer: Any, micro_batches: Sequence[MicroBatch], stop_requested: bool = False
 ) -> StepOutcome:
     """Updates ``model`` by the gradient of the global batch: Σ token losses ÷ the number of its targets.
 
@@ -139,12 +128,8 @@ def optimizer_step(
 
 def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int]:
     """(targets, tokens, positions, stop requests) of this rank."""
-    return [
-        sum(b.num_targets for b in micro_batches),
-        sum(b.num_tokens for b in micro_batches),
-        sum(b.inputs["input_ids"].numel() for b in micro_batches),
-        int(stop_requested),
-    ]
+    rows = [(b.num_targets, b.num_tokens, b.inputs["input_ids"].numel()) for b in micro_batches]
+    return [*map(sum, zip((0, 0, 0), *rows, strict=True)), int(stop_requested)]
 
 
 def read_counts(totals: Counts) -> list[int]:
@@ -156,10 +141,7 @@ def read_counts(totals: Counts) -> list[int]:
     # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
     counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
     if not counts[0]:
-        raise UserError(
-            "a whole global batch has no target: every label is masked, so there is nothing to learn from it. Look at "
-            "the labels and at max_length."
-        )
+        raise UserError("a whole global batch has no target: every label is masked. Look at the labels and max_length.")
     return counts
 
 

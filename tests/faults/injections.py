@@ -113,10 +113,10 @@ def _examples_to(folder: Path, rank: int) -> None:
         seen.extend(i for batch in micro_batches for i in batch.example_ids)
         return step(self, model, optimizer, micro_batches, stop)
 
-    def write(progress: Any, outcome: Any) -> Any:
+    def write(progress: Any, *rest: Any) -> Any:
         file.write(json.dumps([progress.step, sorted(seen)]) + "\n")
         file.flush()
-        return advance(progress, outcome)
+        return advance(progress, *rest)
 
     loop.seed_step, Engine.step, loop.advance = begins, keep_ids, write
 
@@ -254,14 +254,15 @@ def shown_loss_of(window: int, factor: float) -> Fault:
 
 
 def _shown_loss_of(window: int, factor: float, rank: int) -> None:
-    import train.loop as loop
+    from train import step
 
-    now, add = _follow_windows(), loop.Interval.add
+    now, plain = _follow_windows(), step.optimizer_step
 
-    def adds(self: Any, outcome: Any) -> None:
-        add(self, replace(outcome, loss_sum=outcome.loss_sum * factor) if now["window"] == window else outcome)
+    def shown(*arguments: Any, **options: Any) -> Any:
+        outcome = plain(*arguments, **options)
+        return replace(outcome, loss_sum=outcome.loss_sum * factor) if now["window"] == window else outcome
 
-    loop.Interval.add = adds
+    step.optimizer_step = shown
 
 
 def at_call(target: str, action: Callable[[], None], number: int = 1, after: bool = False) -> Fault:

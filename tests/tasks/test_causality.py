@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import run_for
+from support import run_for, tokenizer_of
 from torch import Tensor, nn
 
 from train.config import Config
-from train.extras.readers.own_tokenizers import build_tokenizer
 from train.model import build_model
 from train.records import UserError
 from train.tasks import causal_lm, masked_lm
 
-BYTES = build_tokenizer("bytes", ())
+BYTES = tokenizer_of("bytes")
 SHAPE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = {"model_type": "bert", **SHAPE}
 SEES = "its tokens see those that follow"

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support import run_for
+from support import run_for, tokenizer_of
 from torch import nn
 
 from train.config import Config
-from train.extras.readers.own_tokenizers import build_tokenizer
+from train.extras.report.sample import references, sample
 from train.model import build_model
 from train.records import IGNORE, Corpus, Examples, UsageError, UserError
 from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, task_names, tokenize
 
-BYTES = build_tokenizer("bytes", ())
+BYTES = tokenizer_of("bytes")
 END, PAD, MASK = 0, 1, 2
 TEXT = "Ein längerer Satz, mit Emoji 🤗🤗 und ohne Ende. " * 3
 
@@ -111,7 +111,7 @@ def test_causal_lm_does_not_join_documents() -> None:
 @pytest.mark.parametrize("text", ["", "x", TEXT])
 @pytest.mark.parametrize("spec", ["bytes", "train:300"])
 def test_causal_lm_bytes_of_all_windows_sum_to_the_text(text: str, spec: str) -> None:
-    task, tokenizer = made("causal_lm", max_length=8), build_tokenizer(spec, [TEXT] * 3)
+    task, tokenizer = made("causal_lm", max_length=8), tokenizer_of(spec, [TEXT] * 3)
     examples = task.encode({"text": [text]}, tokenizer, ())
     assert sum(examples["num_bytes"]) == pytest.approx(len(text.encode()))
 
@@ -157,6 +157,26 @@ def loss_and_gradients(model: nn.Module, task: Task, rows: list[dict[str, Any]])
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert gradients
     return loss.item(), gradients
+
+
+def test_causal_lm_references_are_entropy_and_xz() -> None:
+    found = references(["ab" * 500])
+    assert found["order-0 entropy"] == pytest.approx(1.0)
+    assert found["xz -9"] < 1.0
+
+
+def test_causal_lm_samples_after_the_beginning_of_the_text() -> None:
+    task = made("causal_lm", max_length=24)
+    config = transformers.LlamaConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    run = run_for(task.config)
+    first, again = (sample(run, task, model, BYTES, "to be or not to be") for _ in range(2))
+    assert first is not None and first == again
+    assert first.startswith("to be or not⟪") and first.endswith("⟫")
+    assert sample(run, task, nn.Linear(1, 1), BYTES, "to be") is None
+    assert sample(run, task, model, BYTES, "") is None  # nothing to begin with
 
 
 # masked_lm
@@ -246,7 +266,7 @@ def test_attention_mask_is_given_only_where_there_is_padding(task: Task) -> None
 
 
 def test_masked_lm_refuses_a_tokenizer_without_mask_token() -> None:
-    tokenizer = build_tokenizer("bytes", ())
+    tokenizer = tokenizer_of("bytes")
     made("masked_lm").check_tokenizer(tokenizer)
     tokenizer.mask_token = None
     with pytest.raises(UserError, match="masked_lm: the tokenizer has no mask token"):
@@ -255,7 +275,7 @@ def test_masked_lm_refuses_a_tokenizer_without_mask_token() -> None:
 
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "sequence_classification"])
 def test_a_tokenizer_without_padding_and_end_token_is_refused(task: str) -> None:
-    tokenizer = build_tokenizer("bytes", ())
+    tokenizer = tokenizer_of("bytes")
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(UserError, match=f"{task}: the tokenizer has neither a padding nor an end token"):
         made(task).check_tokenizer(tokenizer)

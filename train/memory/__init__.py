@@ -51,7 +51,7 @@ class Room(Extra):
         return run.config
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        from train.data import arithmetic_of
+        from train.batching import arithmetic_of
 
         self._session.ask(batches, arithmetic_of(run.config, run.launch.dp_size).accumulation_steps > 1)
 

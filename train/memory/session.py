@@ -82,7 +82,7 @@ class MemorySession:
         Raises:
             UserError: nothing fits, or this model cannot be predicted.
         """
-        from train.data import arithmetic_of
+        from train.batching import arithmetic_of
 
         run = self._run
         pair = self._data.training_batches(run, arithmetic_of(run.config, 1, size_for_auto=2)).longest()

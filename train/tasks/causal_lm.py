@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -38,9 +37,8 @@ class Task(tasks.Task):
 
         A window's ``num_bytes`` is its share, by tokens, of the document's UTF-8 bytes.
         """
-        start = next(
-            i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) if i is not None
-        )
+        marks = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        start = next(mark for mark in marks if mark is not None)
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         examples: dict[str, list[Any]] = {column: [] for column in self.example_columns}
         for text, ids in zip(documents["text"], self.token_ids(documents["text"], tokenizer), strict=True):
@@ -90,8 +88,7 @@ class Task(tasks.Task):
 
 
 TRIED_TOKENS = 8
-TRIED_PARAMETERS = 200_000_000
-"""Larger models are tried only if they say that they are not decoders: it would take seconds."""
+TRIED_PARAMETERS = 200_000_000  # larger models are tried only if they say that they are not decoders: it takes seconds
 
 
 def _sees_later_tokens(model: nn.Module, tokens: Tensor) -> bool:
@@ -114,27 +111,18 @@ def _sees_later_tokens(model: nn.Module, tokens: Tensor) -> bool:
 
     hooks = [module.register_forward_hook(embed) for module in model.modules() if isinstance(module, nn.Embedding)]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
-        with _evaluating(model), torch.random.fork_rng([parameter.device] if parameter.is_cuda else []):
-            with torch.enable_grad():
-                logits = logits_of(torch.func.functional_call(model, buffers, (), {"input_ids": ids}))
-                earlier = logits[:, :-1].float().sum()
-            gradients = torch.autograd.grad(earlier, embedded, allow_unused=True)
+        with torch.random.fork_rng([parameter.device] if parameter.is_cuda else []), torch.enable_grad():
+            logits = logits_of(torch.func.functional_call(model, buffers, (), {"input_ids": ids}))
+            gradients = torch.autograd.grad(logits[:, :-1].float().sum(), embedded, allow_unused=True)
     except Exception:  # models fail in their own ways
         return False
     finally:
+        for module, training in modes:
+            module.training = training
         for hook in hooks:
             hook.remove()
     last = [gradient[:, -1] for gradient in gradients if gradient is not None]
     return any(bool((gradient.isfinite() & (gradient != 0)).any()) for gradient in last)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

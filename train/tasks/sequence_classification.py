@@ -20,11 +20,8 @@ from train.tasks import attention_inputs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MATRIX_CLASSES = 100
-"""Up to this many have a confusion matrix."""
-CONFUSIONS = 20
-"""Named where there is none."""
-_WHOLE = re.compile(r"(-?\d+)\.0+")
+MATRIX_CLASSES = 100  # up to this many have a confusion matrix
+CONFUSIONS = 20  # named where there is none
 
 
 class Task(tasks.Task):
@@ -97,11 +94,8 @@ class Task(tasks.Task):
     def _cut(self, ids: list[int], room: int) -> list[int]:
         if len(ids) <= room:
             return ids
-        if self.data.truncation == "keep_head":
-            return ids[:room]
-        if self.data.truncation == "keep_tail":
-            return ids[len(ids) - room :]
-        return ids[: (room + 1) // 2] + ids[len(ids) - room // 2 :]
+        head = {"keep_head": room, "keep_tail": 0}.get(self.data.truncation, (room + 1) // 2)
+        return ids[:head] + ids[len(ids) - room + head :]
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """``input_ids`` (B, S) with an attention mask where there is padding, ``labels`` (B,)."""
@@ -122,10 +116,10 @@ class Task(tasks.Task):
         """Loss, accuracy, macro F1, confusions, and the further metrics asked for by name."""
         metrics = super().metrics(table, examples, label_names)
         del metrics["perplexity"]
-        more = load_metrics(self.config.output.metrics, len(label_names)).values()
-        for metric in [ClassMetrics(len(label_names), keep_in_memory=True), *more]:
-            metric.add_batch(predictions=table[:, 4].astype(int), references=table[:, 5].astype(int))
-            metrics.update(metric.compute() or {})
+        predictions, references = table[:, 4:].T.astype(int)
+        metrics |= class_metrics(predictions, references, len(label_names))
+        for metric in load_metrics(self.config.output.metrics, len(label_names)):
+            metrics |= metric.compute(predictions=predictions, references=references) or {}
         return metrics
 
     def describe(self, examples: Examples) -> tuple[str, ...]:
@@ -143,62 +137,39 @@ class Task(tasks.Task):
         return tuple(lines)
 
 
-class ClassMetrics(evaluate.Metric):
-    """Accuracy, macro F1 and the confusion matrix ``[reference][prediction]``; one row per example.
+def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: int) -> dict[str, Any]:
+    """Accuracy, macro F1 and the confusion matrix ``[reference][prediction]``; arguments (examples,).
 
     Many classes have their most frequent confusions in its place: nobody reads a matrix of millions, and every
     evaluation would write it.
     """
-
-    def __init__(self, num_classes: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.num_classes = num_classes
-
-    def _info(self) -> evaluate.MetricInfo:
-        columns = {name: datasets.Value("int64") for name in ("predictions", "references")}
-        return evaluate.MetricInfo(
-            description=self.__doc__ or "", citation="", inputs_description="", features=datasets.Features(columns)
-        )
-
-    def _compute(self, predictions: Any, references: Any) -> dict[str, Any]:  # pyright: ignore
-        references, predictions, classes = np.asarray(references), np.asarray(predictions), self.num_classes
-        hits, of_class, as_class = (
-            np.bincount(values, minlength=classes)
-            for values in (references[references == predictions], references, predictions)
-        )
-        f1 = 2 * hits / np.maximum(1, of_class + as_class)
-        present = (of_class + as_class) > 0  # the mean is over classes that were there or were predicted
-        return {
-            "accuracy": float(hits.sum() / max(1, len(references))),
-            "macro_f1": float(f1[present].mean()) if present.any() else 0.0,
-            **self._confusions(references, predictions),
-        }
-
-    def _confusions(self, references: np.ndarray, predictions: np.ndarray) -> dict[str, Any]:
-        if self.num_classes <= MATRIX_CLASSES:
-            matrix = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
-            np.add.at(matrix, (references, predictions), 1)
-            return {"confusion_matrix": matrix.tolist()}
-        wrong = references != predictions
-        pairs, counts = np.unique(np.stack([references[wrong], predictions[wrong]]), axis=1, return_counts=True)
-        most = np.argsort(-counts, kind="stable")[:CONFUSIONS]
-        rows = np.stack([*pairs[:, most], counts[most]], axis=1).tolist()
-        names = ("reference", "prediction", "count")
-        return {"most_frequent_confusions": [dict(zip(names, row, strict=True)) for row in rows]}
+    right = references == predictions
+    hits = np.bincount(references[right], minlength=num_classes)
+    there = np.bincount(references, minlength=num_classes) + np.bincount(predictions, minlength=num_classes)
+    f1 = 2 * hits[there > 0] / there[there > 0]  # the mean is over classes that were there or were predicted
+    metrics: dict[str, Any] = {"accuracy": float(right.mean()), "macro_f1": float(f1.mean())}
+    if num_classes <= MATRIX_CLASSES:
+        matrix = np.zeros((num_classes, num_classes), dtype=np.int64)
+        np.add.at(matrix, (references, predictions), 1)
+        return {**metrics, "confusion_matrix": matrix.tolist()}
+    wrong = Counter(zip(references[~right].tolist(), predictions[~right].tolist(), strict=True))
+    most = sorted(wrong.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS]
+    rows = [{"reference": reference, "prediction": found, "count": count} for (reference, found), count in most]
+    return {**metrics, "most_frequent_confusions": rows}
 
 
 @functools.cache
-def load_metrics(names: tuple[str, ...], num_classes: int) -> dict[str, Any]:
+def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.EvaluationModule]:
     """Further metrics by name on the Hub or by folder, each tried once, before the first step rather than after it.
 
     Raises:
         UserError: one cannot be loaded, or not be computed from predicted classes.
     """
-    loaded = {}
+    loaded, classes = [], list(range(num_classes))
     for name in names:
         try:
-            loaded[name] = evaluate.load(name, keep_in_memory=True)
-            loaded[name].compute(predictions=list(range(num_classes)), references=list(range(num_classes)))
+            loaded.append(evaluate.load(name, keep_in_memory=True))
+            loaded[-1].compute(predictions=classes, references=classes)
         except Exception as error:  # metric scripts fail in their own ways
             raise UserError(
                 f"metrics: {name!r} cannot be used: {' '.join(str(error).split())[:300]} Metrics on the Hub need a "
@@ -208,7 +179,7 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> dict[str, Any]:
 
 
 def _numbering(names: Sequence[str]) -> Callable[[Any], int | None]:
-    """The number of a label's class: by its name, or by its plain name where only one class has that."""
+    """Gives a label the number of its class: by its name, or by its plain name where only one class has that."""
     shared = Counter(map(_plain, names))
     exact = {name: i for i, name in enumerate(names)}
     plain = {_plain(name): i for i, name in enumerate(names) if shared[_plain(name)] == 1}
@@ -219,5 +190,5 @@ def _plain(name: str) -> str:
     """``name`` as any format of files gives it: ``true``, which JSON gives as 1, and ``1.0`` are 1."""
     if name.lower() in ("true", "false"):
         return str(int(name.lower() == "true"))
-    whole = _WHOLE.fullmatch(name)
+    whole = re.fullmatch(r"(-?\d+)\.0+", name)
     return whole[1] if whole else name

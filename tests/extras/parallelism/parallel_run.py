@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 
 from train import extras
+from train.batching import arithmetic_of
 from train.config import Config
-from train.data import arithmetic_of
 from train.launch import Launch, StopRequest, accelerator_options, init_gloo
 from train.records import Run
 

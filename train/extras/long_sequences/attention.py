@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.extras.long_sequences.documents import Documents
-from train.model import without_weights
+from train.extras.weightless import without_weights
 from train.records import UserError
 
 NAME = "documents"

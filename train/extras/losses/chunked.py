@@ -5,10 +5,10 @@ With a large vocabulary the logits are the largest tensor of a step. Here only t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,19 @@ from train.loss import PLAIN, Objective, Scores, cross_entropy, cross_entropy_su
 from train.records import IGNORE
 
 CHUNK_LOGITS_BYTES = 64 * 2**20
-"""fp32 logits of one chunk: little compared with weights and activations, enough for large matrix products."""
+"""fp32 logits of one chunk: little next to weights and activations, enough for large matrix products."""
 
 MIN_CHUNK_TOKENS = 512
 """A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations
 per element and token. With fewer tokens a device that does 150 operations per byte would mostly wait."""
+
+
+class Head(NamedTuple):
+    """An output embedding: weight (V, H), bias (V,) if it has one, and which classes they are for, if not all."""
+
+    weight: Tensor
+    bias: Tensor | None
+    part: Any = None
 
 
 def chunked_sum(
@@ -32,10 +40,9 @@ def chunked_sum(
     bias: Tensor | None,
     labels: Tensor,
     num_targets: int | None = None,
-    part: Any = None,
     objective: Objective = PLAIN,
 ) -> Tensor:
-    """() what :func:`train.loss.cross_entropy_sum` returns for the logits, which never exist all at once.
+    """() what :func:`train.loss.cross_entropy_sum` says of the logits, which are never all there.
 
     Args:
         hidden: (B, S, H) what the output embedding is given.
@@ -43,8 +50,15 @@ def chunked_sum(
         bias: (V,) of the output embedding, if it has one.
         labels: (B, S).
         num_targets: how many labels are targets; None: not known.
-        part: the classes that ``weight`` and ``bias`` are for, where these are not all.
     """
+    return head_sum(hidden, Head(weight, bias), labels, num_targets, objective)
+
+
+def head_sum(
+    hidden: Tensor, head: Head, labels: Tensor, num_targets: int | None = None, objective: Objective = PLAIN
+) -> Tensor:
+    """() the loss of :func:`chunked_sum`, also where ``head`` has only a part of the classes."""
+    weight, bias, part = head
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     how = _How(product_dtype(hidden), objective, part)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
@@ -91,15 +105,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # fixed by torch
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: _How, prepares: bool
     ) -> Tensor:
         ctx.how, ctx.prepares = how, prepares
         if not prepares:
             ctx.save_for_backward(hidden, weight, bias, labels)
-            return _in_chunks(hidden, weight, bias, labels, how)[0]
+            return _in_chunks((hidden, weight, bias), labels, how)[0]
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        loss, gradients = _in_chunks(hidden, weight, bias, labels, how, ctx.needs_input_grad[:3])
+        loss, gradients = _in_chunks((hidden, weight, bias), labels, how, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -113,16 +127,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             gradients = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
             dtypes = ctx.dtypes
         else:
-            hidden, weight, bias, labels = ctx.saved_tensors
-            dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-            _, gradients = _in_chunks(hidden, weight, bias, labels, ctx.how, ctx.needs_input_grad[:3], grad_loss)
+            *tensors, labels = ctx.saved_tensors
+            dtypes = [None if t is None else t.dtype for t in tensors]
+            _, gradients = _in_chunks(tensors, labels, ctx.how, ctx.needs_input_grad[:3], grad_loss)
         return *(_to(g, dtype) for g, dtype in zip(gradients, dtypes, strict=True)), None, None, None
 
 
 def _in_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: Sequence[Any],
     labels: Tensor,
     how: _How,
     wanted: tuple[bool, bool, bool] = (False, False, False),
@@ -130,8 +142,10 @@ def _in_chunks(
 ) -> tuple[Tensor, Gradients]:
     """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
 
-    The gradients of weight and bias come in fp32 or better, that of the hidden states (N, H) in their own type.
+    ``tensors`` are hidden states (N, H), weight (V, H) and bias (V,) or None. The gradients of weight and bias come in
+    fp32 or better, that of the hidden states in their own type.
     """
+    hidden, weight, bias = tensors
     dtype, wide = how.dtype, wide_dtype(how.dtype)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None

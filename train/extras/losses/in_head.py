@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from train.extras.losses.chunked import chunked_scores, chunked_sum
+from train.extras.losses.chunked import Head, chunked_scores, head_sum
 from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
 from train.extras.losses.loss_head import Answer, LossHead, head_of
 from train.loss import ModelWithLoss, Scores, logits_of
@@ -42,4 +42,8 @@ class LossInHead:
     def _training_loss(self, model: ModelWithLoss) -> Answer:
         if self.kind in ("torch", "cce"):
             return torch_sum if self.kind == "torch" else cce_sum
-        return partial(liger_sum if self.kind == "liger" else chunked_sum, objective=model.objective)
+        return partial(liger_sum if self.kind == "liger" else _in_chunks, objective=model.objective)
+
+
+def _in_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: Any = None, **rest: Any) -> Tensor:
+    return head_sum(hidden, Head(weight, bias, part), **rest)

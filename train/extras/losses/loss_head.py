@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from train.extras.losses.chunked import chunked_sum
+from train.extras.weightless import without_weights
 from train.loss import logits_of
-from train.model import without_weights
 
 
 def obstacle_to_chunks(model: nn.Module) -> str | None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from train.batching import arithmetic_of
 from train.config import Config
-from train.data import arithmetic_of
 from train.extras.parallelism.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS, engine_settings
 from train.launch import Launch
 from train.loss import ModelWithLoss

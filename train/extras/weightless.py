@@ -1,0 +1,20 @@
+"""A copy of a model without its weights, on which extras try what it allows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def without_weights(model: nn.Module) -> Any:
+    """The same modules with fake tensors of the same shapes, tied where they were tied; within a FakeTensorMode."""
+    twins: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        if (scales := getattr(tensor, "quant_state", None)) is not None:  # of weights in 4 bits: kept as they are
+            twins[id(tensor)].quant_state = twins[id(scales)] = scales
+    return copy.deepcopy(model, twins)
