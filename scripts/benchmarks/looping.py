@@ -36,9 +36,10 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         tokens: (examples, length + 1), taken in the order of the first epoch.
         tick: called at the end of each step with its number, from 1.
     """
-    from train.data import arithmetic_of
+    from train.batching import arithmetic_of
+    from train.evaluation import goal_of
     from train.launch import Launch
-    from train.loop import Parts, fit, goal_of
+    from train.loop import Parts, fit
     from train.loss import ModelWithLoss
     from train.model import parameter_counts
     from train.optim import build_optimizer
