@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -97,6 +98,12 @@ def progress_text(values: Mapping[str, Any]) -> str:
     if (values.get("peak_reserved_bytes") or 0) <= 1.2 * (values.get("peak_allocated_bytes") or math.inf):
         del texts["peak_reserved_bytes"]  # a person needs it only where memory is fragmented
     return ", ".join(text(values[name]) for name, text in texts.items() if values.get(name) is not None)
+
+
+def show_error(message: str) -> None:
+    """Shows what ended the run, on the error output."""
+    rank = os.environ.get("RANK", "0")
+    print(f"error{'' if rank == '0' else f' (rank {rank})'}: {without_secrets(message)}", file=sys.stderr, flush=True)
 
 
 def without_secrets(text: str) -> str:

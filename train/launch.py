@@ -293,6 +293,15 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
 
 
+def check_processes(launch: Launch, accelerator: Any) -> None:
+    """Raises UserError for several processes that do not know each other."""
+    if (known := accelerator.num_processes) != launch.world_size:
+        raise UserError(
+            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
+            "the same thing. See accelerate_configs/ for launch files that work."
+        )
+
+
 def describe_device(accelerator: Any, launch: Launch) -> str:
     """The first line of a run."""
     import torch

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 
 from train import extras
 from train.config import Config, parse
+from train.figures import show_error
 from train.launch import Launch, StopAtOnce, StopRequest, check_launch, read_launch, use_expandable_segments
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, Progress, Run, UserError
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from train.loop import Parts
 
 STARTED = time.perf_counter()
-# What the system says of a disk that takes nothing more.
-OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -146,11 +144,10 @@ def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: 
         # An extra may know what happened: a lost rank, memory that ran out. Else a bug shows its traceback.
         if (explanation := joined.first("failed", run, error)) is not None:
             raise UserError(explanation) from None
-        if isinstance(error, OSError) and error.errno in OF_A_DISK:
-            from train.outputs import how_to_resume
+        if isinstance(error, OSError):
+            from train.outputs import refuse_disk
 
-            where = error.filename or config.output.output_dir
-            raise UserError(f"{where} cannot be written: {error.strerror}. {how_to_resume(config)}") from None
+            refuse_disk(error, config)
         raise
 
 
@@ -159,7 +156,8 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
     from accelerate import Accelerator
 
     from train.batching import arithmetic_of
-    from train.launch import accelerator_options, describe_device, resolve_precision, set_up_device, target_device
+    from train.launch import accelerator_options, check_processes, describe_device
+    from train.launch import resolve_precision, set_up_device, target_device
     from train.outputs import Outputs
 
     device = target_device()
@@ -171,24 +169,12 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
         mixed_precision=precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
-    if (known := accelerator.num_processes) != launch.world_size:
-        raise UserError(
-            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
-            "the same thing. See accelerate_configs/ for launch files that work."
-        )
+    check_processes(launch, accelerator)
     run = Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.prepare()
-    run.outputs.note(describe_device(accelerator, launch), *filter(None, [substitution]))
-    run.outputs.note(f"extras: {', '.join(joined.by_name) or 'none'}")
+    lines = [describe_device(accelerator, launch), substitution, f"extras: {', '.join(joined.by_name) or 'none'}"]
+    run.outputs.note(*filter(None, lines))
     return run
-
-
-def show_error(message: str) -> None:
-    """Shows what ended the run, on the error output."""
-    from train.figures import without_secrets
-
-    rank = os.environ.get("RANK", "0")
-    print(f"error{'' if rank == '0' else f' (rank {rank})'}: {without_secrets(message)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -34,6 +35,13 @@ def how_to_resume(config: Config) -> str:
     if step is None:
         return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
     return f"Run {same_command(config)} again to resume from step {step}."
+
+
+def refuse_disk(error: OSError, config: Config) -> None:
+    """Raises UserError if ``error`` is what the system says of a disk that takes nothing more."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG):
+        where = error.filename or config.output.output_dir
+        raise UserError(f"{where} cannot be written: {error.strerror}. {how_to_resume(config)}") from None
 
 
 def same_command(config: Config) -> str:
