@@ -93,15 +93,9 @@ def _from_transformers(
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """(trained, all) parameters."""
-    sizes = [(num_weights(p), p.requires_grad) for p in model.parameters()]
-    return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
-
-
-def num_weights(parameter: torch.Tensor) -> int:
-    """Weights in ``parameter``: more than its elements where two share a byte (bitsandbytes' 4 bits)."""
-    quantized = getattr(parameter, "quant_state", None)
-    return parameter.numel() if quantized is None else quantized.shape.numel()
+    """(trained, all) parameters; more than the elements of a tensor where two share a byte (bitsandbytes' 4 bits)."""
+    shapes = [((getattr(p, "quant_state", None) or p).shape, p.requires_grad) for p in model.parameters()]
+    return sum(shape.numel() for shape, is_trained in shapes if is_trained), sum(shape.numel() for shape, _ in shapes)
 
 
 def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, max_length: int) -> PretrainedConfig:
