@@ -74,6 +74,11 @@ class Launch:
         return self.rank // self.tp_size
 
     @property
+    def device(self) -> torch.device:
+        """Where this process trains."""
+        return target_device()
+
+    @property
     def evaluation_copies(self) -> int:
         """Ranks that are handed the same examples to evaluate: with Ulysses each evaluates whole sequences."""
         return self.tp_size * self.cp_size

@@ -64,7 +64,7 @@ def test_line_that_a_person_went_back_from_is_moved_aside(tmp_path: Path) -> Non
     earlier = ("--resume", output / "checkpoints" / "step-00000004")
     end = go(tmp_path, *changed, *earlier, fault=at_step(4, "begin", send_itself(signal.SIGTERM)))
     assert end.status == EXIT_STOPPED, end.said
-    assert "the same command and --resume auto goes on from it" in end.said
+    assert "run the same command with --resume auto again to resume from step 5" in end.said
     assert steps_of(output) == [4, 5]
     aside = output / "previous-1"
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step-00000005", "step-00000006"]
@@ -226,7 +226,7 @@ def fails() -> None:
 
 
 def test_sample_that_fails_loses_nothing(tmp_path: Path) -> None:
-    end = go(tmp_path, fault=at_call("train.tasks.causal_lm:CausalLM.sample", fails))
+    end = go(tmp_path, fault=at_call("train.extras.report.sample:sample", fails))
     assert end.status == EXIT_DONE, end.said
     assert "no sample of what the model writes: IndexError: index is out of bounds" in end.said
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
