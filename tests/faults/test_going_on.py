@@ -96,7 +96,7 @@ def test_damaged_checkpoint_does_not_push_out_new_ones(tmp_path: Path) -> None:
 
 
 WITH_BEST = ("--eval_every_steps", 1, "--load_best_model_at_end", True)
-GETS_WORSE = (*WITH_BEST, "--learning_rate", 3, "--warmup_steps", 0)
+GETS_WORSE = (*WITH_BEST, "--learning_rate", 3, "--lr_scheduler", "constant", "--warmup_steps", 0)
 
 
 def test_best_checkpoint_that_is_damaged_is_told_and_not_taken(tmp_path: Path) -> None:
