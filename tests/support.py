@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from train.launch import Launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedTokenizerBase
 
     from train import records
     from train.config import Config
@@ -71,10 +70,3 @@ def run_for(config: Config, accelerator: Accelerator | None = None, launch: Laun
     accelerator = accelerator or Accelerator(cpu=True)
     outputs = Outputs(config, accelerator, is_silent=True)
     return Run(config, launch, accelerator, extras.join(), outputs, StopRequest())
-
-
-def tokenizer_of(spec: str, texts: Iterable[str] = ()) -> PreTrainedTokenizerBase:
-    """``bytes``, ``words`` or ``train:N``, the latter two made from ``texts``."""
-    from train.extras.readers.own_tokenizers import build_tokenizer
-
-    return build_tokenizer(spec, texts)

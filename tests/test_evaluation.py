@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support import run_for, tokenizer_of
+from made_tokenizers import tokenizer_of
+from support import run_for
 from torch import Tensor, nn
 
 from train.batching import Loading

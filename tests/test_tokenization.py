@@ -9,7 +9,8 @@ from typing import Any
 
 import datasets
 import pytest
-from support import run_for, tokenizer_of
+from made_tokenizers import tokenizer_of
+from support import run_for
 from transformers import PreTrainedTokenizerBase
 
 from train.config import Config

@@ -81,7 +81,7 @@ def test_stops_at_once_while_data_is_prepared(tmp_path: Path, target: str, numbe
 
 def test_stops_at_once_while_workers_prepare_data(tmp_path: Path) -> None:
     its = arguments(write_recipe(tmp_path), tmp_path / "run", "--preprocessing_num_workers", 2)
-    fault = at_call("train.tokenization:_Encode.__call__", sleep_for_long)
+    fault = at_call("train.tasks.causal_lm:Task.encode", sleep_for_long)
     with started(its, tmp_path / "logs", fault=fault) as job:
         job.wait_until(lambda: "Tokenising train" in job.said())
         time.sleep(1.0)

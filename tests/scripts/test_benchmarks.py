@@ -29,8 +29,7 @@ SCRIPTS = sorted(
     if re.search(r"harness\.(report|read_options)\(Options", path.read_text(encoding="utf-8"))
 )
 BUILDERS = {"building.py", "looping.py"}
-CORE = {"batching", "cross_entropy", "data", "launch", "loop", "loss", "main", "model", "optim", "outputs", "runtime"}
-CORE |= {"step", "tasks", "tokenization"}
+CORE = {"batching", "data", "launch", "loop", "loss", "main", "model", "optim", "outputs", "step", "tasks"}
 
 
 def imports(path: Path) -> set[str]:

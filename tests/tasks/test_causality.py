@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import run_for, tokenizer_of
+from made_tokenizers import tokenizer_of
+from support import run_for
 from torch import Tensor, nn
 
 from train.config import Config

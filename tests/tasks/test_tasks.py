@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support import run_for, tokenizer_of
+from made_tokenizers import tokenizer_of
+from support import run_for
 from torch import nn
 
 from train.config import Config

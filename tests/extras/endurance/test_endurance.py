@@ -26,10 +26,8 @@ MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
 
 def run_with(**values: Any) -> Run:
     config, outputs = Config().changed(**MODEL, **values), SimpleNamespace(say=lambda line: None)
-    return cast(
-        "Run",
-        SimpleNamespace(config=config, accelerator=Accelerator(cpu=True), extras=Extras({}), outputs=outputs),
-    )
+    parts = {"config": config, "accelerator": Accelerator(cpu=True), "extras": Extras({}), "outputs": outputs}
+    return cast("Run", SimpleNamespace(**parts, is_planned=False))
 
 
 @pytest.mark.parametrize(
