@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +34,19 @@ class Way:
     """Of each step."""
     blind_to: tuple[str, ...] = ()
     """Faults that cannot change its result."""
+    wraps: bool = False
+    """Whether it is made around the plain engine."""
 
     def engine(self, accelerator: Accelerator, config: Config) -> Engine:
-        return getattr(pytest.importorskip(self.module, reason="its extra is not here"), self.name)(accelerator, config)
+        made = getattr(pytest.importorskip(self.module, reason="its extra is not here"), self.name)
+        return made(Engine(accelerator, config), lambda line: None) if self.wraps else made(accelerator, config)
 
 
 WAYS = {
     "plain": Way("train.step", "Engine"),
     # It frees each gradient as it uses it, so that none is left to set to zero, and no norm of all is known to clip by.
     "in backward": Way("train.extras.optimizers.in_backward", "InBackward", 1, (CLIPPING, ZERO_GRAD)),
+    "recovering": Way("train.extras.endurance.recovery", "Recovering", wraps=True),
 }
 
 
@@ -53,8 +58,11 @@ def without_clipping(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_division(patch: pytest.MonkeyPatch) -> None:
-    count = train.step.count
-    patch.setattr(train.step, "count", lambda *args: [1, *count(*args)[1:]])
+    source, scale = inspect.getsource(train.step.optimizer_step), "engine.loss_scale / totals[0]"
+    assert scale in source
+    names = dict(vars(train.step))
+    exec(source.replace(scale, "engine.loss_scale"), names)
+    patch.setattr(train.step, "optimizer_step", names["optimizer_step"])
 
 
 def without_zero_grad(patch: pytest.MonkeyPatch) -> None:
