@@ -44,3 +44,8 @@ def test_adapters_and_compilation_are_refused_where_nobody_tried(
         extras.check(config, works)
     with pytest.raises(UsageError, match=message):
         extras.check(config, launch)
+
+
+def test_extras_that_are_not_used_leave_no_mark_on_what_a_run_is() -> None:
+    """Else a checkpoint could not be resumed without the extra, nor one of version 0.1.0, which names what is used."""
+    assert {name: value for name, value in extras.join().merged("identity", Config()).items() if value} == {}

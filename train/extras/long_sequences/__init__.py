@@ -75,7 +75,8 @@ class Room(Extra):
 
     def identity(self, config: Config) -> dict[str, Any]:
         own = config.of(Options)
-        return {"packing": own.packing, "rope_scaling": own.rope_scaling, "sliding_window": own.sliding_window}
+        rope_scaling = None if own.rope_scaling == "none" else own.rope_scaling
+        return {"packing": own.packing, "rope_scaling": rope_scaling, "sliding_window": own.sliding_window}
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         own = run.config.of(Options)
