@@ -21,6 +21,7 @@ from scripts.benchmarks import harness
 from scripts.benchmarks.study.cells import sweep_from
 from scripts.benchmarks.study.page import page as study_page
 from scripts.benchmarks.study.tables import markdown
+from train.figures import count, duration, gib
 
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
 SCRIPTS = sorted(
@@ -55,6 +56,22 @@ def test_a_committed_page_is_what_its_script_makes_of_the_figures(path: Path) ->
     if "date" not in found:  # two older files have it on the page only
         text = re.sub(r"; \d{4}-\d\d-\d\d\b", "", text)
     assert importlib.import_module(f"scripts.benchmarks.{script}").page(found) == text
+
+
+def test_the_readme_shows_the_figures_of_the_quickstart() -> None:
+    summary = json.loads((ROOT / "docs" / "results" / "quickstart-cpu" / "summary.json").read_text(encoding="utf-8"))
+    result, peak = summary["result"]["validation"], gib(summary["peak_allocated_bytes"])
+    steps = f"{summary['steps']} steps, {count(summary['tokens'])} tokens in {duration(summary['training_seconds'])}"
+    speed = f"{count(summary['tokens_per_second'])} tokens/s, peak memory {peak}"
+    expected = (
+        *(note for note in summary["notes"] if note.startswith(("device", "model", "batch"))),
+        f"peaks at {peak}, predicted",
+        f"loss {result['loss']:.3f}, perplexity {result['perplexity']:.1f}, accuracy {result['accuracy']:.4f}",
+        f"bits per byte {result['bits_per_byte']:.3f}, examples {result['examples']}",
+        f"{steps}: {speed}, first step after {summary['seconds_to_first_step']:.1f} s",
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [line for line in expected if line not in readme] == []
 
 
 def test_the_committed_pages_of_the_study_are_made_of_its_figures() -> None:
