@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,38 +38,30 @@ class Loading:
     rounds: Rounds = field(default_factory=lambda: Rounds())
 
 
-def batch_arithmetic(
-    micro_batch_size: int, accumulation_steps: int | None, global_batch_size: int | None, world_size: int
-) -> BatchArithmetic:
-    """What the user gave, completed.
-
-    Raises:
-        UsageError: the three numbers contradict each other.
-    """
-    per_round = micro_batch_size * world_size
-    if global_batch_size is None:
-        return BatchArithmetic(micro_batch_size, accumulation_steps or 1, world_size)
-    if global_batch_size % per_round:
-        below = global_batch_size // per_round * per_round
-        near = f"{below} or {below + per_round}" if below else f"{per_round}"
-        raise UsageError(
-            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} × "
-            f"{world_size} process(es): {near} would be, or another micro_batch_size."
-        )
-    steps = global_batch_size // per_round
-    if accumulation_steps is not None and accumulation_steps != steps:
-        raise UsageError(
-            f"gradient_accumulation_steps: {accumulation_steps} contradicts global_batch_size {global_batch_size} = "
-            f"micro_batch_size {micro_batch_size} × {steps} × {world_size} process(es). Give one of the two."
-        )
-    return BatchArithmetic(micro_batch_size, steps, world_size)
-
-
 def arithmetic_of(config: Config, dp_size: int, size_for_auto: int = 1) -> BatchArithmetic:
     """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
     optim = config.optimization
     size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
     return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, dp_size)
+
+
+def batch_arithmetic(size: int, accumulation: int | None, total: int | None, world_size: int) -> BatchArithmetic:
+    """Micro-batch size, accumulation and global batch size, completed; raises UsageError if they contradict."""
+    if total is None:
+        return BatchArithmetic(size, accumulation or 1, world_size)
+    steps, rest = divmod(total, size * world_size)
+    if rest:
+        near = f"{total - rest} or {total - rest + size * world_size}" if steps else f"{size * world_size}"
+        raise UsageError(
+            f"global_batch_size: {total} is not a multiple of micro_batch_size {size} × {world_size} process(es): "
+            f"{near} would be, or another micro_batch_size."
+        )
+    if accumulation not in (None, steps):
+        raise UsageError(
+            f"gradient_accumulation_steps: {accumulation} contradicts global_batch_size {total} = micro_batch_size "
+            f"{size} × {steps} × {world_size} process(es). Give one of the two."
+        )
+    return BatchArithmetic(size, steps, world_size)
 
 
 def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
@@ -98,16 +91,13 @@ class Rounds:
         return micro_batches(ids, lengths, arithmetic.micro_batch_size, arithmetic.world_size)
 
     def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
-        """The micro-batch that takes most memory: that of the longest examples.
-
-        It has padding, and with it whatever mask the model makes for that, where lengths differ at all.
-        """
+        """The micro-batch that takes most memory: the longest examples, padded if lengths differ at all."""
         order = np.argsort(-lengths, kind="stable")
         return with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)
 
 
 def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """``ids``; if they are of one length, with the next shorter example of ``order`` as the last."""
+    """``ids``; if all are of one length, the next shorter of ``order`` comes last: padding can make a model mask."""
     shorter = order[lengths[order] < lengths[ids[0]]]
     if len(ids) > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
         ids[-1] = int(shorter[0])
@@ -132,14 +122,12 @@ class MapBatches:
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step of ``epoch`` from ``first_step``."""
-        size = self.arithmetic.global_batch_size
-        order = epoch_order(len(self.lengths), self.seed, epoch)
-        plan = []
+        size, order, plan = self.arithmetic.global_batch_size, epoch_order(len(self.lengths), self.seed, epoch), []
         for first in range(first_step * size, len(order), size):
             ids = order[first : first + size]
             parts = self._loading.rounds.form(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
             plan.append([part[self.rank] for part in parts])
-        batches = load(self._examples, self._loading, [ids for step in plan for ids in step], (self.seed, epoch))
+        batches = load(self._examples, self._loading, list(itertools.chain(*plan)), (self.seed, epoch))
         for step in plan:
             yield list(itertools.islice(batches, len(step)))
 
@@ -158,35 +146,27 @@ def load(
 ) -> Iterator[MicroBatch]:
     """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
     table = examples.with_format("arrow")  # numpy's formatter takes four times as long
-    batches: Any = _MicroBatches(table, loading.collate, id_lists, seed)
-    loader = DataLoader(batches, batch_size=None, num_workers=loading.num_workers, pin_memory=loading.pin_memory)
-    return iter(loader)
+    make: Any = partial(_micro_batch, table, loading.collate, seed)
+    return iter(
+        DataLoader(
+            id_lists,  # pyright: ignore[reportArgumentType] - a list is a dataset
+            batch_size=None,
+            num_workers=loading.num_workers,
+            pin_memory=loading.pin_memory,
+            collate_fn=make,
+        )
+    )
 
 
-class _MicroBatches:
-    """A micro-batch for each list of examples; picklable for DataLoader's workers."""
-
-    def __init__(
-        self, table: datasets.Dataset, collate: Collate, id_lists: list[list[int]], seed: Sequence[int]
-    ) -> None:
-        self._table, self._collate, self._id_lists, self._seed = table, collate, id_lists, seed
-
-    def __len__(self) -> int:
-        return len(self._id_lists)
-
-    def __getitem__(self, index: int) -> MicroBatch:
-        ids = self._id_lists[index]
-        batch = self._collate(rows_of(self._table[ids or [0]], ids or [0]), self._seed)
-        return batch if ids else without_targets(batch)
-
-
-def rows_of(table: pa.Table, ids: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of an Arrow table, lists as numpy arrays, each with its ``id``."""
-    rows: list[dict[str, Any]] = [{"id": i} for i in ids]
-    for name in table.column_names:
-        for row, value in zip(rows, table.column(name), strict=True):
+def _micro_batch(table: datasets.Dataset, collate: Collate, seed: Sequence[int], ids: list[int]) -> MicroBatch:
+    """The examples ``ids`` of an Arrow-formatted dataset, lists as numpy arrays, collated."""
+    found: Any = table[ids or [0]]
+    rows: list[dict[str, Any]] = [{"id": i} for i in ids or [0]]
+    for name in found.column_names:
+        for row, value in zip(rows, found.column(name), strict=True):
             row[name] = value.values.to_numpy(zero_copy_only=False) if pa.types.is_list(value.type) else value.as_py()
-    return rows
+    batch = collate(rows, seed)
+    return batch if ids else without_targets(batch)
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:

@@ -31,8 +31,7 @@ class Goal:
     peak_learning_rate: float
     metric: str
     greater_is_better: bool
-    best_of: str = ""
-    """The metric and a digest of the validation data: a best by anything else does not count."""
+    best_of: str = ""  # the metric and a digest of the validation data: a best by anything else does not count
 
 
 def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic) -> Goal:
@@ -59,9 +58,7 @@ class Evaluator:
         """Metrics of one pass over ``examples``, each counted once, the same on every rank."""
         started = time.perf_counter()
         self._model.eval()
-        rows: list[tuple[float, ...]] = []
-        for batch in self._data.evaluation_batches(self._run, examples):
-            rows += self.score(batch)
+        rows = [row for batch in self._data.evaluation_batches(self._run, examples) for row in self.score(batch)]
         reshard(self._model)
         self._model.train()
         table = _gathered(self._run, rows)
@@ -73,7 +70,14 @@ class Evaluator:
         """(example, loss sum, targets, correct, prediction, reference) of each example of a batch."""
         with self._run.extras.inside("evaluating", batch), self._engine.share(batch) as part:
             part = part.to(self._run.accelerator.device)
-            return _rows(self._model(part.inputs, part.labels, scored=True), part)
+            scores: Scores = self._model(part.inputs, part.labels, scored=True)
+            targets = part.labels != IGNORE
+            correct = (scores.predictions == part.labels) & targets
+            sums = [t.reshape(len(targets), -1).sum(1).double() for t in (scores.loss_sums, targets, correct)]
+            first = [t.reshape(len(targets), -1)[:, 0].double() for t in (scores.predictions, part.labels)]
+            rows = torch.stack(sums + first, dim=1).tolist()
+        # A batch that only keeps ranks in step has no ids.
+        return [(example, *row) for example, row in zip(part.example_ids, rows, strict=False)]
 
 
 def after_evaluation(progress: Progress, goal: Goal, evaluation: Evaluation) -> Progress:
@@ -99,23 +103,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _rows(scores: Scores, batch: MicroBatch) -> list[tuple[float, ...]]:
-    if not batch.example_ids:
-        return []
-    targets = batch.labels != IGNORE
-    correct = (scores.predictions == batch.labels) & targets
-    size = len(batch.labels)
-    first = torch.stack([t.reshape(size, -1)[:, 0].double() for t in (scores.predictions, batch.labels)])
-    sums = torch.stack([t.reshape(size, -1).sum(1).double() for t in (scores.loss_sums, targets, correct)])
-    columns = torch.cat([sums, first]).T.tolist()
-    return [(example, *row) for example, row in zip(batch.example_ids, columns, strict=True)]
-
-
 def _gathered(run: Run, rows: list[tuple[float, ...]]) -> np.ndarray:
     """(examples, 6) all ranks' rows in the order of the examples, one for each."""
-    if run.launch.rank % run.launch.tp_size:  # the first of the ranks that share tensors has the same rows
-        rows = []
-    everyone = [row for rows in exchange(rows, run.accelerator.num_processes) for row in rows]
+    # The first of the ranks that share tensors has the same rows as the others.
+    own = rows if run.launch.rank % run.launch.tp_size == 0 else []
+    everyone = [row for rows in exchange(own, run.accelerator.num_processes) for row in rows]
     table = np.array(sorted(everyone), dtype=np.float64).reshape(-1, 6)
     if run.launch.cp_size == 1:
         return table

@@ -86,6 +86,7 @@ def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
 
 def progress_text(values: Mapping[str, Any]) -> str:
     """A row of training metrics in a few words, for the progress bar."""
+    is_fragmented = (values.get("peak_reserved_bytes") or 0) > 1.2 * (values.get("peak_allocated_bytes") or math.inf)
     texts: dict[str, Callable[[Any], str]] = {
         "loss": "loss {:.4g}".format,
         "learning_rate": "lr {:.2e}".format,
@@ -93,11 +94,9 @@ def progress_text(values: Mapping[str, Any]) -> str:
         "tokens_per_second": lambda value: f"{count(value)} tok/s",
         "mfu": "MFU {:.1%}".format,
         "peak_allocated_bytes": gib,
-        "peak_reserved_bytes": lambda value: f"{gib(value)} reserved",
+        "peak_reserved_bytes": lambda value: f"{gib(value)} reserved" if is_fragmented else "",
     }
-    if (values.get("peak_reserved_bytes") or 0) <= 1.2 * (values.get("peak_allocated_bytes") or math.inf):
-        del texts["peak_reserved_bytes"]  # a person needs it only where memory is fragmented
-    return ", ".join(text(values[name]) for name, text in texts.items() if values.get(name) is not None)
+    return ", ".join(filter(None, (text(values[name]) for name, text in texts.items() if values.get(name) is not None)))
 
 
 def show_error(message: str) -> None:

@@ -22,17 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """Terms of the training loss in addition to cross-entropy.
-
-    For each target: (1 − ε) · −log p(label) + ε · the mean of −log p over the classes + z · log² Z, where Z is the sum
-    of the exponentials of the logits.
-    """
+    """For each target: (1 − ε) · −log p(label) + ε · mean of −log p over the classes + z · log² Z, Z = Σ exp(logits)."""
 
     label_smoothing: float = 0.0  # ε (arXiv 1512.00567, section 7)
     z_loss: float = 0.0  # z; keeps logits from drifting (PaLM, arXiv 2204.02311, section 5, used 1e-4)
 
 
-PLAIN = Objective()
+PLAIN = Objective()  # cross-entropy
 
 
 class Scores(NamedTuple):
@@ -43,21 +39,14 @@ class Scores(NamedTuple):
 
 
 class ModelWithLoss(nn.Module):
-    """``model`` and the loss of its logits as one module, which is what gets prepared and called.
-
-    Args:
-        task: its ``loss_sum`` and ``scores``; None: cross-entropy.
-
-    Attributes:
-        loss_in_head: computes loss or scores without holding all logits, in place of the code below; called with this
-            module and the arguments of :meth:`forward`. Set by an extra.
-    """
+    """``model`` and the loss of its logits (its task's, or cross-entropy) as one module, which is prepared and called."""
 
     def __init__(self, model: nn.Module, objective: Objective = PLAIN, task: type[Task] | None = None) -> None:
         super().__init__()
         self.model, self.objective = model, objective
         self.loss_sum = task.loss_sum if task else cross_entropy_sum
         self.scores = task.scores if task else cross_entropy_scores
+        # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
         self.loss_in_head: Callable[..., Any] | None = None
 
     def tie_weights(self) -> None:
@@ -68,9 +57,7 @@ class ModelWithLoss(nn.Module):
     def forward(
         self, inputs: dict[str, Any], labels: Tensor, scored: bool = False, num_targets: int | None = None
     ) -> Tensor | Scores:
-        """The summed loss (), or with ``scored`` each example's cross-entropy and predictions.
-
-        Scores are of plain cross-entropy, whatever the objective: its exponential is a perplexity.
+        """The summed loss (); ``scored``: each example's plain cross-entropy, whatever the objective, and predictions.
 
         Args:
             inputs: keyword arguments of the model, ``input_ids: (B, S)`` among them.
@@ -95,17 +82,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """−log p(label) of each position, flattened, in fp32 (fp64 for fp64 logits); 0 where the label is IGNORE."""
-    logits, labels = _rows(logits, labels)
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+    wide = logits.to(wide_dtype(logits.dtype)).reshape(-1, logits.shape[-1])
+    return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, objective: Objective = PLAIN) -> Tensor:
     """() the summed loss of the positions whose label is not IGNORE."""
-    logits, labels = _rows(logits, labels)
-    smoothing = objective.label_smoothing
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    logits = logits.to(wide_dtype(logits.dtype))  # once for both terms
+    loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=objective.label_smoothing)
     if objective.z_loss:
         log_z = logits.logsumexp(-1).masked_fill(labels == IGNORE, 0)
         loss = loss + objective.z_loss * log_z.square().sum()
@@ -116,8 +102,3 @@ def cross_entropy_scores(logits: Tensor, labels: Tensor) -> Scores:
     """Each example's summed cross-entropy and predictions."""
     losses = cross_entropy(logits, labels).view(labels.shape)
     return Scores(losses.reshape(len(labels), -1).sum(1), logits.argmax(-1))
-
-
-def _rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.to(wide_dtype(logits.dtype))
-    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)

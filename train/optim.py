@@ -48,10 +48,9 @@ def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, A
 
 def peak_learning_rate(config: Optimization, global_batch_size: int) -> float:
     """``learning_rate`` scaled to the global batch: linear (arXiv 1706.02677) or by the square root."""
-    if config.learning_rate_scaling == "none" or config.learning_rate_reference_batch_size is None:
-        return config.learning_rate
-    ratio = global_batch_size / config.learning_rate_reference_batch_size
-    return config.learning_rate * (ratio if config.learning_rate_scaling == "linear" else math.sqrt(ratio))
+    reference = config.learning_rate_reference_batch_size or global_batch_size
+    exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.learning_rate_scaling]
+    return config.learning_rate * (global_batch_size / reference) ** exponent
 
 
 def num_warmup_steps(total_steps: int, config: Optimization) -> int:
@@ -64,18 +63,16 @@ def learning_rate_at(step: int, total_steps: int, peak: float, config: Optimizat
     warmup = num_warmup_steps(total_steps, config)
     if step < warmup:
         return peak * (step + 1) / warmup
-    floor = config.min_learning_rate_ratio
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if config.lr_scheduler == "constant":
-        share = 1.0
-    elif config.lr_scheduler == "linear":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler == "linear":
         share = 1.0 - done
     elif config.lr_scheduler == "cosine":
         share = 0.5 * (1.0 + math.cos(math.pi * done))
     else:
-        decay_steps = max(1, round(config.decay_ratio * total_steps))
-        share = min(1.0, (total_steps - step) / decay_steps)
-    return peak * (floor + (1.0 - floor) * share) if config.lr_scheduler != "constant" else peak
+        share = min(1.0, (total_steps - step) / max(1, round(config.decay_ratio * total_steps)))
+    return peak * (config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * share)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

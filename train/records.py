@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from train.launch import Launch, StopRequest
     from train.outputs import Outputs
 
-IGNORE = -100
-"""A label that is not a target: padding, or a position that is only context."""
+IGNORE = -100  # a label that is not a target: padding, or a position that is only context
 
 EXIT_DONE, EXIT_ERROR, EXIT_USAGE = 0, 1, 2
-EXIT_STOPPED = 85
-"""Stopped by a signal; a checkpoint is written; the same command resumes from it."""
-EXIT_INTERRUPTED = 130
-"""Ended at once by a second interrupt, as shells report it."""
+EXIT_STOPPED = 85  # by a signal; a checkpoint is written; the same command resumes from it
+EXIT_INTERRUPTED = 130  # at once, by a second interrupt; the number that shells report for it
+
+Mark: TypeAlias = Callable[[str], None]
+"""Told the name of a phase of a step as it begins: forward, backward, clip, optimizer."""
+
+
+def unmarked(phase: str) -> None:
+    """Ignores the phases."""
 
 
 class UserError(Exception):
@@ -42,12 +46,11 @@ class UsageError(UserError):
 class StepError(UserError):
     """An optimizer step that failed."""
 
-    weights_intact = False
-    """Whether weights and optimizer are, on every rank, as they were before the step."""
+    weights_intact = False  # whether weights and optimizer are, on every rank, as they were before the step
 
 
 class DivergenceError(UserError):
-    """Training has diverged: the loss is far above the usual one, or too many steps had no finite gradient."""
+    """The loss is far above the usual one, or too many steps had no finite gradient."""
 
     def __init__(self, message: str, progress: Progress, sound_step: int) -> None:
         """``progress``: where the run stands; ``sound_step``: the last step at which everything was in order."""
@@ -65,8 +68,7 @@ class Run:
     extras: extras.Extras
     outputs: Outputs
     stop: StopRequest
-    is_planned: bool = False
-    """Nothing is trained: the step is only predicted, perhaps for another machine."""
+    is_planned: bool = False  # nothing is trained: the step is only predicted, perhaps for another machine
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,7 @@ class Corpus:
     train: datasets.Dataset | datasets.IterableDataset
     validation: datasets.Dataset
     test: datasets.Dataset | None = None
-    notes: tuple[str, ...] = ()
-    """What a person should know: records skipped, and where."""
+    notes: tuple[str, ...] = ()  # what a person should know: records skipped, and where
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,11 @@ class Examples:
 class MicroBatch:
     """The examples of one forward/backward on one device."""
 
-    inputs: dict[str, Any]
-    """Arguments of the forward, ``input_ids: (B, S)`` among them: tensors, or things that move and pin like them."""
-    labels: torch.Tensor
-    """Targets aligned with the logits, ``(B, S)`` or ``(B,)``; :data:`IGNORE` is not a target."""
+    inputs: dict[str, Any]  # of the forward, input_ids (B, S) among them: tensors, or things that move and pin alike
+    labels: torch.Tensor  # aligned with the logits, (B, S) or (B,); IGNORE is not a target
     num_targets: int
-    example_ids: tuple[int, ...]
-    """Position of each example in its split; ``()`` for a batch that only keeps ranks in step."""
-    num_tokens: int
-    """Input positions that hold a token of an example; the others are padding."""
+    example_ids: tuple[int, ...]  # position of each in its split; () for a batch that only keeps ranks in step
+    num_tokens: int  # input positions that hold a token of an example; the others are padding
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -131,8 +128,7 @@ class BatchArithmetic:
 
     micro_batch_size: int
     accumulation_steps: int
-    world_size: int
-    """Ranks, or groups of them, that see different examples."""
+    world_size: int  # ranks, or groups of them, that see different examples
 
     @property
     def global_batch_size(self) -> int:
@@ -148,18 +144,14 @@ class BatchArithmetic:
 class StepOutcome:
     """What one optimizer step did, equal on all ranks except for ``loss_sum``."""
 
-    loss_sum: torch.Tensor
-    """() of this rank's targets; stays on the device, because reading it would wait for the device."""
+    loss_sum: torch.Tensor  # () of this rank's targets; on the device, because reading it would wait for the device
     num_targets: int
     num_tokens: int
-    num_positions: int
-    """Input positions, padding included; like the two counts above, of the whole global batch."""
-    grad_norm: float
-    """Norm before clipping; inf or nan in a step that was skipped."""
+    num_positions: int  # padding included; like the two counts above, of the whole global batch
+    grad_norm: float  # before clipping; inf or nan in a step that was skipped
     clipped: bool
     skipped: bool
-    stop_requested: bool
-    """Some rank was asked to stop."""
+    stop_requested: bool  # of some rank
 
 
 @dataclass(frozen=True)
@@ -171,8 +163,7 @@ class IntervalSums:
     loss_sum: float = 0.0
     targets: int = 0
     tokens: int = 0
-    positions: int = 0
-    """Tokens and padding."""
+    positions: int = 0  # tokens and padding
     clipped: int = 0
     seconds: float = 0.0
 
@@ -185,19 +176,16 @@ class Progress:
     epoch: int = 0
     step_in_epoch: int = 0
     tokens_seen: int = 0
-    positions_seen: int = 0
-    """Tokens and padding."""
+    positions_seen: int = 0  # tokens and padding
     nonfinite_steps: int = 0
     consecutive_nonfinite_steps: int = 0
     best_metric: float | None = None
     best_step: int | None = None
-    best_of: str | None = None
-    """By which metric, on which data."""
+    best_of: str | None = None  # by which metric, on which data
     evaluated_step: int = 0
     evaluations_without_improvement: int = 0
     training_seconds: float = 0.0
-    usual_loss: float | None = None
-    """A moving mean over the logging intervals."""
+    usual_loss: float | None = None  # a moving mean over the logging intervals
     rollbacks: int = 0
     interval: IntervalSums = IntervalSums()
 
@@ -217,6 +205,16 @@ class Evaluation:
     seconds: float = 0.0
 
 
+class Batches(Protocol):
+    """The order of the data: what each optimizer step of an epoch sees on this rank."""
+
+    steps_per_epoch: int | None  # None: known only when the stream ends
+
+    def longest(self) -> MicroBatch: ...
+
+    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]: ...
+
+
 def column(examples: datasets.Dataset, name: str) -> np.ndarray:
     """(examples,) a column of numbers."""
     import numpy as np  # here: --help does not wait for it
@@ -231,22 +229,3 @@ def exchange(value: Any, num_processes: int) -> list[Any]:
     from accelerate.utils import gather_object
 
     return gather_object([value])
-
-
-Mark: TypeAlias = Callable[[str], None]
-"""Told the name of a phase of a step as it begins: forward, backward, clip, optimizer."""
-
-
-def unmarked(phase: str) -> None:
-    """Ignores the phases."""
-
-
-class Batches(Protocol):
-    """The order of the data: what each optimizer step of an epoch sees on this rank."""
-
-    steps_per_epoch: int | None
-    """None: known only when the stream ends."""
-
-    def longest(self) -> MicroBatch: ...
-
-    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]: ...

@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 
 from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum
-from train.records import Corpus, Examples, MicroBatch, UsageError, UserError, column
+from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 # Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
 BYTES_AT_ONCE = 2**20
-# Documents whose examples are in memory together; fewer where these would be more than BYTES_AT_ONCE of text.
-DOCUMENTS_AT_ONCE = 100
+DOCUMENTS_AT_ONCE = 100  # whose examples are in memory together, or BYTES_AT_ONCE of text
 DOCUMENTS_PER_WORKER, BYTES_PER_WORKER = 2000, 2**24
 
 
@@ -43,11 +42,7 @@ def task_names() -> list[str]:
 
 
 def load_task(name: str) -> type[Task]:
-    """The class of a task.
-
-    Raises:
-        UsageError: there is no such file.
-    """
+    """The class of a task; raises UsageError where there is no such file."""
     if name not in task_names():
         raise UsageError(f"task: {name!r} is not one of {', '.join(task_names())}.")
     return importlib.import_module(f"train.tasks.{name}").Task
@@ -56,25 +51,33 @@ def load_task(name: str) -> type[Task]:
 class Task:
     """How documents are cut into examples, how examples form a batch, what their loss is and how they are judged.
 
-    The defaults are those of a choice among classes at some positions: the cross-entropy of ``logits (..., C)`` with
-    ``labels (...)``, summed over the labels that are not ``IGNORE``.
+    A task writes :meth:`cut` and :meth:`inputs_and_labels`. The other defaults are those of a choice among classes at
+    some positions: the cross-entropy of ``logits (..., C)`` with ``labels (...)``, summed over labels but ``IGNORE``.
     """
 
     name: ClassVar[str]
     auto_class: ClassVar[str]  # of transformers: builds the model for this task
-    default_metric: ClassVar[str]  # says which checkpoint is best
-    headline_metric: ClassVar[str]  # what a person reads first
+    default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
+    headline_metric: ClassVar[str] = "loss"  # what a person reads first
     title: ClassVar[str] = ""  # what such a model is called in a sentence: a … model
     pipeline_tag: ClassVar[str | None] = None  # of the Hub's model cards
-    is_causal: ClassVar[bool] = False  # tokens must not see later ones
+    is_causal: ClassVar[bool] = False  # tokens must not see later ones; padding at the end then needs no mask
     labelled: ClassVar[bool] = False  # documents need a label
-    # Options that encode depends on; examples cached under other values are not reused.
+    # Options that examples depend on; those cached under other values are not reused.
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
-    # Columns that encode returns; ``length``, the positions a model sees, is one of them.
+    # Columns of an example; ``length``, the positions a model sees, is one of them.
     example_columns: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: Config) -> None:
         self.config, self.data = config, config.data
+
+    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+        """The examples of one document with token ``ids`` and, if ``labelled``, the number of its class."""
+        raise NotImplementedError
+
+    def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``input_ids`` (S,) of an example and its labels, (S,) or (); randomness only from ``seed`` and its ``id``."""
+        raise NotImplementedError
 
     @staticmethod
     def loss_sum(logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
@@ -88,13 +91,7 @@ class Task:
 
     @classmethod
     def check_model(cls, model: nn.Module, name: str, vocabulary: int, max_length: int, has_weights: bool) -> None:
-        """Raises UserError when the model cannot learn the task.
-
-        Args:
-            name: of the model, for the message.
-            vocabulary: how many token ids there are.
-            has_weights: without them only what the model says of itself is looked at.
-        """
+        """Raises UserError when the model cannot learn the task; without weights only its configuration tells."""
 
     def check_metrics(self, label_names: Sequence[str]) -> None:
         """Raises UserError when the metrics asked for cannot be computed."""
@@ -102,11 +99,7 @@ class Task:
             raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
 
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
-        """Metrics of one pass over a split.
-
-        Args:
-            table: (examples, 6): example, loss sum, targets, correct, prediction, reference.
-        """
+        """Metrics of a split; ``table`` (examples, 6): example, loss sum, targets, correct, prediction, reference."""
         covered = np.zeros(len(table))
         if "num_bytes" in examples.column_names:
             covered = column(examples, "num_bytes")[table[:, 0].astype(int)]
@@ -121,29 +114,55 @@ class Task:
         """Names of the classes in the order of their numbers; empty where the vocabulary is the classes."""
         return ()
 
+    def class_of(self, label: Any, label_names: Sequence[str]) -> int | None:
+        """The number of a document's class."""
+        return None
+
     def accepted(self, documents: Dataset, label_names: Sequence[str]) -> tuple[Dataset, tuple[str, ...]]:
         """The documents that can be used, and notes about the others."""
         return documents, ()
-
-    def encode(
-        self, documents: Mapping[str, Sequence[Any]], tokenizer: Tokenizer, label_names: Sequence[str]
-    ) -> dict[str, list[Any]]:
-        """A batch of documents (columns ``text``, ``label``) as examples, a row each (``example_columns``)."""
-        raise NotImplementedError
-
-    def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
-        """Examples, each with its ``id``, as one batch. Randomness may come only from ``seed`` and the ids."""
-        raise NotImplementedError
 
     def describe(self, examples: Examples) -> tuple[str, ...]:
         """Lines about the tokenised data that a person should read before training."""
         return ()
 
+    def encode(
+        self, documents: Mapping[str, Sequence[Any]], tokenizer: Tokenizer, label_names: Sequence[str]
+    ) -> dict[str, list[Any]]:
+        """A batch of documents (columns ``text``, ``label``) as examples, a row each (``example_columns``)."""
+        found: dict[str, list[Any]] = {name: [] for name in self.example_columns}
+        texts, classes = documents["text"], [None] * len(documents["text"])
+        if self.labelled:
+            classes = [self.class_of(label, label_names) for label in documents["label"]]
+        for text, label, ids in zip(texts, classes, self.token_ids(texts, tokenizer), strict=True):
+            for example in self.cut(text, ids, label, tokenizer):
+                for name, values in found.items():
+                    values.append(example[name])
+        return found
+
+    def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
+        """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""
+        pairs = [self.inputs_and_labels(example, seed) for example in examples]
+        inputs, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        return MicroBatch(
+            # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
+            inputs={"input_ids": pad(inputs, pad_id)} if self.is_causal else attention_inputs(inputs, pad_id),
+            labels=pad(labels, IGNORE) if labels[0].ndim else torch.stack(labels),
+            num_targets=sum(int((row != IGNORE).sum()) for row in labels),
+            example_ids=tuple(int(example["id"]) for example in examples),
+            num_tokens=sum(map(len, inputs)),
+        )
+
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""
-        for piece in _pieces(texts):
-            ids = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-            yield from ids  # pyright: ignore[reportReturnType]
+        first = num_bytes = 0
+        sizes = [len(text.encode()) for text in texts]
+        for i in range(1, len(texts) + 1):
+            num_bytes += sizes[i - 1]
+            if i == len(texts) or num_bytes + sizes[i] > BYTES_AT_ONCE:
+                piece, first, num_bytes = list(texts[first:i]), i, 0
+                found = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)
+                yield from found["input_ids"]  # pyright: ignore[reportReturnType]
 
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
         """``ids`` between the tokenizer's marks for the start and the end of a sequence, where it has them."""
@@ -152,11 +171,7 @@ class Task:
         return [i for i in (start, *ids, end) if isinstance(i, int)]
 
     def room(self, tokenizer: Tokenizer) -> int:
-        """Tokens of text in one example, in addition to those that :meth:`framed` adds.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Tokens of text in one example, in addition to those that :meth:`framed` adds; raises UserError for none."""
         marks, length = len(self.framed([], tokenizer)), self.data.max_length
         if length <= marks:
             why = f"{self.name} adds {marks} tokens for start and end"
@@ -172,19 +187,6 @@ def token_metrics(
     loss, accuracy = loss_sum / count, math.fsum(correct) / count
     bits_per_byte = {"bits_per_byte": loss_sum / math.log(2) / covered} if covered > 0 else {}
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy, **bits_per_byte}
-
-
-def _pieces(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts in order, of as many bytes at a time as a tokenizer gets in one call."""
-    first = num_bytes = 0
-    for i, text in enumerate(texts):
-        size = len(text.encode())
-        if i > first and num_bytes + size > BYTES_AT_ONCE:
-            yield list(texts[first:i])
-            first, num_bytes = i, 0
-        num_bytes += size
-    if texts:
-        yield list(texts[first:])
 
 
 def pad(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -207,7 +209,7 @@ def attention_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
 
 
 def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
-    """All splits of ``corpus`` as examples of ``task``.
+    """All splits of ``corpus`` as examples of ``task``, cached.
 
     Raises:
         UserError: a split has no example, or a label that the training split lacks.
@@ -222,35 +224,31 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
     for name, documents in splits.items():
         if isinstance(documents, IterableDataset):
             splits[name] = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
-        elif documents is not None:
-            documents, split_notes = task.accepted(documents, label_names)
-            notes += split_notes
-            splits[name] = _encoded(documents, encode, name, recipe, task.data.preprocessing_num_workers)
-            if len(splits[name]) == 0:
-                raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
+            continue
+        if documents is None:
+            continue
+        documents, split_notes = task.accepted(documents, label_names)
+        notes += split_notes
+        num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
+        # Many short documents and few long ones are both worth another process.
+        useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
+        workers = task.data.preprocessing_num_workers or min(os.cpu_count() or 1, useful)
+        splits[name] = documents.map(
+            encode,
+            batched=True,
+            batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
+            remove_columns=documents.column_names,
+            num_proc=workers if workers > 1 else None,
+            # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
+            new_fingerprint=hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32],
+            desc=f"Tokenising {name}",
+        )
+        if len(splits[name]) == 0:
+            raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     examples = Examples(**splits, label_names=label_names)
     if isinstance(examples.train, Dataset):
         notes += task.describe(examples)
     return replace(examples, notes=tuple(notes))
-
-
-def _encoded(documents: Dataset, encode: Callable[..., Any], name: str, recipe: str, workers: int | None) -> Dataset:
-    """A split as examples, from the cache where ``recipe`` was applied to the same documents before."""
-    # Our own fingerprint: pickling a tokenizer gives another one after its first use, and the cache would miss.
-    fingerprint = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
-    num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
-    # Many short documents and few long ones are both worth another process.
-    useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
-    workers = workers or min(os.cpu_count() or 1, useful)
-    return documents.map(
-        encode,
-        batched=True,
-        batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
-        remove_columns=documents.column_names,
-        num_proc=workers if workers > 1 else None,
-        new_fingerprint=fingerprint,
-        desc=f"Tokenising {name}",
-    )
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,28 +12,29 @@ from torch import Tensor, nn
 
 from train import tasks
 from train.loss import logits_of
-from train.records import IGNORE, MicroBatch, UserError
-from train.tasks import pad
+from train.records import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+TRIED_TOKENS = 8
+TRIED_PARAMETERS = 200_000_000  # larger models are tried only if they say that they are not decoders: it takes seconds
 
 
 class Task(tasks.Task):
     """Each document is cut into windows; every token but the document's first mark is predicted exactly once."""
 
-    name: ClassVar[str] = "causal_lm"
-    title: ClassVar[str] = "causal language"
-    pipeline_tag: ClassVar[str | None] = "text-generation"
-    is_causal: ClassVar[bool] = True
-    auto_class: ClassVar[str] = "AutoModelForCausalLM"
-    default_metric: ClassVar[str] = "loss"
-    headline_metric: ClassVar[str] = "bits_per_byte"
-    example_columns: ClassVar[tuple[str, ...]] = ("tokens", "length", "num_bytes")
+    name = "causal_lm"
+    title = "causal language"
+    pipeline_tag = "text-generation"
+    is_causal = True
+    auto_class = "AutoModelForCausalLM"
+    headline_metric = "bits_per_byte"
+    example_columns = ("tokens", "length", "num_bytes")
 
-    def encode(
-        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
-    ) -> dict[str, list[Any]]:
+    def cut(
+        self, text: str, ids: list[int], label: int | None, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[dict[str, Any]]:
         """Windows of at most ``max_length`` + 1 tokens; neighbours share one, the last input and first target.
 
         A window's ``num_bytes`` is its share, by tokens, of the document's UTF-8 bytes.
@@ -40,32 +42,17 @@ class Task(tasks.Task):
         marks = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
         start = next(mark for mark in marks if mark is not None)
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        examples: dict[str, list[Any]] = {column: [] for column in self.example_columns}
-        for text, ids in zip(documents["text"], self.token_ids(documents["text"], tokenizer), strict=True):
-            tokens = np.array([start, *ids, *end], dtype=np.int32)
-            bytes_per_target = len(text.encode()) / max(1, len(tokens) - 1)
-            for first in range(0, len(tokens) - 1, self.data.max_length):
-                window = tokens[first : first + self.data.max_length + 1]
-                examples["tokens"].append(window)
-                examples["length"].append(len(window) - 1)
-                examples["num_bytes"].append(bytes_per_target * (len(window) - 1))
-        return examples
+        tokens = np.array([start, *ids, *end], dtype=np.int32)
+        bytes_per_target = len(text.encode()) / max(1, len(tokens) - 1)
+        for first in range(0, len(tokens) - 1, self.data.max_length):
+            window = tokens[first : first + self.data.max_length + 1]
+            length = len(window) - 1
+            yield {"tokens": window, "length": length, "num_bytes": bytes_per_target * length}
 
-    def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
-        """``input_ids`` and ``labels``, both (B, S), the label being the next token.
-
-        There is no attention mask: the padding stands at the end, where causal attention keeps every token from
-        seeing it, and a mask would cost the fast attention kernels.
-        """
-        tokens = [torch.tensor(example["tokens"], dtype=torch.long) for example in examples]
-        lengths = [len(t) - 1 for t in tokens]
-        return MicroBatch(
-            inputs={"input_ids": pad([t[:-1] for t in tokens], pad_id)},
-            labels=pad([t[1:] for t in tokens], IGNORE),
-            num_targets=sum(lengths),
-            example_ids=tuple(int(example["id"]) for example in examples),
-            num_tokens=sum(lengths),
-        )
+    def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A window, and the next token of each of its positions."""
+        tokens = torch.tensor(example["tokens"], dtype=torch.long)
+        return tokens[:-1], tokens[1:]
 
     @classmethod
     def check_model(cls, model: nn.Module, name: str, vocabulary: int, max_length: int, has_weights: bool) -> None:
@@ -87,19 +74,14 @@ class Task(tasks.Task):
             )
 
 
-TRIED_TOKENS = 8
-TRIED_PARAMETERS = 200_000_000  # larger models are tried only if they say that they are not decoders: it takes seconds
-
-
 def _sees_later_tokens(model: nn.Module, tokens: Tensor) -> bool:
     """Whether outputs at earlier tokens have a gradient with regard to the embedding of the last one.
 
     In a causal model it is exactly zero, whatever the type of the weights, where comparing outputs would have to know
     how they are rounded. False too where it cannot be tried: what the model cannot do a run finds out by itself.
-    Leaves model and generators as they are.
     """
     parameter = next(model.parameters(), None)
-    if len(tokens) < 2 or parameter is None or any(p.is_meta for p in model.parameters()):
+    if len(tokens) < 2 or parameter is None or parameter.is_meta:
         return False
     ids, embedded = tokens.unsqueeze(0).to(parameter.device), []
 
@@ -109,20 +91,17 @@ def _sees_later_tokens(model: nn.Module, tokens: Tensor) -> bool:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()  # which may be changed in place
 
-    hooks = [module.register_forward_hook(embed) for module in model.modules() if isinstance(module, nn.Embedding)]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # which a forward may change
     try:
-        with torch.random.fork_rng([parameter.device] if parameter.is_cuda else []), torch.enable_grad():
-            logits = logits_of(torch.func.functional_call(model, buffers, (), {"input_ids": ids}))
-            gradients = torch.autograd.grad(logits[:, :-1].float().sum(), embedded, allow_unused=True)
+        with ExitStack() as undone, torch.random.fork_rng([parameter.device] if parameter.is_cuda else []):
+            for module in model.modules():
+                undone.callback(setattr, module, "training", module.training)
+                if isinstance(module, nn.Embedding):
+                    undone.callback(module.register_forward_hook(embed).remove)
+            with torch.enable_grad():
+                logits = logits_of(torch.func.functional_call(model.eval(), buffers, (), {"input_ids": ids}))
+                gradients = torch.autograd.grad(logits[:, :-1].float().sum(), embedded, allow_unused=True)
     except Exception:  # models fail in their own ways
         return False
-    finally:
-        for module, training in modes:
-            module.training = training
-        for hook in hooks:
-            hook.remove()
     last = [gradient[:, -1] for gradient in gradients if gradient is not None]
     return any(bool((gradient.isfinite() & (gradient != 0)).any()) for gradient in last)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import evaluate
 import numpy as np
 import torch
+from torch import Tensor
 
 from train import tasks
-from train.records import Corpus, Examples, MicroBatch, UserError, column
-from train.tasks import attention_inputs
+from train.records import Corpus, Examples, UserError, column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,15 +27,14 @@ CONFUSIONS = 20  # named where there is none
 class Task(tasks.Task):
     """Each document is one example; what does not fit ``max_length`` is cut as ``truncation`` says."""
 
-    name: ClassVar[str] = "sequence_classification"
-    title: ClassVar[str] = "sequence classification"
-    pipeline_tag: ClassVar[str | None] = "text-classification"
-    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
-    default_metric: ClassVar[str] = "accuracy"
-    headline_metric: ClassVar[str] = "accuracy"
-    labelled: ClassVar[bool] = True
-    encode_settings: ClassVar[tuple[str, ...]] = ("max_length", "truncation")
-    example_columns: ClassVar[tuple[str, ...]] = ("tokens", "length", "document_length", "label")
+    name = "sequence_classification"
+    title = "sequence classification"
+    pipeline_tag = "text-classification"
+    auto_class = "AutoModelForSequenceClassification"
+    default_metric = headline_metric = "accuracy"
+    labelled = True
+    encode_settings = ("max_length", "truncation")
+    example_columns = ("tokens", "length", "document_length", "label")
 
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
         """The training split's labels, numbers in order of value, names in order of the alphabet.
@@ -52,20 +51,24 @@ class Task(tasks.Task):
             )
         return tuple(str(label) for label in sorted(labels))
 
+    def class_of(self, label: Any, label_names: Sequence[str]) -> int | None:
+        """By the label's name, or by its plain name where only one class has that."""
+        exact, plain = _numbering(tuple(label_names))
+        return exact.get(str(label), plain.get(_plain(str(label))))
+
     def accepted(
         self, documents: datasets.Dataset, label_names: Sequence[str]
     ) -> tuple[datasets.Dataset, tuple[str, ...]]:
-        """The documents whose label the training split knows.
+        """The documents that have a class.
 
         Raises:
-            UserError: another label, unless ``on_bad_record`` is skip.
+            UserError: one has another label, unless ``on_bad_record`` is skip.
         """
-        number = _numbering(label_names)
-        unknown = [i for i, label in enumerate(documents["label"]) if number(label) is None]
-        if not unknown:
+        is_known = [self.class_of(label, label_names) is not None for label in documents["label"]]
+        if all(is_known):
             return documents, ()
-        first = documents[unknown[0]]
-        place = first.get("source", f"document {unknown[0]}")
+        first = documents[number := is_known.index(False)]
+        place = first.get("source", f"document {number}")
         where = f"{place}: label {first['label']!r} does not occur in the training split"
         if self.config.get("on_bad_record", "error") == "error":
             more = "" if self.config.get("max_train_samples") is None else "raise --max_train_samples, "
@@ -73,40 +76,27 @@ class Task(tasks.Task):
                 f"{where} (its labels: {', '.join(label_names[:20])}). Correct it, {more}or leave such records out "
                 "with --on_bad_record skip."
             )
-        kept = sorted(set(range(len(documents))) - set(unknown))
-        return documents.select(kept), (f"skipped {len(unknown)} records with an unknown label, the first {where}",)
+        note = f"skipped {is_known.count(False)} records with an unknown label, the first {where}"
+        return documents.select(np.flatnonzero(is_known)), (note,)
 
-    def encode(
-        self, documents: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
-    ) -> dict[str, list[Any]]:
-        """One example a document, cut to ``max_length`` with the tokenizer's start and end marks kept."""
-        number = _numbering(label_names)
-        room = self.room(tokenizer)
-        examples: dict[str, list[Any]] = {column: [] for column in self.example_columns}
-        for ids, label in zip(self.token_ids(documents["text"], tokenizer), documents["label"], strict=True):
-            tokens = self.framed(self._cut(ids, room), tokenizer)
-            examples["tokens"].append(np.array(tokens, dtype=np.int32))
-            examples["length"].append(len(tokens))
-            examples["document_length"].append(len(tokens) + max(0, len(ids) - room))
-            examples["label"].append(number(label))
-        return examples
-
-    def _cut(self, ids: list[int], room: int) -> list[int]:
-        if len(ids) <= room:
-            return ids
+    def cut(
+        self, text: str, ids: list[int], label: int | None, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[dict[str, Any]]:
+        """The document as one example, with the tokenizer's start and end marks."""
+        lost = max(0, len(ids) - (room := self.room(tokenizer)))
         head = {"keep_head": room, "keep_tail": 0}.get(self.data.truncation, (room + 1) // 2)
-        return ids[:head] + ids[len(ids) - room + head :]
+        tokens = self.framed(ids[:head] + ids[head + lost :] if lost else ids, tokenizer)
+        length = len(tokens)
+        yield {
+            "tokens": np.array(tokens, dtype=np.int32),
+            "length": length,
+            "document_length": length + lost,
+            "label": label,
+        }
 
-    def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
-        """``input_ids`` (B, S) with an attention mask where there is padding, ``labels`` (B,)."""
-        tokens = [torch.tensor(example["tokens"], dtype=torch.long) for example in examples]
-        return MicroBatch(
-            inputs=attention_inputs(tokens, pad_id),
-            labels=torch.tensor([int(example["label"]) for example in examples]),
-            num_targets=len(examples),
-            example_ids=tuple(int(example["id"]) for example in examples),
-            num_tokens=sum(map(len, tokens)),
-        )
+    def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The tokens and the number of their class."""
+        return torch.tensor(example["tokens"], dtype=torch.long), torch.tensor(int(example["label"]))
 
     def check_metrics(self, label_names: Sequence[str]) -> None:
         """Loads them once, before the first step."""
@@ -178,12 +168,12 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.Eval
     return loaded
 
 
-def _numbering(names: Sequence[str]) -> Callable[[Any], int | None]:
-    """Gives a label the number of its class: by its name, or by its plain name where only one class has that."""
+@functools.cache
+def _numbering(names: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    """The number of each class by its name, and by its plain name where no other class has that."""
     shared = Counter(map(_plain, names))
-    exact = {name: i for i, name in enumerate(names)}
     plain = {_plain(name): i for i, name in enumerate(names) if shared[_plain(name)] == 1}
-    return lambda label: exact.get(str(label), plain.get(_plain(str(label))))
+    return {name: i for i, name in enumerate(names)}, plain
 
 
 def _plain(name: str) -> str:
