@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     from train.state import Part, TrainingState
 
-MANIFEST = "manifest.json"
-INDEX = "index.json"
-STATE = "state.json"
+MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 PARTIAL = ".partial-"
+# What reading files raises that hold something else than they should.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
-"""What reading files raises that hold something else than they should."""
+Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
+"""Bytes and digest by file; and by section and tensor its shape and where the block lies."""
 
 
 def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False) -> Progress:
@@ -85,13 +85,12 @@ class StoredBlocks:
     """The tensors in a checkpoint's files, by section and name."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self._folder = checkpoint
+        self._folder, self._files = checkpoint, {}
         self._index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
-        self._files: dict[str, Any] = {}
 
-    def names(self, section: str) -> Iterator[str]:
+    def names(self, section: str) -> list[str]:
         """The tensors of ``section``."""
-        return iter(self._index[section])
+        return list(self._index[section])
 
     def whole_shape(self, section: str, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -112,21 +111,24 @@ class StoredBlocks:
             return tensor[tuple(map(slice, offsets, np.add(offsets, shape)))]
         result: Tensor | None = None
         for file, begins, sizes in stored:
+            if file not in self._files:
+                self._files[file] = safe_open(str(self._folder / file), framework="pt")
             if list(offsets) == begins and list(shape) == sizes:
-                return self._file(file).get_tensor(name)
+                return self._files[file].get_tensor(name)
             first, last = np.maximum(offsets, begins), np.minimum(np.add(offsets, shape), np.add(begins, sizes))
             if (first < last).all():
                 there = tuple(map(slice, (first - begins).tolist(), (last - begins).tolist()))
-                found = self._file(file).get_slice(name)[there]
+                found = self._files[file].get_slice(name)[there]
                 result = torch.empty(shape, dtype=found.dtype) if result is None else result
                 result[tuple(map(slice, first - offsets, last - offsets))] = found
         assert result is not None
         return result
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = safe_open(str(self._folder / name), framework="pt")
-        return self._files[name]
+
+def by_step(folder: Path) -> dict[int, Path]:
+    """The checkpoints by step, oldest first; they look complete, but are not verified here."""
+    found = [p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]+", p.name[5:])]
+    return {int(p.name[5:]): p for p in sorted(found)}
 
 
 def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None, list[str]]:
@@ -136,12 +138,11 @@ def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None
         UserError: there are checkpoints, but none is intact; starting from scratch silently would be worse.
     """
     problems = []
-    for checkpoint in reversed(later_than(folder)):
-        if step_of(checkpoint) > until_step:
-            continue
-        if (problem := verify(checkpoint)) is None:
-            return checkpoint, problems
-        problems.append(f"{checkpoint.name}: {problem}")
+    for step, checkpoint in reversed(by_step(folder).items()):
+        if step <= until_step:
+            if (problem := verify(checkpoint)) is None:
+                return checkpoint, problems
+            problems.append(f"{checkpoint.name}: {problem}")
     if problems:
         raise UserError(
             f"no checkpoint in {folder} is intact ({'; '.join(problems)}). Restore one from a copy, or start from "
@@ -165,8 +166,7 @@ def verify(checkpoint: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
             if digest(path) != expected["sha256"]:
                 return f"{name} was altered"
-        foreign = {p.name for p in checkpoint.iterdir()} - files.keys() - {MANIFEST}
-        if foreign:
+        if foreign := {p.name for p in checkpoint.iterdir()} - files.keys() - {MANIFEST}:
             return f"{min(foreign)} does not belong to it"
         if f"step-{manifest['step']:08d}" != checkpoint.name:
             return f"it is the checkpoint of step {manifest['step']}"
@@ -185,34 +185,18 @@ def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequen
         sound_steps: for each the newest checkpoint at or before it stays: a run may have to go back to it.
         keep_bests: the best of each that stays also stays: a run that resumes from there will want it.
     """
-    checkpoints, bests = later_than(folder), {best_step}
-    kept = checkpoints[-newest:]
-    for step in sound_steps:
-        kept += [checkpoint for checkpoint in checkpoints if step_of(checkpoint) <= step][-1:]
-    for checkpoint in kept if keep_bests else ():
+    checkpoints = by_step(folder)
+    kept = set(list(checkpoints)[-newest:])
+    kept |= {max((step for step in checkpoints if step <= sound), default=-1) for sound in sound_steps}
+    bests = {best_step}
+    for step in kept & checkpoints.keys() if keep_bests else ():
         with suppress(*UNREADABLE):  # damaged: nobody will resume from it
-            bests.add(json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["progress"]["best_step"])
-    for checkpoint in checkpoints:
-        if checkpoint not in kept and step_of(checkpoint) not in bests:
-            remove(checkpoint)
+            stored = json.loads((checkpoints[step] / STATE).read_text(encoding="utf-8"))
+            bests.add(stored["progress"]["best_step"])
+    for step in checkpoints.keys() - kept - bests:
+        remove(checkpoints[step])
     for leftover in folder.glob(f"{PARTIAL}*"):
         remove(leftover)
-
-
-def newest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint, which is not verified here; None where there is none."""
-    return max(map(step_of, later_than(folder)), default=None)
-
-
-def later_than(folder: Path, step: int = -1) -> list[Path]:
-    """The checkpoints of later steps, in their order; they look complete, but are not verified here."""
-    found = sorted(p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]+", p.name[5:]))
-    return [checkpoint for checkpoint in found if step_of(checkpoint) > step]
-
-
-def step_of(checkpoint: Path) -> int:
-    """After which step it was written."""
-    return int(checkpoint.name[5:])
 
 
 def remove(path: Path) -> None:
@@ -230,10 +214,6 @@ def digest(path: Path) -> str:
         while block := file.read(2**22):
             found.update(block)
     return found.hexdigest()
-
-
-Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
-"""Bytes and digest by file; and by section and tensor its shape and where the block lies."""
 
 
 def write(folder: Path, state: TrainingState, progress: Progress, accelerator: Accelerator) -> None:
@@ -308,10 +288,9 @@ def write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: in
 
 def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Sequence[Written]) -> None:
     """Index, the rest of the state, manifest and final name: done by one rank when all have written their parts."""
-    files: dict[str, dict[str, Any]] = {}
+    files = {name: entry for rank_files, _ in written for name, entry in rank_files.items()}
     index: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for rank_files, rank_index in written:
-        files.update(rank_files)
+    for _, rank_index in written:
         for section, named in rank_index.items():
             for name, entry in named.items():
                 whole = index[section].setdefault(name, {"shape": entry["shape"], "blocks": []})
@@ -337,6 +316,7 @@ def _sealed(path: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
+    """Has the system put a file or folder on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -31,12 +31,8 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
-    """A field with its help text and its rules.
-
-    Args:
-        rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: keys of a recipe that this flag puts aside;
-            ``is_path``: ~ is the home folder; ``everyday``: among the first in ``--help``.
-    """
+    """A field with its help text and rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: keys of a recipe that
+    this flag puts aside; ``is_path``: ~ is the home folder; ``everyday``: among the first in ``--help``."""
     return field(default=default, metadata={"help": help, **rules})
 
 
@@ -263,12 +259,11 @@ class _StrictLoader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Merges ``<<`` under the mapping's own values, after a check of its keys."""
-        merge = "tag:yaml.org,2002:merge"
-        keys = ["<<" if key.tag == merge else self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if not isinstance(key, str) or keys.count(key) > 1:
-                problem = f"the key {key} stands twice" if isinstance(key, str) else f"the key {key!r} is not a name"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        keys = [key.value for key, _ in node.value]
+        for (key, _), name in zip(node.value, keys, strict=True):
+            if keys.count(name) > 1 or key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                problem = "stands twice" if keys.count(name) > 1 else "is not a name"
+                raise yaml.constructor.ConstructorError(None, None, f"the key {name} {problem}", node.start_mark)
         super().flatten_mapping(node)
         node.value = list({key.value: (key, value) for key, value in node.value}.values())  # else each merge adds up
 

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -37,26 +37,21 @@ class Launch:
 
     world_size: int = 1
     rank: int = 0
-    engine: str = "ddp"
-    """ddp (also for a process that is alone), fsdp2 or deepspeed."""
-    precision: str = "no"
-    """The launcher's mixed precision; ``no`` also where nobody chose."""
-    tp_size: int = 1
-    """Ranks that share the weights of each layer and see the same examples."""
-    cp_size: int = 1
-    """Ranks that share each sequence; keys and values go round (ring attention)."""
-    sp_size: int = 1
-    """Ranks that share each sequence outside attention and the heads inside it (Ulysses)."""
+    engine: str = "ddp"  # also for a process that is alone; fsdp2 or deepspeed
+    precision: str = "no"  # the launcher's mixed precision; "no" also where nobody chose
+    tp_size: int = 1  # ranks that share the weights of each layer and see the same examples
+    cp_size: int = 1  # ranks that share each sequence; keys and values go round (ring attention)
+    sp_size: int = 1  # ranks that share each sequence outside attention and the heads inside it (Ulysses)
 
     @property
     def copies(self) -> int:
-        """Ranks that are handed the same examples."""
+        """Ranks that are handed the same examples; neighbours."""
         return self.tp_size * self.cp_size * self.sp_size
 
     @property
-    def has_whole_weights(self) -> bool:
-        """Whether every rank holds all weights, and can use the model by itself."""
-        return self.engine == "ddp" and self.tp_size == 1
+    def evaluation_copies(self) -> int:
+        """The same in an evaluation: with Ulysses each evaluates whole sequences."""
+        return self.tp_size * self.cp_size
 
     @property
     def dp_size(self) -> int:
@@ -65,7 +60,7 @@ class Launch:
 
     @property
     def dp_rank(self) -> int:
-        """Which of the ``dp_size`` parts of a global batch is this rank's: ranks that share one are neighbours."""
+        """Which of the ``dp_size`` parts of a global batch is this rank's."""
         return self.rank // self.copies
 
     @property
@@ -74,14 +69,9 @@ class Launch:
         return self.rank // self.tp_size
 
     @property
-    def device(self) -> torch.device:
-        """Where this process trains."""
-        return target_device()
-
-    @property
-    def evaluation_copies(self) -> int:
-        """Ranks that are handed the same examples to evaluate: with Ulysses each evaluates whole sequences."""
-        return self.tp_size * self.cp_size
+    def has_whole_weights(self) -> bool:
+        """Whether every rank holds all weights, and can use the model by itself."""
+        return self.engine == "ddp" and self.tp_size == 1
 
     def __str__(self) -> str:
         parts = [self.engine] if self.world_size > 1 or self.engine != "ddp" else []
@@ -93,8 +83,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """The launch that ``accelerate launch``, torchrun or nobody made.
 
     Raises:
-        UserError: several processes were started, or meant to be, that do not know each other.
-        UsageError: the launch file asks for something that this template does not do.
+        UserError: the processes do not know each other, or the launch file asks for what this template does not do.
     """
 
     def says(name: str) -> bool:
@@ -125,21 +114,20 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    is_alone = world_size == 1 and "RANK" not in environment
     if world_size > 1 and missing:
         raise UserError(
             f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not set. "
             "Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
         )
-    if world_size > 1 or "RANK" in environment:
-        return
-    started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    if started > 1:
+    if is_alone and started > 1:
         raise UserError(
             f"{started} processes were started that do not know each other: they would all train the same thing. "
             "Start one launcher per host instead (scripts/slurm.sbatch shows how)."
         )
     # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
-    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
+    if is_alone and "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
         raise UserError(
             "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
             "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
@@ -192,10 +180,7 @@ def target_device() -> torch.device:
 def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:
     """The mixed precision to use, and a line for a person if it is not the one asked for.
 
-    accelerate itself would run fp32 on a CPU and still call it fp16.
-
-    Raises:
-        UsageError: the device cannot do bf16.
+    accelerate itself would run fp32 on a CPU and still call it fp16. Raises UsageError if the device cannot do bf16.
     """
     import torch
 
@@ -210,9 +195,9 @@ def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None
 
 def cpu_has_fast_bf16() -> bool:
     """Whether the processor multiplies bf16 in hardware; elsewhere autocast to bf16 is slower than fp32."""
-    import torch
+    from torch import cpu
 
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
 
 
 def arithmetic_in_use(accelerator: Any) -> str:
@@ -346,45 +331,41 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._at_once = False
-        self._process = os.getpid()
+        self._is_at_once, self._process = False, os.getpid()
 
     def __bool__(self) -> bool:
         return self.received is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker: the run tells it what to do
-            if self._at_once and number == signal.SIGTERM:
+            if self._is_at_once and number == signal.SIGTERM:
                 os._exit(0)
             return
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-        if self._at_once:
+        if self._is_at_once:
             raise StopAtOnce
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """A request raises :class:`StopAtOnce` while the context is open: for long work that leaves nothing behind."""
-        self._at_once = True
+        self._is_at_once = True
         try:
-            if self.received is not None:
+            if self:
                 raise StopAtOnce
             yield
         except Exception:
-            if self.received is None:
-                raise
-            raise StopAtOnce from None  # a library that was cut short may put an error of its own in its place
+            if self:  # a library that was cut short may put an error of its own in its place
+                raise StopAtOnce from None
+            raise
         finally:
-            self._at_once = False
+            self._is_at_once = False
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Listens while the context is open."""
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
+        with ExitStack() as stack:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

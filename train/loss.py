@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """For each target: (1 − ε) · −log p(label) + ε · mean of −log p over the classes + z · log² Z, Z = Σ exp(logits)."""
+    """For each target: (1 − ε) · −log p(label) + ε · mean of −log p over classes + z · log² Z, Z = Σ exp(logits)."""
 
     label_smoothing: float = 0.0  # ε (arXiv 1512.00567, section 7)
     z_loss: float = 0.0  # z; keeps logits from drifting (PaLM, arXiv 2204.02311, section 5, used 1e-4)
@@ -39,7 +39,7 @@ class Scores(NamedTuple):
 
 
 class ModelWithLoss(nn.Module):
-    """``model`` and the loss of its logits (its task's, or cross-entropy) as one module, which is prepared and called."""
+    """``model`` and the loss of its logits (its task's, or cross-entropy) as the module that is prepared."""
 
     def __init__(self, model: nn.Module, objective: Objective = PLAIN, task: type[Task] | None = None) -> None:
         super().__init__()

@@ -156,10 +156,17 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
     from accelerate import Accelerator
 
     from train.batching import arithmetic_of
-    from train.launch import accelerator_options, check_processes, describe_device, resolve_precision, set_up_device
+    from train.launch import (
+        accelerator_options,
+        check_processes,
+        describe_device,
+        resolve_precision,
+        set_up_device,
+        target_device,
+    )
     from train.outputs import Outputs
 
-    device = launch.device
+    device = target_device()
     precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     set_up_device(device, launch, config)
     options = accelerator_options(launch, precision, device, config.optimization.distributed_timeout_seconds)

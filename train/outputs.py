@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 def how_to_resume(config: Config) -> str:
     """What to do when the run was cut off."""
-    step = checkpoint.newest_step(Path(config.output.output_dir) / "checkpoints")
-    if step is None:
+    steps = checkpoint.by_step(Path(config.output.output_dir) / "checkpoints")
+    if not steps:
         return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
-    return f"Run {same_command(config)} again to resume from step {step}."
+    return f"Run {same_command(config)} again to resume from step {max(steps)}."
 
 
 def refuse_disk(error: OSError, config: Config) -> None:
@@ -61,8 +61,7 @@ class Outputs:
         self.bar: tqdm[Any] = tqdm(disable=True)
         self.metrics = self.folder / "metrics.jsonl"
         self.first_step_at: float | None = None
-        self.validations: dict[int, Evaluation] = {}
-        """Those that this process made, by step."""
+        self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
         self._resumed_from: Path | None = None
 
     def say(self, line: str) -> None:
@@ -78,11 +77,7 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first."""
         if self.is_main:
             with figures.writable(self.folder):
                 self.folder.mkdir(exist_ok=True)
@@ -102,10 +97,7 @@ class Outputs:
         return aside
 
     def resume(self, state: TrainingState, best_of: str) -> Progress:
-        """Restores the checkpoint that ``--resume`` means, if there is one, and says so.
-
-        Args:
-            best_of: by what the best step is chosen; a best by something else is forgotten.
+        """Restores the checkpoint that ``--resume`` means, if there is one; a best not by ``best_of`` is forgotten.
 
         Raises:
             UserError: the checkpoint is damaged or belongs to another run.
@@ -135,15 +127,14 @@ class Outputs:
             return progress
         if progress.best_of != best_of:
             reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {best_of}"
-        elif self.config.output.load_best_model_at_end and not self.from_main(self._checkpoint_of(best).is_dir):
+        elif self.config.output.load_best_model_at_end and not self.from_main(
+            lambda: best in checkpoint.by_step(self.checkpoints)
+        ):
             reason = f"the checkpoint of the best step so far, {best}, is not in {self.checkpoints}"
         else:
             return progress
         self.note(f"{reason}: the search for the best step starts again")
         return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
-
-    def _checkpoint_of(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:08d}"
 
     def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.output.resume
@@ -159,11 +150,7 @@ class Outputs:
         return named
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
-        """Writes a checkpoint, or has an extra write it in the background unless ``wait``, and removes old ones.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
         if not any(run.extras.each("save", run, state, progress, wait)):
             checkpoint.write(self.checkpoints, state, progress, self._accelerator)
             self.rotate(run, progress)
@@ -188,11 +175,7 @@ class Outputs:
         self.keep_log(progress, progress.rollbacks)
 
     def keep_log(self, progress: Progress, rollbacks: float = math.inf) -> None:
-        """Keeps the rows of the log that were written before ``progress`` was saved: others are written again.
-
-        Args:
-            rollbacks: rows of more than so many are dropped too.
-        """
+        """Drops the rows of the log from after ``progress`` or after more ``rollbacks``: they are written again."""
 
         def belongs(row: Mapping[str, Any]) -> bool:
             if row["kind"] == "evaluation" and row["step"] == progress.step and row.get("split") == "validation":
@@ -203,13 +186,12 @@ class Outputs:
             figures.keep_rows(self.metrics, belongs)
 
     def _move_other_steps_aside(self, step: int) -> None:
-        """Moves aside what does not lead to the step that training resumes from.
+        """Moves aside later checkpoints, damaged or of a run that a person has gone back from, and what came of them.
 
-        That is later checkpoints, whether damaged or of a run that a person has gone back from, and what was made of
-        them. Left in place they would push out the new ones and be resumed from instead.
+        Left in place they would push out the new ones and be resumed from instead.
         """
         is_foreign = self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve()
-        later = checkpoint.later_than(self.checkpoints, -1 if is_foreign else step)
+        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if is_foreign or at > step]
         if later or self._summary().get("steps", 0) > step:
             made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if is_foreign else [])]
             aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
@@ -244,7 +226,7 @@ class Outputs:
         That file is a sign for schedulers: launchers do not pass on the exit status that would tell them.
         """
         where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
-        step = step if step is not None else checkpoint.newest_step(self.checkpoints) or 0
+        step = step if step is not None else max(checkpoint.by_step(self.checkpoints), default=0)
         if self.is_main:
             figures.write_whole(self.folder / "stopped.json", json.dumps({"step": step, "signal": received}))
         again = f"run {same_command(self.config)} again to resume from step {step}"
@@ -274,7 +256,7 @@ class Outputs:
 
     def load_best(self, state: TrainingState, step: int) -> bool:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
-        best = self._checkpoint_of(step)
+        best = self.checkpoints / f"step-{step:08d}"
         if problem := self.from_main(lambda: checkpoint.verify(best)):
             reason = f"the checkpoint of the best step, {step}, cannot be used ({problem})"
             self.note(f"{reason}: final/ has the last weights")

@@ -30,10 +30,8 @@ from train.tasks import tokenizer_digest
 if TYPE_CHECKING:
     from train.checkpoint import StoredBlocks
 
-ROWS_AT_ONCE = 64
-"""Rows of long sequences are large."""
-STREAMED = 64
-"""Examples of a stream that are compared: the rest of it is not known before it is trained on."""
+ROWS_AT_ONCE = 64  # of long sequences
+STREAMED = 64  # examples of a stream that are compared: the rest is not known before it is trained on
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,8 @@ class Part:
     """A block of a larger tensor."""
 
     tensor: Tensor
-    shape: tuple[int, ...]
-    """Of the whole."""
-    offsets: tuple[int, ...]
-    """Where in the whole the block begins; a block of one dimension may also be a stretch of the whole flattened."""
+    shape: tuple[int, ...]  # of the whole
+    offsets: tuple[int, ...]  # where in it the block begins; one of one dimension may be a stretch of it flattened
 
 
 @dataclass(frozen=True)
@@ -55,31 +51,26 @@ class TrainingState:
     """
 
     model: nn.Module
-    optimizer: Any
-    """A ``torch.optim.Optimizer``."""
-    identity: Mapping[str, Any]
-    """What must be equal for a run to resume: data, model, batch, seed."""
+    optimizer: Any  # a torch.optim.Optimizer
+    identity: Mapping[str, Any]  # what must be equal for a run to resume: data, model, batch, seed
     scaler: torch.amp.GradScaler | None = None
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
         """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
         optimizer = {
             f"{name}.{key}": value
-            for name, parameter in self._parameters().items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            for name, state in self._states().items()
+            for key, value in state.items()
             if isinstance(value, Tensor)
         }
         return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
         """Everything except tensors, as JSON, the same on every rank: groups, numbers of the state, loss scaler."""
-        own_groups = zip(self.optimizer.param_groups, self._groups(), strict=True)
-        plain = {
-            name: {k: v for k, v in self.optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
-            for name, p in self._parameters().items()
-        }
+        plain = {n: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for n, s in self._states().items()}
+        groups = zip(self.optimizer.param_groups, self._groups(), strict=True)
         return {
-            "param_groups": [{**group, "params": names} for group, names in own_groups],
+            "param_groups": [{**group, "params": names} for group, names in groups],
             "optimizer": {name: entries for name, entries in plain.items() if entries},
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
         }
@@ -87,7 +78,7 @@ class TrainingState:
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place."""
         self.restore_model(blocks)
-        parameters, settings = self._parameters(), settings_of(values)
+        parameters, settings = dict(self.model.named_parameters()), settings_of(values)
         state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["optimizer"].items()}
         for full_name in blocks.names("optimizer"):
             name, _, key = full_name.rpartition(".")
@@ -135,9 +126,10 @@ class TrainingState:
         names = {id(p): name for name, p in self.model.named_parameters()}
         return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of each parameter that it has, in the order of the model."""
         trained = set(itertools.chain(*self._groups()))
-        return {name: p for name, p in self.model.named_parameters() if name in trained}
+        return {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters() if name in trained}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -158,21 +150,21 @@ def settings_of(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
+    """The blocks of ``tensors`` that this rank holds and no earlier one."""
     found = {}
     for name, tensor in tensors.items():
-        held = _held(tensor)
-        if held is not None and _is_first_copy(tensor, rank):
+        is_first = rank == 0
+        if isinstance(tensor, DTensor):
+            places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+            is_first = all(index == 0 for index, placement in places if placement.is_replicate())
+        if is_first and (held := _held(tensor)) is not None:
             found[name] = Part(held[0].contiguous(), tuple(tensor.shape), held[1])
     return found
 
 
 @torch.no_grad()
 def _filled(tensor: Tensor, blocks: StoredBlocks, section: str, name: str) -> Tensor:
-    """``tensor`` with its part of the stored one.
-
-    Raises:
-        UserError: that is of another shape.
-    """
+    """``tensor`` with its part of the stored one; raises UserError if that is of another shape."""
     whole = blocks.whole_shape(section, name)
     if whole != tuple(tensor.shape):
         raise UserError(
@@ -196,20 +188,8 @@ def _held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
     return local, tuple(chunk.offsets)
 
 
-def _is_first_copy(tensor: Tensor, rank: int) -> bool:
-    """Whether no earlier rank holds the same block."""
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-    return all(index == 0 for index, placement in places if placement.is_replicate())
-
-
 def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_size: int) -> dict[str, Any]:
-    """The settings that a run may not change on the way, by the names that a person knows them by.
-
-    Args:
-        training_digest: see :func:`examples_digest`.
-    """
+    """The settings that a run may not change on the way, by the names that a person knows them by."""
     values = to_values(run.config)
     same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
     return {
