@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from train.records import Progress, UserError, exchange
+from train.records import Progress, UserError, exchange, one_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -74,7 +74,7 @@ def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False)
     except torch.OutOfMemoryError:
         raise
     except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise UserError(
             f"{checkpoint} is intact but cannot be read ({reason}): something else wrote it, or another version. "
             "Remove it, or start from scratch with --resume never."

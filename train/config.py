@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 
 from train import extras
-from train.records import UsageError
+from train.records import UsageError, one_line
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
 T = TypeVar("T")
@@ -279,7 +279,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror or error}. Give the path of a YAML recipe.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
-        raise UsageError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"--config {path}: not valid YAML: {one_line(error)}") from None
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"--config {path}: expected 'key: value' lines, found a {type(values).__name__}.")
     return values or {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from train.batching import Loading, MapBatches, Rounds, evaluation_batches
-from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch, Run, UserError
+from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch, Run, UserError, one_line
 from train.state import examples_digest
 from train.tasks import Task, load_task, pad_token_id, tokenize
 
@@ -155,7 +155,7 @@ def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(spec, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise UserError(
-            f"tokenizer {spec!r} cannot be loaded: {' '.join(str(error).split())[:300]} Give a folder with a "
+            f"tokenizer {spec!r} cannot be loaded: {one_line(error)} Give a folder with a "
             "tokenizer, a Hub name (and a connection), or bytes, words or train:8192 (train/extras/readers/)."
         ) from None
 

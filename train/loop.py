@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from train.state import TrainingState
     from train.step import Engine
 
-MIN_LOSS_SCALE = 2.0**-10
-"""Gradients that overflow at this scale would overflow at any."""
-SHARE_OF_THE_NEWEST = 0.1
-"""Of the newest loss in the usual one, an exponential moving mean."""
+T = TypeVar("T", Progress, IntervalSums)
+MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
+SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 
 
 @dataclass(frozen=True)
@@ -139,26 +138,19 @@ def is_done(run: Run, goal: Goal, progress: Progress) -> bool:
 
 def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progress:
     """``progress`` after one more step, which took ``seconds``; its loss is added by :func:`with_loss`."""
-    sums = progress.interval
-    sums = replace(
-        sums,
-        steps=sums.steps + 1,
-        targets=sums.targets + outcome.num_targets * (not outcome.skipped),
-        tokens=sums.tokens + outcome.num_tokens,
-        positions=sums.positions + outcome.num_positions,
-        clipped=sums.clipped + outcome.clipped,
-        seconds=sums.seconds + seconds,
-    )
-    return replace(
-        progress,
-        step=progress.step + 1,
-        step_in_epoch=progress.step_in_epoch + 1,
-        tokens_seen=progress.tokens_seen + outcome.num_tokens,
-        positions_seen=progress.positions_seen + outcome.num_positions,
-        nonfinite_steps=progress.nonfinite_steps + outcome.skipped,
-        consecutive_nonfinite_steps=progress.consecutive_nonfinite_steps + 1 if outcome.skipped else 0,
-        interval=sums,
-    )
+    tokens, positions, skipped = outcome.num_tokens, outcome.num_positions, outcome.skipped
+    targets = 0 if skipped else outcome.num_targets
+    sums = {"steps": 1, "targets": targets, "tokens": tokens, "positions": positions, "clipped": outcome.clipped}
+    interval = plus(progress.interval, **sums, seconds=seconds)
+    in_a_row = progress.consecutive_nonfinite_steps + 1 if skipped else 0
+    more = {"tokens_seen": tokens, "positions_seen": positions, "nonfinite_steps": skipped}
+    progress = plus(progress, step=1, step_in_epoch=1, **more)
+    return replace(progress, consecutive_nonfinite_steps=in_a_row, interval=interval)
+
+
+def plus(record: T, **more: float) -> T:
+    """``record`` with its fields increased."""
+    return replace(record, **{name: getattr(record, name) + value for name, value in more.items()})  # pyright: ignore
 
 
 def with_loss(run: Run, progress: Progress, loss_sum: Tensor) -> Progress:
@@ -170,12 +162,11 @@ def with_loss(run: Run, progress: Progress, loss_sum: Tensor) -> Progress:
 
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Evaluates at the end and every ``eval_every_steps``, once a step, and remembers the best."""
-    goal = parts.goal
-    due = is_due(run.config.output.eval_every_steps, progress) or progress.step >= goal.total_steps
+    due = is_due(run.config.output.eval_every_steps, progress) or progress.step >= parts.goal.total_steps
     if not due or progress.evaluated_step == progress.step:
         return progress
     evaluation = run.outputs.record_evaluation(run, parts.evaluator.validation(progress.step))
-    return after_evaluation(progress, goal, evaluation)
+    return after_evaluation(progress, parts.goal, evaluation)
 
 
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:

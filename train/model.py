@@ -14,7 +14,7 @@ from torch import nn
 from train.config import Architecture
 from train.data import load_function
 from train.loss import ModelWithLoss, Objective
-from train.records import Run, UserError
+from train.records import Run, UserError, one_line
 from train.tasks import Task, pad_token_id
 
 if TYPE_CHECKING:
@@ -39,16 +39,15 @@ def build_model(
         UserError: the model cannot be found or built, or does not fit tokenizer, length or task.
     """
     config, max_length = run.config.architecture, run.config.data.max_length
+    name = config.model or str((config.model_config or {}).get("model_type"))
     # The network: a function's, or one of transformers from a configuration that extras may change.
-    if config.model is not None and ":" in config.model and not Path(config.model).exists():
+    if config.model is not None and ":" in name and not Path(name).exists():
         run.extras.each("change_model_config", run, None, max_length)
-        network = load_function(config.model, "model")()
+        network = load_function(name, "model")()
         if not isinstance(network, nn.Module):
-            found = type(network).__name__
-            raise UserError(f"model {config.model!r} returned a {found}; it must return an nn.Module.")
+            raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     else:
         network = _from_transformers(run, task, tokenizer, label_names, has_weights)
-    name = config.model or str((config.model_config or {}).get("model_type"))
     task.check_model(network, name, len(tokenizer), max_length, has_weights)
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
@@ -67,27 +66,25 @@ def _from_transformers(
     import transformers
 
     config, max_length = run.config.architecture, run.config.data.max_length
-    factory = getattr(transformers, task.auto_class)
-    stored = config.model is not None
+    stored, factory = config.model is not None, getattr(transformers, task.auto_class)
     model_config = _stored_config(config) if stored else _new_config(config, task, tokenizer, max_length)
+    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
+    options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+    options |= {"trust_remote_code": config.trust_remote_code} if stored else {}
     changes = run.extras.merged("change_model_config", run, model_config, max_length)
     if label_names:
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
         model_config.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
     _check_fit(model_config, tokenizer, max_length)
-    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
-    options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
-    options |= {"trust_remote_code": config.trust_remote_code} if stored else {}
     try:
         if stored and has_weights:
             model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
         else:
             model = factory.from_config(model_config, **options)
     except UNREADABLE as error:
-        raise UserError(
-            f"model {config.model or model_config.model_type!r} cannot be built: {' '.join(str(error).split())[:500]}"
-        ) from None
+        name = config.model or model_config.model_type
+        raise UserError(f"model {name!r} cannot be built: {one_line(error)}") from None
     model.config.use_cache = False
     return model
 
@@ -120,7 +117,7 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
     except UserError:
         raise
     except Exception as error:  # configuration classes validate with exceptions of many libraries
-        raise UserError(f"model_config: {model_type}: {' '.join(str(error).split())[:500]}") from None
+        raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
 
 
 def _stored_config(config: Architecture) -> PretrainedConfig:
@@ -131,8 +128,8 @@ def _stored_config(config: Architecture) -> PretrainedConfig:
         return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"model {config.model!r} cannot be loaded: {' '.join(str(error).split())[:300]} Give a folder with a "
-            "model, a Hub name (and a connection), module:function, or a model_config to train from scratch."
+            f"model {config.model!r} cannot be loaded: {one_line(error)} Give a folder with a model, a Hub name "
+            "(and a connection), module:function, or a model_config to train from scratch."
         ) from None
 
 

@@ -58,6 +58,11 @@ class DivergenceError(UserError):
         self.progress, self.sound_step = progress, sound_step
 
 
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """What ``error`` says, for the middle of a message."""
+    return " ".join(str(error).split())[:limit]
+
+
 @dataclass
 class Run:
     """What nearly every stage needs; built once and handed on."""

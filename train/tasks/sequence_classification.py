@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from train import tasks
-from train.records import Corpus, Examples, UserError, column
+from train.records import Corpus, Examples, UserError, column, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,7 +162,7 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.Eval
             loaded[-1].compute(predictions=classes, references=classes)
         except Exception as error:  # metric scripts fail in their own ways
             raise UserError(
-                f"metrics: {name!r} cannot be used: {' '.join(str(error).split())[:300]} Metrics on the Hub need a "
+                f"metrics: {name!r} cannot be used: {one_line(error)} Metrics on the Hub need a "
                 "connection; accuracy, macro F1 and the confusion matrix are computed without one."
             ) from None
     return loaded
