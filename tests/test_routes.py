@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -137,8 +139,6 @@ import torch
 
 from train import tasks
 from train.loss import Scores
-from train.records import MicroBatch
-from train.tasks import attention_inputs
 
 
 class Task(tasks.Task):
@@ -168,24 +168,18 @@ class Task(tasks.Task):
             "mean_square_gap": float(np.square(gaps).mean()),
         }
 
-    def encode(self, documents, tokenizer, label_names):
-        found = {column: [] for column in self.example_columns}
-        for text, ids in zip(documents["text"], self.token_ids(documents["text"], tokenizer)):
-            found["tokens"].append(self.framed(ids[: self.room(tokenizer)], tokenizer))
-            found["length"].append(len(found["tokens"][-1]))
-            found["share"].append(text.count(" ") / len(text))
-        return found
+    def cut(self, text, ids, label, tokenizer):
+        tokens = self.framed(ids[: self.room(tokenizer)], tokenizer)
+        yield {"tokens": tokens, "length": len(tokens), "share": text.count(" ") / len(text)}
 
-    def collate(self, examples, seed, pad_id):
-        tokens = [torch.tensor(example["tokens"], dtype=torch.long) for example in examples]
-        return MicroBatch(
-            inputs=attention_inputs(tokens, pad_id),
-            labels=torch.tensor([example["share"] for example in examples], dtype=torch.float32),
-            num_targets=len(examples),
-            example_ids=tuple(int(example["id"]) for example in examples),
-            num_tokens=sum(map(len, tokens)),
-        )
+    def inputs_and_labels(self, example, seed):
+        return torch.tensor(example["tokens"]), torch.tensor(example["share"], dtype=torch.float32)
 '''
+
+
+QUESTION, ANSWER = "What is six times seven?\n\n", "Forty-two.\n"
+LENGTH = len(QUESTION + ANSWER)
+DOCUMENTS = f'return datasets.Dataset.from_dict({{"text": [{QUESTION + ANSWER!r}] * 9}})\n'
 
 
 def test_task_is_one_new_file(fork: Fork) -> None:
@@ -204,6 +198,20 @@ def test_task_is_one_new_file(fork: Fork) -> None:
     assert summary["best_step"] in (2, 3) and summary["best_metric"] == min(
         row["loss"] for row in rows if row["kind"] == "evaluation" and row["split"] == "validation"
     )
+
+
+@pytest.mark.parametrize(("page", "name"), [("README.md", "last_half"), ("docs/forking.md", "answers")])
+def test_tasks_shown_in_the_docs_train(fork: Fork, page: str, name: str) -> None:
+    [shown] = re.findall(rf"```python\n(# train/tasks/{name}\.py.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    fork.write(f"train/tasks/{name}.py", shown)
+    fork.write("my_data.py", f"import datasets\n\ndef documents(config):\n    {DOCUMENTS}")
+    flags = ("--task", name, "--dataset", "my_data:documents", "--model_config", TINY, "--max_length", 50)
+    _, summary = fork.trains(*flags, *QUICK)
+    metrics = summary["result"]["validation"]
+    assert metrics["loss"] == pytest.approx(math.log(259), abs=0.2)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+    if name == "last_half":  # bytes count as far as targets stand for them: a token each, and one for the end
+        assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2) * (LENGTH + 1) / LENGTH)
 
 
 def test_task_that_is_not_there_is_told_with_those_that_are(fork: Fork) -> None:

@@ -102,7 +102,9 @@ class Task:
         """Metrics of a split; ``table`` (examples, 6): example, loss sum, targets, correct, prediction, reference."""
         covered = np.zeros(len(table))
         if "num_bytes" in examples.column_names:
-            covered = column(examples, "num_bytes")[table[:, 0].astype(int)]
+            # Of an example's text, the share that its targets stand for: a task may leave positions out.
+            num_bytes, lengths = (column(examples, name)[table[:, 0].astype(int)] for name in ("num_bytes", "length"))
+            covered = num_bytes * table[:, 2] / lengths
         return token_metrics(*table[:, 1:4].T, num_bytes=covered)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -52,7 +52,7 @@ class Task(tasks.Task):
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A window, and the next token of each of its positions."""
         tokens = torch.tensor(example["tokens"], dtype=torch.long)
-        return tokens[:-1], tokens[1:]
+        return tokens[:-1], tokens[1:].clone()  # a subclass may mask some without changing the inputs
 
     @classmethod
     def check_model(cls, model: nn.Module, name: str, vocabulary: int, max_length: int, has_weights: bool) -> None:
