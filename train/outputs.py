@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,18 @@ class Outputs:
             self._resumed_from = found.resolve()
         return self.with_its_best(progress, best_of)
 
-    def from_main(self, choose: Any) -> Any:
+    def _checkpoint_to_resume(self) -> Path | None:
+        resume = self.config.output.resume
+        if resume == "auto":
+            found, problems = checkpoint.newest_good(self.checkpoints)
+            self.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
+            return found
+        named = None if resume == "never" else Path(resume).resolve()  # what a link leads to is meant
+        if named is not None and (problem := checkpoint.verify(named)) is not None:
+            raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
+        return named
+
+    def from_main(self, choose: Callable[[], Any]) -> Any:
         """What ``choose`` gives on the main process, or the UserError that it raises, on every rank."""
         try:
             choice = choose() if self._accelerator.is_main_process else None
@@ -122,32 +133,17 @@ class Outputs:
 
     def with_its_best(self, progress: Progress, best_of: str | None) -> Progress:
         """``progress``, without its best step if that cannot be used any more."""
-        best = progress.best_step
+        best, needs_it = progress.best_step, self.config.output.load_best_model_at_end
         if best is None:
             return progress
         if progress.best_of != best_of:
             reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {best_of}"
-        elif self.config.output.load_best_model_at_end and not self.from_main(
-            lambda: best in checkpoint.by_step(self.checkpoints)
-        ):
+        elif needs_it and not self.from_main(lambda: best in checkpoint.by_step(self.checkpoints)):
             reason = f"the checkpoint of the best step so far, {best}, is not in {self.checkpoints}"
         else:
             return progress
         self.note(f"{reason}: the search for the best step starts again")
         return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        resume = self.config.output.resume
-        if resume == "never":
-            return None
-        if resume == "auto":
-            found, problems = checkpoint.newest_good(self.checkpoints)
-            self.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
-            return found
-        named = Path(resume).resolve()  # a link that a person names is what that person wants
-        if (problem := checkpoint.verify(named)) is not None:
-            raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
-        return named
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
@@ -176,11 +172,12 @@ class Outputs:
 
     def keep_log(self, progress: Progress, rollbacks: float = math.inf) -> None:
         """Drops the rows of the log from after ``progress`` or after more ``rollbacks``: they are written again."""
+        evaluated = progress.evaluated_step == progress.step
 
         def belongs(row: Mapping[str, Any]) -> bool:
-            if row["kind"] == "evaluation" and row["step"] == progress.step and row.get("split") == "validation":
-                return progress.evaluated_step == progress.step
-            return row["step"] <= progress.step and row.get("rollbacks", 0) <= rollbacks and row.get("split") != "test"
+            is_here = row["step"] == progress.step and row["kind"] == "evaluation" and row.get("split") == "validation"
+            is_earlier = row["step"] <= progress.step and row.get("rollbacks", 0) <= rollbacks
+            return evaluated if is_here else is_earlier and row.get("split") != "test"
 
         if self.is_main:
             figures.keep_rows(self.metrics, belongs)
@@ -199,8 +196,7 @@ class Outputs:
 
     def tick(self, step: int) -> None:
         """One more step is done."""
-        if self.first_step_at is None:
-            self.first_step_at = time.perf_counter()
+        self.first_step_at = self.first_step_at or time.perf_counter()
         self.bar.update(step - self.bar.n)
 
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -334,10 +330,10 @@ class Outputs:
 
     def is_written(self, progress: Progress, total_steps: int) -> bool:
         """Whether a finished run of this length is in the folder already; says so."""
-        longer = "--max_steps" if progress.step >= total_steps else "--early_stopping_patience"
         final_step = progress.best_step if self.config.output.load_best_model_at_end else progress.step
         if not self.is_complete(progress.step, final_step):
             return False
+        longer = "--max_steps" if progress.step >= total_steps else "--early_stopping_patience"
         self.say(
             f"nothing to do: {self.folder} already holds this run, {progress.step} steps long. For a new run give "
             f"--resume never or another --output_dir; for a longer one a higher {longer}."
@@ -345,11 +341,7 @@ class Outputs:
         return True
 
     def is_complete(self, step: int, final_step: int | None = None) -> bool:
-        """Whether a run of ``step`` steps has already written everything here that is asked of it.
-
-        Args:
-            final_step: of whose weights ``final/`` should be; any for None.
-        """
+        """Whether a run of ``step`` steps, with ``final/`` of ``final_step`` (None: any), has written everything."""
         summary, pushed_to = self._summary(), self.config.get("push_to_hub") and self.config.get("hub_model_id")
         is_of_it = summary.get("steps") == step and final_step in (None, summary.get("final_step"))
         return is_of_it and (not pushed_to or summary.get("pushed_to") == pushed_to) and self.final.is_dir()
