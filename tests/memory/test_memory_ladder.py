@@ -9,7 +9,7 @@ import pytest
 
 from train.config import Config, from_values, parse, to_values
 from train.figures import gib
-from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, flags_of, ladder_on
+from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, ladder_on
 from train.memory.predict import Job, Target
 from train.records import UserError
 
@@ -71,7 +71,7 @@ def test_the_line_names_the_choice() -> None:
 
 
 def test_each_way_needs_less_than_the_one_before() -> None:
-    sizes = [needs_of(flags_of(way)) for way in LADDER if not way.tiled_mlp]
+    sizes = [needs_of(way.flags) for way in LADDER if not way.tiled_mlp]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
     assert LADDER[-1] == replace(LADDER[-2], tiled_mlp=True)
 

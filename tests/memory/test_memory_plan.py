@@ -17,7 +17,7 @@ from train.memory.devices import Device
 from train.memory.grid import draw, grid_text, grid_values, make_grid
 from train.memory.ladder import Recompute, largest_fitting
 from train.memory.plan import Predictions, longest_length, make_plan, outcome_of
-from train.memory.predict import Job, Prediction, Target
+from train.memory.predict import Job, Prediction, Predictor, Target
 from train.memory.question import (
     CHECKPOINTING,
     MARGIN,
@@ -36,7 +36,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_
 LOSSES = ("full", "chunked")
 
 
-class Synthetic:
+class Synthetic(Predictor):
     """Predicts by formulas: memory affine in B·S; time the same with a floor for small micro-batches."""
 
     def __init__(
@@ -101,6 +101,10 @@ def question(total_gib: float = 24.0, *, world_size: int = 1, **changes: Any) ->
     )
 
 
+def bf16_setting(size: int, checkpointing: str, loss: str, sharding: str = "none", **more: Any) -> Setting:
+    return Setting(checkpointing, micro_batch_size=size, mixed_precision="bf16", loss=loss, sharding=sharding, **more)
+
+
 def brute_force(asked: Question, predictor: Synthetic, sharding: str = "none") -> tuple[float, int]:
     """(least seconds per token among what fits, how many settings there are)."""
     per_rank = asked.global_batch_size // asked.world_size
@@ -109,7 +113,7 @@ def brute_force(asked: Question, predictor: Synthetic, sharding: str = "none") -
         for way in CHECKPOINTING:
             for loss in LOSSES:
                 tried += 1
-                job = asked.job(Setting(size, "none", "bf16", loss, sharding).recomputing(way))
+                job = asked.job(bf16_setting(size, "none", loss, sharding).recomputing(way))
                 prediction = predictor.predict(job)
                 assert prediction.seconds is not None
                 if prediction.reserved_bytes + asked.nccl_bytes <= asked.room_bytes:
@@ -169,7 +173,7 @@ def test_the_global_batch_is_kept() -> None:
         assert optim.global_batch_size == 24
         assert 24 % outcome.setting.micro_batch_size == 0
     by_accumulation = question(24, micro_batch_size=2, global_batch_size=None, gradient_accumulation_steps=6)
-    optim = by_accumulation.configured(Setting(4, "none", "bf16", "full")).optimization
+    optim = by_accumulation.configured(bf16_setting(4, "none", "full")).optimization
     assert (optim.global_batch_size, optim.gradient_accumulation_steps, optim.micro_batch_size) == (12, None, 4)
 
 
@@ -185,7 +189,7 @@ def test_nothing_fits() -> None:
     asked = question(3, max_length=262144)  # 21 kB a token: 5.1 GiB more than the fixed part
     plan = make_plan(asked, Predictions([predictor]))
     assert plan.best is None
-    assert plan.smallest.setting == Setting(1, "full", "bf16", "chunked", OFFLOAD)
+    assert plan.smallest.setting == bf16_setting(1, "full", "chunked", OFFLOAD)
     room = 3 * GIB * (1 - MARGIN)
     expected = int((room - 0.1 * GIB) / 21e3) // 1024 * 1024
     assert plan.longest == expected
@@ -243,8 +247,8 @@ def test_inputs_of_layers_go_to_the_host_only_where_nothing_else_fits() -> None:
     asked = question(6, max_length=262144)  # 21 kB a token: 5.5 GB beside the fixed part; 6 kB: 1.6
     plan = make_plan(asked, Predictions([predictor]))
     best = plan.best
-    assert best is not None and best.setting == Setting(
-        1, "full", "bf16", "chunked", every_n_layers=1, offloads_inputs=True
+    assert best is not None and best.setting == bf16_setting(
+        1, "full", "chunked", every_n_layers=1, offloads_inputs=True
     )
     assert plan.smallest.setting == replace(best.setting, tiled_mlp=True)
     assert best.host_bytes == 15_000 * 262144
@@ -277,7 +281,7 @@ def test_every_second_layer_is_taken_where_it_fits_and_all_would_be_slower() -> 
     asked = question(6, max_length=16384, global_batch_size=1)  # none: 3.3 GB beside the fixed part, every second: 2.3
     predictor = Synthetic(fixed=3 * GIB, launch_seconds=0)
     plan = make_plan(asked, Predictions([predictor]))
-    assert plan.best is not None and plan.best.setting == Setting(1, "selective", "bf16", "chunked", every_n_layers=2)
+    assert plan.best is not None and plan.best.setting == bf16_setting(1, "selective", "chunked", every_n_layers=2)
     typed = command(asked, plan.best.setting, [])
     assert "--gradient_checkpointing selective --gradient_checkpointing_every_n_layers 2" in typed
 
@@ -319,7 +323,7 @@ def test_longest_length(total_gib: float) -> None:
     predictor = Synthetic()
     predictions = Predictions([predictor])
     length, setting = longest_length(question(total_gib), predictions)
-    assert setting == Setting(1, "full", "bf16", "chunked")
+    assert setting == bf16_setting(1, "full", "chunked")
     expected = int((total_gib * GIB * (1 - MARGIN) - 2 * GIB) / 21e3) // 1024 * 1024
     assert length == expected
     assert predictions.count <= 9
@@ -351,7 +355,7 @@ def test_each_job_is_predicted_once_and_by_whoever_is_free() -> None:
     announced: list[int] = []
     predictions = Predictions([first, second], lambda number, job: announced.append(number))
     asked = question()
-    jobs = [asked.job(Setting(size, "none", "bf16", "full")) for size in (1, 2, 4, 8)]
+    jobs = [asked.job(bf16_setting(size, "none", "full")) for size in (1, 2, 4, 8)]
     found = predictions.of_all([*jobs, jobs[0]])
     assert [f.peak_bytes for f in found if isinstance(f, Prediction)] == [
         Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]
@@ -451,7 +455,7 @@ def test_the_command_parses_to_the_setting_it_is_for() -> None:
     words += ["--gradient_accumulation_steps", "4", "--gradient_checkpointing=full", "--metrics", "a", "b"]
     words += ["--gradient_checkpointing_every_n_layers", "2"]
     asked = replace(question(), config=parse(words))
-    setting = Setting(8, "none", "bf16", "full")
+    setting = bf16_setting(8, "none", "full")
     typed = shlex.split(command(asked, setting, words, {"max_length": 2048}))
     launcher = ["--config_file", "accelerate_configs/single_gpu.yaml", "--mixed_precision", "bf16"]
     assert typed[:7] == ["accelerate", "launch", *launcher, "train/main.py"]
@@ -473,7 +477,7 @@ def test_launchers() -> None:
 
 def test_a_recipe_that_chooses_the_precision_goes_on_doing_so() -> None:
     asked = question(200, mixed_precision="fp16")
-    typed = shlex.split(command(asked, Setting(1, "none", "bf16", "full"), []))
+    typed = shlex.split(command(asked, bf16_setting(1, "none", "full"), []))
     assert typed.count("--mixed_precision") == 2  # launcher and training configuration have to agree
     assert [typed[i + 1] for i, word in enumerate(typed) if word == "--mixed_precision"] == ["bf16", "bf16"]
 
@@ -561,6 +565,6 @@ def test_the_loss_without_all_logits_is_the_one_asked_for_or_the_best_that_is_th
     monkeypatch.setattr(fused, "cce_sums_in_fp32", lambda: True)
     monkeypatch.setattr(fused, "_cce_parameters", lambda: {"bias": None})
     assert question().losses == ("full", "cce") and question().asked.loss == "cce"
-    assert "loss" not in question().changes(Setting(1, "none", "bf16", "cce"))
+    assert "loss" not in question().changes(bf16_setting(1, "none", "cce"))
     assert question(z_loss=1e-4).losses == ("full", "liger")
     assert replace(question(), device=Device("cpu", GIB, 0)).losses == ("full", "chunked")

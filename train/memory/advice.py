@@ -13,7 +13,7 @@ import yaml
 from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
 from train.memory.predict import ROOT
-from train.memory.question import MARGIN, OFFLOAD, STAND_IN, Question, Setting, has_known_speed
+from train.memory.question import MARGIN, OFFLOAD, STAND_IN, Question, Setting
 from train.memory.zero import STAGE
 
 
@@ -25,16 +25,12 @@ def plan_text(question: Question, plan: Plan, command: str | None, longest: bool
         longest: whether ``max_length`` was found, not given.
     """
     shown = plan.asked or plan.best or plan.smallest
-    length = question.config.data.max_length
-    lines = []
-    if plan.problem is not None:
-        lines.append(f"Cannot run as it stands: {plan.problem}")
+    lines = [] if plan.problem is None else [f"Cannot run as it stands: {plan.problem}"]
     if longest:
-        lines.append(f"Longest that fits on {question.device.name}: {length:,} tokens.")
+        lines.append(f"Longest that fits on {question.device.name}: {question.config.data.max_length:,} tokens.")
     if plan.asked is not None or not longest:
         lines.append(_verdict(question, shown))
-    lines += ["", *_parts(question, shown), ""]
-    lines += _proposal(question, plan, command) if plan.best is not None else _no_way(plan)
+    lines += ["", *_parts(question, shown), "", *_proposal(question, plan, command)]
     return "\n".join([*lines, *_notes(question, plan.best or shown)])
 
 
@@ -55,25 +51,23 @@ def _verdict(question: Question, outcome: Outcome) -> str:
 
 def _parts(question: Question, outcome: Outcome) -> list[str]:
     prediction, device = outcome.prediction, question.device
-    margin = f"{gib(device.total_bytes)} less {100 * MARGIN:.0f} %"
-    rows = [(f"  {kind}", size, "") for kind, size in prediction.bytes_by_kind.items()]
-    rows.append(("peak", prediction.peak_bytes, f"in {prediction.phase} ({prediction.operator})"))
-    if not question.on_cpu:
-        rows.append(("reserved", prediction.reserved_bytes, "what the caching allocator holds for that"))
-        rows.append(("CUDA context", device.context_bytes, "driver and kernels"))
-        rows.append(("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"))
-        rows.append(
-            (
-                "needed",
-                outcome.needed_bytes,
-                "reserved memory plus the CUDA context" + (" and NCCL" if question.nccl_bytes else ""),
-            )
-        )
-    rows.append(("room", question.room_bytes, margin))
-    rows.append(("host memory", outcome.host_bytes, "for what is offloaded, per process"))
+    needed = "reserved memory plus the CUDA context" + (" and NCCL" if question.nccl_bytes else "")
+    on_card = [
+        ("reserved", prediction.reserved_bytes, "what the caching allocator holds for that"),
+        ("CUDA context", device.context_bytes, "driver and kernels"),
+        ("NCCL", question.nccl_bytes, f"buffers of one group of {question.world_size}"),
+        ("needed", outcome.needed_bytes, needed),
+    ]
+    rows = [
+        *((f"  {kind}", size, "") for kind, size in prediction.bytes_by_kind.items()),
+        ("peak", prediction.peak_bytes, f"in {prediction.phase} ({prediction.operator})"),
+        *([] if question.on_cpu else on_card),
+        ("room", question.room_bytes, f"{gib(device.total_bytes)} less {100 * MARGIN:.0f} %"),
+        ("host memory", outcome.host_bytes, "for what is offloaded, per process"),
+    ]
     lines = [f"{outcome.setting}:"]
     lines += [f"{label:<18}{gib(size):>12}  {note}".rstrip() for label, size, note in rows if size]
-    if has_known_speed(device) and prediction.seconds:
+    if question.has_known_speed and prediction.seconds:
         seconds = prediction.seconds + outcome.link_seconds
         taken = duration(seconds) if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
         rate = count(question.world_size / outcome.seconds_per_token)
@@ -82,14 +76,22 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
 
 
 def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
-    best = plan.best
-    assert best is not None
+    best, smallest = plan.best, plan.smallest
+    if best is None:
+        kind, size = max(smallest.prediction.bytes_by_kind.items(), key=lambda entry: entry[1])
+        longest = f"up to --max_length {plan.longest}" if plan.longest else "not even 1,024 tokens"
+        return [
+            f"Nothing fits. The least is {gib(smallest.needed_bytes)}, {gib(size)} of it {kind}:",
+            f"  {smallest.setting}",
+            f"  With it {longest} would fit.",
+            f"  A device of {math.ceil(smallest.needed_bytes / (1 - MARGIN) / 2**30)}GiB would hold it.",
+        ]
     if plan.asked == best:
         return ["Nothing that fits is estimated to be faster. To run it:", f"  {command}"]
     gain = ""
     if plan.asked is not None and best.seconds_per_token:
         gain = f", {plan.asked.seconds_per_token / best.seconds_per_token:.2f} × the speed of the above (estimated)"
-    elif has_known_speed(question.device) and best.seconds_per_token:
+    elif question.has_known_speed and best.seconds_per_token:
         gain = f", {count(question.world_size / best.seconds_per_token)} tokens/s (estimated)"
     return [
         f"Fastest that fits, global batch {question.global_batch_size} kept: {gib(best.needed_bytes)}{gain}",
@@ -99,25 +101,13 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
     ]
 
 
-def _no_way(plan: Plan) -> list[str]:
-    smallest = plan.smallest
-    kind, size = max(smallest.prediction.bytes_by_kind.items(), key=lambda entry: entry[1])
-    longest = f"up to --max_length {plan.longest}" if plan.longest else "not even 1,024 tokens"
-    return [
-        f"Nothing fits. The least is {gib(smallest.needed_bytes)}, {gib(size)} of it {kind}:",
-        f"  {smallest.setting}",
-        f"  With it {longest} would fit.",
-        f"  A device of {math.ceil(smallest.needed_bytes / (1 - MARGIN) / 2**30)}GiB would hold it.",
-    ]
-
-
 def _notes(question: Question, outcome: Outcome) -> list[str]:
     name, notes = question.device.name, list(outcome.prediction.notes)
     if outcome.padded:
         notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
     if question.on_cpu:
         notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
-    elif not has_known_speed(question.device):
+    elif not question.has_known_speed:
         notes.append(f"the speed of {name} is unknown: settings are ranked by rates of {STAND_IN}")
     if question.world_size > 1:
         notes.append("estimates leave out the communication between devices")
@@ -144,7 +134,7 @@ def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str
 def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
     """An outcome as plain values for JSON."""
     prediction = outcome.prediction
-    if not has_known_speed(question.device):
+    if not question.has_known_speed:
         prediction = replace(prediction, seconds=None)
     return {
         "fits": outcome.fits,
@@ -168,9 +158,8 @@ def command(question: Question, setting: Setting, words: Sequence[str], said: di
     changes = {**question.changes(setting), **(said or {})}
     if question.config.optimization.mixed_precision is None:
         changes.pop("mixed_precision", None)  # then the launcher alone chooses it
-    dropped = {name for name, value in changes.items() if value is None}
     kept = without_flags(words, set(changes))
-    flags = [word for name, value in changes.items() if name not in dropped for word in (f"--{name}", str(value))]
+    flags = [word for name, value in changes.items() if value is not None for word in (f"--{name}", str(value))]
     launch = launcher_words(question.on_cpu, question.world_size, setting.sharding, setting.mixed_precision or "no")
     return shlex.join(["accelerate", "launch", *launch, "train/main.py", *kept, *flags])
 
@@ -181,12 +170,8 @@ def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
     drops = False
     for word in words:
         if word.startswith("--"):
-            name, equals, _ = word[2:].partition("=")
-            drops = name.replace("-", "_") in names
-            if not drops:
-                kept.append(word)
-            drops = drops and not equals
-        elif not drops:
+            drops = word[2:].partition("=")[0].replace("-", "_") in names
+        if not drops:
             kept.append(word)
     return kept
 

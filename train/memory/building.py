@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from train.loss import ModelWithLoss
 
 
+EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST = 256, 4096
+"""Elements that share a scale, and elements from which on a parameter's moments take 8 bits."""
+
+
 class _Tokenizer:
     """The part of a tokenizer that the builder uses."""
 
@@ -31,6 +35,27 @@ class _Tokenizer:
 
     def __len__(self) -> int:
         return self._size
+
+
+class EightBitState(torch.optim.Optimizer):
+    """Stands in for bitsandbytes' AdamW8bit, whose kernels need data: makes the state that it keeps, changes nothing.
+
+    On a card the real kernels need no other memory. Its CPU kernels take about 20 bytes per element of the parameter at
+    work, which is not counted.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Makes the state of parameters that have a gradient and no state."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is None or self.state[parameter]:
+                continue
+            state, blocks = self.state[parameter], -(-parameter.numel() // EIGHT_BIT_BLOCK)
+            is_small = parameter.numel() < EIGHT_BIT_LEAST
+            for moment in (1, 2):
+                state[f"state{moment}"] = torch.zeros_like(parameter, dtype=torch.float32 if is_small else torch.uint8)
+                if not is_small:
+                    state[f"absmax{moment}"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
 
 
 def run_of(job: Job, config: Config) -> Run:
@@ -62,13 +87,11 @@ def build(
     """Prepared model, prepared optimizer, and the network inside the model.
 
     Args:
-        initialised: with real weights; fake ones are not initialised, because some initialisations repeat until
-            the data meets a condition.
+        initialised: with real weights; some initialisations repeat until the data meets a condition.
         divide: called before the optimizer is built, such as to leave a rank its part of the weights.
     """
     from transformers.initialization import no_init_weights
 
-    from train.memory.eight_bit import EightBitState
     from train.memory.fakes import fake_adapters
     from train.model import build_model
     from train.optim import build_optimizer, parameter_groups
@@ -91,6 +114,5 @@ def build(
         optimizer: Any = EightBitState(parameter_groups(with_loss.model, optim), {})
     else:
         optimizer = build_optimizer(run, with_loss.model)
-    placed = [initialised, initialised]
-    model, optimizer = run.accelerator.prepare(with_loss, optimizer, device_placement=placed)
+    model, optimizer = run.accelerator.prepare(with_loss, optimizer, device_placement=[initialised] * 2)
     return model, optimizer, with_loss.model

@@ -1,34 +1,55 @@
-"""Details of CUDA kernels that fake tensors do not show: which attention kernel runs, and its buffers.
+"""What fake tensors do not show of a card's kernels: which attention runs, buffers inside them, libraries' losses.
 
-The rules are those of torch's sources: ``sdp_utils.cpp`` for the choice among attention kernels, the backward
-wrappers of each kernel for the buffers they take from the caching allocator and free before they return.
+The rules are those of the sources. torch: ``sdp_utils.cpp`` for the choice among attention kernels, the backward
+wrappers of each kernel for the buffers they take from the caching allocator and free before they return. Losses: Cut
+Cross-Entropy with gradients summed in fp32 (Triton ≥ 3.2), and Liger Kernel 0.8. On-chip memory is not counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from train.launch import cpu_has_fast_bf16
-from train.memory.optional import module_of
+from train.memory.costs import Costs
 
-attention = module_of("long_sequences", "attention")
 
+def module_of(extra: str, name: str) -> Any:
+    """The module ``name`` of an extra, or None if the extra is not here."""
+    return import_module(f"train.extras.{extra}.{name}") if find_spec(f"train.extras.{extra}") else None
+
+
+def patched(module: Any, name: str, value: Any) -> AbstractContextManager[Any]:
+    """Inside it, ``module`` has ``value`` under ``name``; does nothing for None."""
+    return nullcontext() if module is None else patch.object(module, name, value)
+
+
+attention, fused = module_of("long_sequences", "attention"), module_of("losses", "fused")
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+LIGER_FUSED_SUM_CAPABILITY = (8, 0)
+"""From this capability on Liger adds a chunk's part of the weight's gradient in fp32 without a tensor of its size."""
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def attention_kernel(
-    query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, capability: tuple[int, int], prefers_cudnn: bool
+    query: Tensor, mask: Tensor | None, dropout: float, capability: tuple[int, int], prefers_cudnn: bool
 ) -> str:
     """The kernel that ``scaled_dot_product_attention`` runs on a card: cudnn, flash, efficient or math.
 
     Args:
-        query, key: (B, H, S, D) and (B, H', S', D).
-        capability: the card's compute capability.
+        query: (B, H, S, D).
         prefers_cudnn: torch tries cuDNN first: on Hopper and data-centre Blackwell with a cuDNN newer than 9.15.
     """
     half, head_size = query.dtype in HALF, query.shape[-1]
@@ -42,8 +63,7 @@ def attention_kernel(
         return "flash"
     if capability < (8, 0) and query.dtype == torch.bfloat16:
         return "math"
-    alignment = 8 if half else 4
-    return "efficient" if head_size % alignment == 0 or half else "math"
+    return "efficient" if half or head_size % 4 == 0 else "math"
 
 
 class Attention:
@@ -55,23 +75,21 @@ class Attention:
 
     def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         self._capability, self._prefers_cudnn = capability, prefers_cudnn
-        self._original = F.scaled_dot_product_attention
-        self._at_once: Any = getattr(attention, "_attend_at_once", None)
+        self._original, self._at_once = F.scaled_dot_product_attention, getattr(attention, "_attend_at_once", None)
+        self._patches = ExitStack()
         self.kernels_used: set[str] = set()
 
     def __enter__(self) -> Attention:
-        F.scaled_dot_product_attention = self._attend  # pyright: ignore[reportAttributeAccessIssue]
-        if attention is not None:
-            attention._attend_at_once = self._attend_at_once
+        self._patches.enter_context(patch.object(F, "scaled_dot_product_attention", self._attend))
+        self._patches.enter_context(patched(attention, "_attend_at_once", self._attend_at_once))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        F.scaled_dot_product_attention = self._original
-        if attention is not None:
-            attention._attend_at_once = self._at_once
+        self._patches.close()
 
-    def _attend_at_once(self, *args: Any) -> Tensor:
+    def _attend_at_once(self, *args: Any) -> Any:
         """Calls the real operator for all documents at once, which gives the sizes without a card."""
+        assert self._at_once is not None
         self.kernels_used.add("flash over lengths")
         return self._at_once(*args)
 
@@ -86,47 +104,42 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if query.device.type != "cuda":
-            return self._original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return self._original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled("cuda"):
             query, key, value = (_autocast(t) for t in (query, key, value))
             attn_mask = None if attn_mask is None else _autocast(attn_mask)
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        kernel = attention_kernel(query, key, attn_mask, dropout_p, self._capability, self._prefers_cudnn)
+        kernel = attention_kernel(query, attn_mask, dropout_p, self._capability, self._prefers_cudnn)
         self.kernels_used.add(kernel)
         if kernel == "math":
-            return aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )[0]
+            run = aten._scaled_dot_product_attention_math
+            return run(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
         head_size = query.shape[-1]
         if head_size % 8:
             scale = head_size**-0.5 if scale is None else scale
             query, key, value = (F.pad(t, (0, 8 - head_size % 8)) for t in (query, key, value))
         if kernel == "flash":
-            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-            return out[..., :head_size]
+            run = aten._scaled_dot_product_flash_attention
+            return run(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :head_size]
         if attn_mask is not None:
             if attn_mask.dtype == torch.bool:  # torch turns it into one to add, of the query's type
                 zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, -torch.inf))
                 attn_mask = torch.where(attn_mask, zero, never)
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        if kernel == "efficient":
-            if enable_gqa:
-                groups = query.shape[1] // key.shape[1]
-                key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-            run = aten._scaled_dot_product_efficient_attention
-        else:
-            run = aten._scaled_dot_product_cudnn_attention
+        if kernel == "efficient" and enable_gqa:
+            key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
         return run(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0][..., :head_size]
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    target = torch.get_autocast_dtype("cuda")
-    if not tensor.is_floating_point() or tensor.dtype in (target, torch.float64):
-        return tensor
-    return tensor.to(target)
+    casts = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype("cuda")) if casts else tensor
+
+
+# ---- buffers inside kernels ------------------------------------------------------------------------------------------
 
 
 def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
@@ -143,7 +156,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     if name == "aten::_scaled_dot_product_flash_attention_backward":
         return _flash_backward(args[1], args[2])
     if name == "torch_attn::_varlen_attn_backward":
-        return _flash_backward_over_lengths(args[1], args[2], args[6].numel() - 1)
+        return _flash_backward(args[1], args[2], num_documents=args[6].numel() - 1)
     if name == "aten::_scaled_dot_product_cudnn_attention_backward":
         return _flash_backward(args[1], args[1])
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
@@ -157,36 +170,25 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
         weights = args[2][0] * args[2][1]
         return [weights * args[0].element_size(), 4 * -(-weights // args[4])]
     if name == "aten::embedding_dense_backward":
-        return _embedding_backward(args[0], args[1].numel(), args[2])
+        gradient, num_indices, num_embeddings = args[0], args[1].numel(), args[2]
+        # To sort the indices; beyond 3,072 also partial sums per segment, an upper bound.
+        segments = num_indices // 10 + min(num_indices, num_embeddings)
+        return [num_indices * 8] * 5 + [segments * gradient.shape[-1] * 4] * (num_indices > 3072)
     return []
 
 
-def _flash_backward(query: Tensor, key: Tensor) -> list[int]:
-    """Of query (B, H, S, D) and key (B, H', S', D)."""
-    batch, heads, length, head_size = query.shape
-    return _flash_buffers(query, batch * _up(length, 128), heads, batch * key.shape[2], key.shape[1], head_size)
+def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[int]:
+    """softmax_d, the fp32 accumulator of dq, and dk and dv per query head where heads share them.
 
-
-def _flash_backward_over_lengths(query: Tensor, key: Tensor, num_documents: int) -> list[int]:
-    """Of sequences laid end to end, (T, H, D) and (T', H', D), each with 128 tokens to spare."""
-    tokens, heads, head_size = query.shape
-    return _flash_buffers(query, tokens + 128 * num_documents, heads, key.shape[0], key.shape[1], head_size)
-
-
-def _flash_buffers(query: Tensor, rows: int, heads: int, keys: int, key_heads: int, head_size: int) -> list[int]:
-    """softmax_d, the fp32 accumulator of dq, and dk and dv per query head where heads share them."""
+    Args:
+        query, key: (B, H, S, D) and (B, H', S', D); of documents laid end to end (T, H, D) and (T', H', D), each
+            with 128 tokens to spare.
+    """
+    heads, key_heads, head_size = query.shape[1], key.shape[1], query.shape[-1]
+    rows = len(query) + 128 * num_documents if num_documents else len(query) * _up(query.shape[2], 128)
     buffers = [rows * heads * 4, rows * heads * _up(head_size, 32 if head_size <= 128 else 64) * 4]
     if key_heads != heads:
-        buffers += [keys * heads * head_size * query.element_size()] * 2
-    return buffers
-
-
-def _embedding_backward(gradient: Tensor, num_indices: int, num_embeddings: int) -> list[int]:
-    """Buffers for sorting the indices; beyond 3,072 indices also partial sums per segment, an upper bound."""
-    buffers = [num_indices * 8] * 5
-    if num_indices > 3072:
-        segments = num_indices // 10 + min(num_indices, num_embeddings)
-        buffers.append(segments * gradient.shape[-1] * 4)
+        buffers += [key.numel() // key_heads * heads * query.element_size()] * 2
     return buffers
 
 
@@ -195,10 +197,87 @@ def _up(number: int, multiple: int) -> int:
 
 
 def library_workspace_bytes(capability: tuple[int, int]) -> int:
-    """cuBLAS's workspaces, which it takes from the allocator once and keeps.
+    """cuBLAS's workspaces, which it takes from the allocator once and keeps (``CUDABlas.cpp``).
 
-    32 MiB on Hopper and newer, 8 MiB and an eighth before (``CUDABlas.cpp``), for each thread that multiplies: the
-    one of the forward pass and autograd's.
+    One for each thread that multiplies: the one of the forward pass and autograd's.
     """
-    each = 32 * 2**20 if capability >= (9, 0) else 2 * 4096 * 1024 + 16 * 8 * 1024
-    return 2 * each
+    return 2 * (32 * 2**20 if capability >= (9, 0) else 2 * 4096 * 1024 + 16 * 8 * 1024)
+
+
+# ---- libraries' losses -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator[None]:
+    """Inside it, ``cce`` and ``liger`` need the memory and time that they need on a card of this capability."""
+
+    def cut_cross_entropy(*tensors: Any) -> Any:
+        return _CutCrossEntropy.apply(*tensors, costs)
+
+    def liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Any) -> Any:
+        return _Liger.apply(hidden, weight, bias, capability, costs)
+
+    with patched(fused, "cut_cross_entropy", cut_cross_entropy), patched(fused, "liger_cross_entropy", liger):
+        yield
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, costs: Costs | None
+    ) -> Tensor:
+        ctx.costs = costs
+        log_z, mean_logits = (torch.empty(n, device=hidden.device) for n in (len(hidden), len(weight)))
+        ctx.save_for_backward(hidden, weight, bias, labels, log_z, mean_logits)
+        _count_products(costs, hidden, weight, 1)
+        return torch.empty_like(log_z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        hidden, weight, bias, _, _, mean_logits = ctx.saved_tensors
+        order = torch.argsort(mean_logits).to(torch.int32)
+        sums = [
+            torch.zeros_like(t, dtype=torch.float32) if needed else None
+            for t, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        ]
+        _count_products(ctx.costs, hidden, weight, 1 + sum(s is not None for s in sums[:2]))
+        del order
+        for place in (2, 1, 0):  # each is rounded while those after it are still there
+            sums[place] = None if (total := sums[place]) is None else total.to(hidden.dtype)
+        return *sums, None, None
+
+
+class _Liger(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, capability: tuple[int, int], costs: Costs | None
+    ) -> Tensor:
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight and of_hidden else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_hidden else None
+        losses = torch.zeros(len(hidden), device=hidden.device)
+        # Logits of some tokens at once: about as many elements as the hidden states (N, H) have.
+        share = -(-len(hidden) // -(-len(weight) // hidden.shape[1]))
+        logits = hidden.new_empty(min(1 << (share - 1).bit_length(), len(hidden)), len(weight))
+        if grad_weight is not None and (hidden.dtype == torch.float32 or capability < LIGER_FUSED_SUM_CAPABILITY):
+            torch.empty_like(weight).float()
+        _count_products(costs, hidden, weight, 1 + of_hidden + (grad_weight is not None))
+        del logits
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias.to(hidden.dtype) if grad_bias is not None else None)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        found = [g if needed else None for g, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)]
+        return *found, None, None
+
+
+def _count_products(costs: Costs | None, hidden: Tensor, weight: Tensor, number: int) -> None:
+    """Adds ``number`` products of hidden states (N, H) and weight (V, H), which read both and write one of them."""
+    if costs is not None:
+        traffic = (2 * hidden.numel() + 2 * weight.numel()) * hidden.element_size()
+        costs.add(2 * len(weight) * hidden.numel(), traffic, hidden.dtype, number)

@@ -6,16 +6,16 @@ others already decide: memory grows with the micro-batch and shrinks with recomp
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
-from typing import Protocol
 
 from train.memory.ladder import Recompute, largest_fitting
-from train.memory.predict import Job, Prediction
+from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import CHECKPOINTING, OFFLOAD, Question, Setting, position_limit, replace_length
 from train.memory.zero import MOMENTS
 from train.records import UserError
@@ -30,18 +30,11 @@ LONGEST = 4 * 2**20
 """Tokens; the longest sequence that is tried."""
 
 
-class Predicts(Protocol):
-    """What the search needs of a :class:`train.memory.predict.Predictor`."""
-
-    def predict(self, job: Job) -> Prediction: ...
-
-
 class Predictions:
     """Predictions by job, each made once; in parallel where there are several predictors."""
 
-    def __init__(self, predictors: Sequence[Predicts], announce: Callable[[int, Job], None] | None = None) -> None:
-        self._predictors = predictors
-        self._announce = announce
+    def __init__(self, predictors: Sequence[Predictor], announce: Callable[[int, Job], None] | None = None) -> None:
+        self._predictors, self._announce = predictors, announce
         self._known: dict[str, Prediction | UserError] = {}
 
     @property
@@ -64,23 +57,23 @@ class Predictions:
         """The prediction of each of ``jobs``, or why there is none."""
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
         new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._known}
-        free: SimpleQueue[Predicts] = SimpleQueue()
+        free: SimpleQueue[Predictor] = SimpleQueue()
         for predictor in self._predictors:
             free.put(predictor)
 
-        def predicted(numbered: tuple[int, Job]) -> Prediction | UserError:
+        def predicted(number: int, job: Job) -> Prediction | UserError:
             predictor = free.get()
             try:
                 if self._announce is not None:
-                    self._announce(*numbered)
-                return predictor.predict(numbered[1])
+                    self._announce(number, job)
+                return predictor.predict(job)
             except UserError as error:
                 return error
             finally:
                 free.put(predictor)
 
         with ThreadPoolExecutor(len(self._predictors)) as pool:
-            results = list(pool.map(predicted, enumerate(new.values(), self.count + 1)))
+            results = list(pool.map(predicted, itertools.count(self.count + 1), new.values()))
         self._known.update(zip(new, results, strict=True))
         return [self._known[key] for key in keys]
 
@@ -112,27 +105,29 @@ class Outcome:
 def outcome_of(question: Question, setting: Setting, job: Job, prediction: Prediction) -> Outcome:
     """``prediction`` compared with the device."""
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
-    host, link = 0, 0.0
+    # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
+    copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
+    host, link = prediction.offloaded_bytes, max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
     if setting.sharding == OFFLOAD:
         sizes = prediction.num_parameters, prediction.num_trained_parameters
         weights, trained = (4 * -(-size // question.world_size) for size in sizes)  # bytes of a shard, kept in fp32
-        host = weights + (1 + MOMENTS[question.config.optimization.optimizer]) * trained
+        host += weights + (1 + MOMENTS[question.config.optimization.optimizer]) * trained
         # in for forward, in for backward, gradients out
-        link = (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
-    elif question.config.get("optimizer_offload") and question.device.name != "cpu":
-        host = 4 * (1 + MOMENTS["adamw"]) * prediction.num_trained_parameters  # fp32 weights and moments
-    host += prediction.offloaded_bytes
-    link += _waiting_for_inputs(prediction)
+        link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
+    elif question.config.get("optimizer_offload") and not question.on_cpu:
+        host += 4 * (1 + MOMENTS["adamw"]) * prediction.num_trained_parameters  # fp32 weights and moments
     return Outcome(setting, job.length, job.padded, prediction, needed, needed <= question.room_bytes, host, link)
 
 
-def _waiting_for_inputs(prediction: Prediction) -> float:
-    """Seconds that a micro-batch waits for copies of layers' inputs after its computation.
+def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
+    """What is predicted of ``setting``; None: of the configuration as it stands.
 
-    They go out in forward and come back in backward, which recomputes and so takes three quarters of the time.
+    Raises:
+        UserError: it cannot run.
     """
-    copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
-    return max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
+    setting = setting or question.asked
+    job = question.job(setting)
+    return outcome_of(question, setting, job, predictions.of(job))
 
 
 @dataclass(frozen=True)
@@ -156,15 +151,17 @@ class Search:
     """The settings of a question, tried as far as needed."""
 
     def __init__(self, question: Question, predictions: Predictions) -> None:
-        self.question, self._predictions = question, predictions
+        self.question, self._predictions, self._losses = question, predictions, question.losses
         per_rank = question.global_batch_size // question.world_size
         accumulates = not question.config.get("optimizer_in_backward")
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
-        tiled = question.config.get("tiled_mlp")
-        self._base = Setting(self._sizes[0], "none", question.precision, "full", tiled_mlp=tiled)
-        self.ways: tuple[Recompute, ...] = CHECKPOINTING
-        """Ways to recompute that are tried, the fastest first."""
-        self._losses = question.losses
+        self._base = Setting(
+            "none",
+            tiled_mlp=question.config.get("tiled_mlp"),
+            micro_batch_size=self._sizes[0],
+            mixed_precision=question.precision,
+            loss="full",
+        )
         self.problems: dict[Setting, str] = {}
         """Settings that the model or device does not allow."""
 
@@ -176,116 +173,84 @@ class Search:
             self.problems[setting] = str(error)
             return None
 
-    def _technique(self, way: Recompute, loss: str, sharding: str) -> Setting:
-        return replace(self._base, loss=loss, sharding=sharding).recomputing(way)
+    def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
+        """The setting that needs least with ``sharding``, or ``known`` where none needs less.
 
-    def smallest(self, sharding: str) -> Outcome:
-        """The setting that needs least with ``sharding``.
+        Args:
+            ways: to recompute, the fastest first.
 
         Raises:
             UserError: none can run.
         """
-        possible = [self._technique(way, loss, sharding) for way in self.ways for loss in self._losses]
-        for setting in reversed(possible):
-            outcome = self.try_(setting)
-            if outcome is not None:
-                return outcome
-        raise UserError(self.problems[possible[0]])
+        base = replace(self._base, sharding=sharding)
+        possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
+        found = next((outcome for setting in reversed(possible) if (outcome := self.try_(setting))), None)
+        if found is None and known is None:
+            raise UserError(self.problems[possible[0]])
+        return min((outcome for outcome in (known, found) if outcome), key=lambda outcome: outcome.needed_bytes)
 
-    def fastest(self, shardings: Sequence[str], best: Outcome | None) -> Outcome | None:
+    def fastest(self, ways: Sequence[Recompute], shardings: Sequence[str], best: Outcome | None) -> Outcome | None:
         """The fastest setting with one of ``shardings`` that fits, ``best`` where none is clearly faster."""
         for sharding in shardings:
             gain = SHARDING_GAIN if best is not None and sharding != best.setting.sharding else EQUALLY_FAST
-            found, at_floor = self._fastest_with(sharding, best, gain)
-            best = found or best
-            if at_floor:
-                break
-        return best
-
-    def _fastest_with(self, sharding: str, best: Outcome | None, gain: float) -> tuple[Outcome | None, bool]:
-        """The fastest setting with ``sharding``, and whether no other can be faster, whatever memory there is."""
-        floors: dict[tuple[int, int], float] = {}
-        fitting: dict[tuple[int, int], int] = {}
-        unfitting: dict[tuple[int, int], int] = {}
-        found: Outcome | None = None
-        for row, way in enumerate(self.ways):
+            done: list[tuple[int, int, list[Outcome]]] = []
             # The loss that needs less first: the other one fits no larger micro-batch.
-            for column, loss in reversed(list(enumerate(self._losses))):
-                reference = found or best
-                faster = [place for place in floors if place[0] <= row and place[1] <= column]
-                if reference is not None and any(
-                    reference.seconds_per_token <= floors[place] * (1 + EQUALLY_FAST) for place in faster
-                ):
+            for row, column in itertools.product(range(len(ways)), reversed(range(len(self._losses)))):
+                faster = [tried for r, c, tried in done if r <= row and c <= column]
+                if any(self._is_at_floor(best, tried) for tried in faster):
                     continue
                 # What a faster technique fits gains nothing here; what a smaller one does not fit is too much.
-                low = max((fitting.get(place, 0) for place in faster), default=0)
-                smaller = [size for (r, c), size in unfitting.items() if r >= row and c >= column]
-                sizes = [size for size in self._sizes if low < size < min(smaller, default=math.inf)]
-                tried = self._grown(self._technique(way, loss, sharding), sizes)
-                if not tried:
-                    continue
-                floors[row, column] = self._floor(tried)
-                fitting[row, column] = max((o.setting.micro_batch_size for o in tried if o.fits), default=low)
-                if not tried[-1].fits:
-                    unfitting[row, column] = min(o.setting.micro_batch_size for o in tried if not o.fits)
-                for outcome in tried:
-                    bar = found or best
-                    least = EQUALLY_FAST if found is not None else gain
-                    if outcome.fits and (
-                        bar is None or outcome.seconds_per_token < bar.seconds_per_token * (1 - least)
-                    ):
-                        found = outcome
-        bar, floor = found or best, floors.get((0, 0))
-        return found, bar is not None and floor is not None and bar.seconds_per_token <= floor * (1 + EQUALLY_FAST)
+                smaller = [tried for r, c, tried in done if r >= row and c >= column]
+                low = max((o.setting.micro_batch_size for tried in faster for o in tried if o.fits), default=0)
+                too_large = [o.setting.micro_batch_size for tried in smaller for o in tried if not o.fits]
+                sizes = [size for size in self._sizes if low < size < min(too_large, default=math.inf)]
+                technique = replace(self._base, loss=self._losses[column], sharding=sharding)
+                if tried := self._grown(technique.recomputing(ways[row]), sizes):
+                    done.append((row, column, tried))
+                for outcome in (outcome for outcome in tried if outcome.fits):
+                    if best is None or outcome.seconds_per_token < best.seconds_per_token * (1 - gain):
+                        best, gain = outcome, EQUALLY_FAST
+            if any(self._is_at_floor(best, tried) for row, column, tried in done if row == column == 0):
+                break  # no other can be faster, whatever memory there is
+        return best
 
     def _grown(self, technique: Setting, sizes: Sequence[int]) -> list[Outcome]:
         """``technique`` with growing micro-batches, until one does not fit or larger ones gain nothing."""
-        tried: dict[int, Outcome] = {}
+        tried: list[Outcome] = []
 
         def needs(size: int) -> int | None:
             outcome = self.try_(replace(technique, micro_batch_size=size))
             if outcome is None:
                 return None
-            tried[size] = outcome
+            tried.append(outcome)
+            tried.sort(key=lambda outcome: outcome.setting.micro_batch_size)
             return outcome.needed_bytes
 
-        def in_order() -> list[Outcome]:
-            return [tried[size] for size in sorted(tried)]
-
         def saturated() -> bool:
-            fastest = min(outcome.seconds_per_token for outcome in tried.values() if outcome.fits)
-            return fastest <= self._floor(in_order()) * (1 + EQUALLY_FAST)
+            fitting = [outcome for outcome in tried if outcome.fits]
+            return self._is_at_floor(min(fitting, key=lambda outcome: outcome.seconds_per_token), tried)
 
         if sizes:
             largest_fitting(sizes, needs, self.question.room_bytes, sizes[0], saturated)
-        return in_order()
+        return tried
 
-    def _floor(self, tried: Sequence[Outcome]) -> float:
-        """Seconds per token that no micro-batch beats.
+    def _is_at_floor(self, outcome: Outcome | None, tried: Sequence[Outcome]) -> bool:
+        """Whether no micro-batch beats ``outcome`` with the technique that was ``tried``, smallest first.
 
         An operator takes the longest of several times that are affine in the micro-batch. So the time of a step is
         convex in it, and each example beyond two sizes costs at least as much as it did between them.
         """
-        last = tried[-1]
-        if last.setting.micro_batch_size == self._sizes[-1]:
-            return min(outcome.seconds_per_token for outcome in tried)
-        if len(tried) < 2 or tried[-2].padded != last.padded:  # with a mask, other kernels run
-            return 0.0
-        before = tried[-2]
-        examples = last.setting.micro_batch_size - before.setting.micro_batch_size
-        seconds = (last.prediction.seconds or 0.0) - (before.prediction.seconds or 0.0)
-        return max(0.0, min(seconds / (examples * last.length), *(outcome.seconds_per_token for outcome in tried)))
-
-
-def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
-    """What is predicted of ``setting``; None: of the configuration as it stands.
-
-    Raises:
-        UserError: it cannot run.
-    """
-    setting = setting or question.asked
-    job = question.job(setting)
-    return outcome_of(question, setting, job, predictions.of(job))
+        if outcome is None:
+            return False
+        last, floor = tried[-1], min(outcome.seconds_per_token for outcome in tried)
+        if last.setting.micro_batch_size != self._sizes[-1]:
+            if len(tried) < 2 or tried[-2].padded != last.padded:  # with a mask, other kernels run
+                return outcome.seconds_per_token <= 0.0
+            before = tried[-2]
+            examples = last.setting.micro_batch_size - before.setting.micro_batch_size
+            seconds = (last.prediction.seconds or 0.0) - (before.prediction.seconds or 0.0)
+            floor = max(0.0, min(floor, seconds / (examples * last.length)))
+        return outcome.seconds_per_token <= floor * (1 + EQUALLY_FAST)
 
 
 def make_plan(question: Question, predictions: Predictions, open_micro_batch: bool = False) -> Plan:
@@ -298,32 +263,21 @@ def make_plan(question: Question, predictions: Predictions, open_micro_batch: bo
         UserError: no setting can run.
     """
     search = Search(question, predictions)
-    asked, problem = None, None
-    if not open_micro_batch:
-        asked = search.try_(question.asked)
-        problem = search.problems.get(question.asked)
-    shardings = question.shardings
-    smallest = search.smallest(shardings[-1])
+    asked = None if open_micro_batch else search.try_(question.asked)
+    problem = None if open_micro_batch else search.problems.get(question.asked)
+    ways, shardings = CHECKPOINTING, question.shardings
+    smallest = search.smallest(ways, shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None
-    for ways, offloads in ((question.last_resort, False), (CHECKPOINTING, True), (question.last_resort, True)):
+    for more, offloads in ((question.last_resort, False), (CHECKPOINTING, True), (question.last_resort, True)):
         if best is not None or smallest.fits or (offloads and not question.may_offload):
             break
-        search.ways, shardings = ways, (OFFLOAD,) if offloads else question.shardings[-1:]
-        smallest = _smaller(search, shardings[0], smallest)
+        ways, shardings = more, (OFFLOAD,) if offloads else question.shardings[-1:]
+        smallest = search.smallest(ways, shardings[0], smallest)
     if smallest.fits or best is not None:
-        best = search.fastest(shardings, best)
+        best = search.fastest(ways, shardings, best)
     else:
         longest = _longest_of(question, smallest.setting, predictions, question.config.data.max_length)
     return Plan(asked, problem, best, smallest, longest, predictions.count)
-
-
-def _smaller(search: Search, sharding: str, known: Outcome) -> Outcome:
-    """The setting that needs least with ``sharding``, or ``known`` where none can run or none needs less."""
-    try:
-        found = search.smallest(sharding)
-    except UserError:
-        return known
-    return found if found.needed_bytes < known.needed_bytes else known
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
@@ -334,11 +288,9 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
     """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
-    search = Search(start, predictions)
-    smallest = search.smallest(start.shardings[-1])
-    search.ways = question.last_resort
-    setting = _smaller(search, start.shardings[-1], smallest).setting
-    return _longest_of(question, setting, predictions, limit + 1), setting
+    search, sharding = Search(start, predictions), start.shardings[-1]
+    smallest = search.smallest(question.last_resort, sharding, search.smallest(CHECKPOINTING, sharding))
+    return _longest_of(question, smallest.setting, predictions, limit + 1), smallest.setting
 
 
 def _longest_of(question: Question, setting: Setting, predictions: Predictions, end: int) -> int:
@@ -349,5 +301,4 @@ def _longest_of(question: Question, setting: Setting, predictions: Predictions, 
     def needs(length: int) -> int:
         return predicted(replace_length(question, length), predictions, setting).needed_bytes
 
-    first = min(8192, candidates[-1])
-    return largest_fitting(candidates, needs, question.room_bytes, first) or 0
+    return largest_fitting(candidates, needs, question.room_bytes, first=min(8192, candidates[-1])) or 0

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from train import extras
 from train.config import Config, to_values
 from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
-from train.memory.ladder import FLAGS, LADDER, Recompute, flags_of, ladder_on
+from train.memory.ladder import FLAGS, LADDER, Recompute, ladder_on
 from train.memory.predict import Job, Target
 from train.memory.zero import STAGE
 from train.records import UsageError, UserError
@@ -25,6 +24,7 @@ STAND_IN = "a100-80"
 """Its rates and kernels rank settings for a card of which only the memory is known."""
 CHECKPOINTING = tuple(way for way in LADDER if way.every_n_layers <= 2 and not way.offloads_inputs)
 """The ways to recompute that are tried for any device."""
+PRECISIONS = ("no", "fp16", "bf16")
 
 
 def target_of(device: Device) -> Target:
@@ -32,7 +32,7 @@ def target_of(device: Device) -> Target:
     if device.name == "cpu":
         return Target("cpu")
     capability = device.compute_capability or find_device(STAND_IN).compute_capability or (8, 0)
-    rates = {precision: device.peak_flops_per_second(precision) for precision in ("no", "fp16", "bf16")}
+    rates = {precision: device.peak_flops_per_second(precision) for precision in PRECISIONS}
     return Target(
         device_type="cuda",
         capability=capability,
@@ -40,23 +40,6 @@ def target_of(device: Device) -> Target:
         flops_per_second={precision: rate for precision, rate in rates.items() if rate},
         bytes_per_second=device.memory_bytes_per_second,
     )
-
-
-def has_known_speed(device: Device) -> bool:
-    """Whether times can be estimated for ``device``."""
-    target = target_of(device)
-    return bool(target.bytes_per_second and target.flops_per_second)
-
-
-def _ranking_target(device: Device) -> Target:
-    """:func:`target_of` with rates that rank settings where those of ``device`` are unknown."""
-    target = target_of(device)
-    if target.device_type == "cpu":  # any rates with the ratio of a common processor
-        return replace(target, flops_per_second=dict.fromkeys(("no", "fp16", "bf16"), 1e12), bytes_per_second=1e11)
-    if has_known_speed(device):
-        return target
-    known = target_of(find_device(STAND_IN))
-    return replace(target, flops_per_second=known.flops_per_second, bytes_per_second=known.bytes_per_second)
 
 
 def job_of(
@@ -70,33 +53,26 @@ def job_of(
     """The step of ``config`` with its longest examples.
 
     Args:
-        vocab_size: tokens that the tokenizer knows, see :func:`vocabulary_size`.
-        num_labels: classes of a classifier.
         padded: whether micro-batches come with an attention mask; None: if the task makes one for examples of
             different lengths, and there can be any.
-        world_size: ranks.
 
     Raises:
         UsageError: the sizes of the batch contradict each other, or the task is unknown.
     """
-    from train.batching import batch_arithmetic
+    from train.batching import arithmetic_of
     from train.tasks import load_task
 
-    data, optim, task = config.data, config.optimization, load_task(config.data.task)
-    size = _micro_batch_size(config, world_size)
-    given = optim.micro_batch_size if config.get("max_tokens_per_micro_batch") else size
-    assert given != "auto"
-    arithmetic = batch_arithmetic(given, optim.gradient_accumulation_steps, optim.global_batch_size, world_size)
+    task, size = load_task(config.data.task), _micro_batch_size(config, world_size)
     if padded is None:
         padded = not task.is_causal and size > 1 and not config.get("packing")
     return Job(
         values=to_values(config),
         target=target,
-        task=data.task,
+        task=config.data.task,
         vocab_size=vocab_size,
         micro_batch_size=size,
-        length=data.max_length,
-        accumulates=arithmetic.global_batch_size > size * world_size,
+        length=config.data.max_length,
+        accumulates=arithmetic_of(config, world_size).global_batch_size > size * world_size,
         num_labels=num_labels,
         padded=padded,
         eval_batch_size=config.output.eval_batch_size or size,
@@ -106,10 +82,10 @@ def job_of(
 
 def _micro_batch_size(config: Config, world_size: int) -> int:
     """Examples of a micro-batch; with a budget of tokens, as many of the longest as fit into it."""
-    optim = config.optimization
-    if config.get("max_tokens_per_micro_batch") is not None:
+    optim, max_tokens = config.optimization, config.get("max_tokens_per_micro_batch")
+    if max_tokens is not None:
         most = (optim.global_batch_size or world_size) - world_size + 1
-        return max(1, min(config.get("max_tokens_per_micro_batch") // config.data.max_length, most))
+        return max(1, min(max_tokens // config.data.max_length, most))
     if optim.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto does not give a size yet. Give one here.")
     return optim.micro_batch_size
@@ -125,20 +101,18 @@ def vocabulary_size(config: Config) -> int:
     size = (architecture.model_config or {}).get("vocab_size")
     if size is None and (stored := _stored_config(config)) is not None:
         size = getattr(stored.get_text_config(), "vocab_size", None)
-    if size is not None:
-        return int(size)
     spec = config.data.tokenizer or architecture.model or ""
+    if size is not None or spec == "bytes":
+        return BYTE_VOCABULARY if size is None else int(size)
+    if spec.startswith("train:"):
+        return int(spec.removeprefix("train:"))
     if spec == "words":
         raise UsageError(
             "tokenizer: words: its size depends on the training text. Give it, such as --vocab_size 20000."
         )
-    if spec.startswith("train:"):
-        return int(spec.removeprefix("train:"))
     from train.data import load_tokenizer
 
     try:
-        if spec == "bytes":
-            return BYTE_VOCABULARY
         return len(load_tokenizer(spec, architecture.trust_remote_code))
     except UserError as error:
         raise UserError(f"{error} Or give the size of its vocabulary: --vocab_size 32000.") from None
@@ -154,12 +128,9 @@ def position_limit(config: Config) -> int | None:
 
 def _own_positions(config: Config) -> int | None:
     """Positions of the model before ``rope_scaling``."""
-    name = "max_position_embeddings"
-    if (stored := _stored_config(config)) is not None:
-        return getattr(stored, name, None)
-    given = config.architecture.model_config
+    name, given = "max_position_embeddings", config.architecture.model_config
     if given is None:
-        return None
+        return getattr(_stored_config(config), name, None)
     from transformers import AutoConfig
 
     try:
@@ -185,38 +156,27 @@ def _stored_config(config: Config) -> Any:
         ) from None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The fields that the search may choose; :func:`train.memory.ladder.flags_of` gives their flags."""
+@dataclass(frozen=True, kw_only=True)
+class Setting(Recompute):
+    """What the search may choose."""
 
     micro_batch_size: int
-    gradient_checkpointing: str
     mixed_precision: str | None
     loss: str
     sharding: str = "none"
-    every_n_layers: int = 1
-    offloads_inputs: bool = False
-    """Inputs of checkpointed layers wait in host memory."""
-    tiled_mlp: bool = False
 
     def __str__(self) -> str:
         precision = "fp32" if self.mixed_precision in (None, "no") else self.mixed_precision
         tiled = ", tiled MLP" if self.tiled_mlp else ""
         sharding = "" if self.sharding == "none" else f", {self.sharding}"
         return (
-            f"micro-batch {self.micro_batch_size}, checkpointing {self.way}{tiled}, precision {precision}, "
+            f"micro-batch {self.micro_batch_size}, checkpointing {super().__str__()}{tiled}, precision {precision}, "
             f"loss {self.loss}{sharding}"
         )
 
-    @property
-    def way(self) -> Recompute:
-        """How its layers recompute."""
-        return Recompute(*(getattr(self, field.name) for field in fields(Recompute)))
-
     def recomputing(self, way: Recompute) -> Setting:
         """This setting with another way to recompute; tiles that were asked for stay."""
-        changes = {field.name: getattr(way, field.name) for field in fields(Recompute)}
-        return replace(self, **{**changes, "tiled_mlp": self.tiled_mlp or way.tiled_mlp})
+        return replace(self, **{**vars(way), "tiled_mlp": self.tiled_mlp or way.tiled_mlp})
 
 
 @dataclass(frozen=True)
@@ -243,6 +203,12 @@ class Question:
         return self.device.name == "cpu"
 
     @property
+    def has_known_speed(self) -> bool:
+        """Whether times can be estimated."""
+        target = target_of(self.device)
+        return bool(target.bytes_per_second and target.flops_per_second)
+
+    @property
     def room_bytes(self) -> int:
         """What a rank may take of its device: without the margin, and within the configuration's own budget."""
         budget = self.config.get("memory_budget_gib")
@@ -260,13 +226,9 @@ class Question:
         Raises:
             UsageError: the sizes of the batch contradict each other.
         """
-        from train.batching import batch_arithmetic
+        from train.batching import arithmetic_of
 
-        optim = self.config.optimization
-        size = 1 if self.config.get("max_tokens_per_micro_batch") else _micro_batch_size(self.config, self.world_size)
-        return batch_arithmetic(
-            size, optim.gradient_accumulation_steps, optim.global_batch_size, self.world_size
-        ).global_batch_size
+        return arithmetic_of(self.config, self.world_size).global_batch_size
 
     @property
     def asked(self) -> Setting:
@@ -292,10 +254,8 @@ class Question:
     @property
     def losses(self) -> tuple[str, ...]:
         """From fast and large to slow and small."""
-        if self.num_labels:
-            return ("full",)
         asked = self.config.get("loss")
-        return "full", self._best_loss if asked in ("auto", "full") else asked
+        return ("full",) if self.num_labels else ("full", self._best_loss if asked in ("auto", "full") else asked)
 
     @property
     def _best_loss(self) -> str:
@@ -324,7 +284,7 @@ class Question:
     def needs_whole_weights(self) -> bool:
         """Whether the optimizer does not work with sharded weights."""
         try:
-            _check(self.config, Launch(2, engine="fsdp2"))
+            check_launch(Launch(2, engine="fsdp2"), self.config)
         except UsageError:
             return True
         return False
@@ -350,10 +310,15 @@ class Question:
         Raises:
             UsageError: the optimizer asked for does not work with it.
         """
-        config = self.configured(setting)
+        config, target = self.configured(setting), target_of(self.device)
         engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
-        _check(config, Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")))
-        target = _ranking_target(self.device)
+        check_launch(Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")), config)
+        if not self.has_known_speed:
+            rates, bandwidth = dict.fromkeys(PRECISIONS, 1e12), 1e11  # the ratio of a common processor
+            if not self.on_cpu:
+                known = target_of(find_device(STAND_IN))
+                rates, bandwidth = known.flops_per_second, known.bytes_per_second
+            target = replace(target, flops_per_second=rates, bytes_per_second=bandwidth)
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
 
@@ -363,7 +328,7 @@ class Question:
 
     def changes(self, setting: Setting) -> dict[str, Any]:
         """What has to change in the configuration for ``setting``, by flag."""
-        values, wanted = to_values(self.config), flags_of(setting)
+        values, wanted = to_values(self.config), setting.flags
         del wanted["sharding"]  # the launcher's
         if values["loss"] == "auto" and setting.loss == self.automatic_loss:
             wanted["loss"] = "auto"
@@ -374,12 +339,6 @@ class Question:
         elif setting.micro_batch_size != values["micro_batch_size"]:
             wanted |= {"global_batch_size": self.global_batch_size, "gradient_accumulation_steps": None}
         return {name: value for name, value in wanted.items() if value != values[name]}
-
-
-def _check(config: Config, launch: Launch) -> None:
-    """Raises UsageError if a run with ``config`` would refuse ``launch``."""
-    check_launch(launch, config)
-    extras.check(config, launch)
 
 
 def replace_length(question: Question, length: int) -> Question:

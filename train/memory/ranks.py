@@ -18,13 +18,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from train.memory.fakes import FakeTracker
 
-FSDP_SETTINGS = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
+_environment = contextlib.ExitStack()
+"""Undoes the changes of the environment."""
 
 
 def shards_weights(sharding: str) -> bool:
@@ -41,16 +36,18 @@ def join(world_size: int, shards_weights: bool, device_type: str, precision: str
     """
     if not shards_weights:
         return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard import _fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    os.environ.update(FSDP_SETTINGS, ACCELERATE_MIXED_PRECISION=precision, FSDP_OFFLOAD_PARAMS=str(offloads).lower())
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    settings = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": precision, "FSDP_VERSION": "2"}
+    settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    settings |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_OFFLOAD_PARAMS": str(offloads).lower()}
+    settings |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    _environment.enter_context(patch.dict(os.environ, settings))
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     if device_type == "cuda" and not torch.cuda.is_initialized():
         still_streams()
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp._fully_shard import _fully_shard
-
     mesh = init_device_mesh(device_type, (world_size,))  # here: it reads numbers out of tensors, so they must be real
     _fully_shard._init_default_mesh = lambda: mesh
 
@@ -59,15 +56,7 @@ def leave() -> None:
     """Undoes :func:`join` for the next prediction."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    launcher = (
-        "ACCELERATE_MIXED_PRECISION",
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-    )
-    for name in (*FSDP_SETTINGS, *launcher):
-        os.environ.pop(name, None)
+    _environment.close()
 
 
 @contextlib.contextmanager
@@ -96,13 +85,7 @@ class _Stream:
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **options: None
-
-    def record_event(self, *args: Any) -> _Stream:
-        return _Stream()
-
-    def query(self) -> bool:
-        return True
+        return lambda *args, **options: {"record_event": self, "query": True}.get(name)
 
     def __enter__(self) -> _Stream:
         return self

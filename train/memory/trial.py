@@ -17,8 +17,7 @@ from train.memory.allocator import replay
 from train.memory.building import build, run_of
 from train.memory.costs import Costs
 from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
-from train.memory.kernels import Attention, library_workspace_bytes
-from train.memory.loss_kernels import library_losses
+from train.memory.kernels import Attention, library_losses, library_workspace_bytes
 from train.memory.predict import CUDA_GRANULE_BYTES, Job, Prediction, Target, random_batch
 from train.memory.rehearsal import make_optimizer_state
 from train.model import parameter_counts
