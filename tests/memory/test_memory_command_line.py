@@ -66,10 +66,10 @@ def test_flags_of_both_sides_are_told_apart() -> None:
 
 def test_auto_opens_a_question() -> None:
     request = read_request("plan", ["--device", "l4", *MODEL, "--max_length", "auto", "--micro_batch_size=auto"])
-    assert request.open_length and request.open_micro_batch
+    assert request.open == {"max_length", "micro_batch_size"}
     assert "--max_length" not in request.words
     assert request.question.config.optimization.micro_batch_size == 1
-    assert not read_request("plan", ["--device", "l4", *MODEL]).open_length
+    assert not read_request("plan", ["--device", "l4", *MODEL]).open
 
 
 def test_classes_and_padding() -> None:

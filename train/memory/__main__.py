@@ -6,8 +6,8 @@ import argparse
 import itertools
 import json
 import sys
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,7 +16,6 @@ from train.launch import use_expandable_segments
 from train.memory import advice
 from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
-from train.memory.flags import numbers, positive, with_underscores
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import Job, Predictor
 from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
@@ -38,20 +37,54 @@ examples
 
 python -m train.memory plan --help lists the flags.
 """
-TRAINING_FLAGS = """\
+TRAINING_FLAGS = """
+
 Every flag of the training command line may be given too: --config, --model, --model_config, --max_length,
 --micro_batch_size, --global_batch_size ... (train/main.py --help lists them). The data is not read.
 """
-AUTO_FLAGS = """\
+PLAN = f"""\
+Does the configuration fit on the device, and which setting is the fastest that does?{TRAINING_FLAGS}\
   --max_length auto        plan for the longest sequences that fit, in multiples of 1,024
   --micro_batch_size auto  choose it, with --global_batch_size given
   --gradient_checkpointing auto  choose it
 """
+PREDICT = f"The memory of one training step of the configuration, part by part.{TRAINING_FLAGS}"
+EXPLAIN = f"""\
+usage: {PROGRAM} explain 'message'
+       command 2>&1 | {PROGRAM} explain
+
+Says what each figure of an out-of-memory message means, why memory was full and what to do.
+The message may stand within a traceback or a log; '-' reads it from standard input.
+"""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Of flags that stand among those of training."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. {self.prog} --help lists the flags.")
+
+
+def positive(text: str) -> int:
+    """A whole number above zero."""
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return number
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers above zero, separated by commas: each once, ascending."""
+    return tuple(sorted({positive(part.strip()) for part in text.split(",")}))
+
+
+def with_underscores(words: list[str]) -> list[str]:
+    """Flags written the way the configuration writes them: --max_length for --max-length."""
+    parts = [word.partition("=") for word in words]
+    return [
+        f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else name + equals + value
+        for name, equals, value in parts
+    ]
 
 
 class Request(argparse.Namespace):
@@ -60,9 +93,8 @@ class Request(argparse.Namespace):
     question: Question
     words: tuple[str, ...]
     """The training flags among it."""
-    open_length: bool
-    open_micro_batch: bool
-    open_checkpointing: bool
+    open: frozenset[str]
+    """Which of max_length, micro_batch_size and gradient_checkpointing are auto."""
     device: str | None
     world_size: int
     sharding: str | None
@@ -88,7 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_DONE if words else UsageError.exit_status
         if words[0] not in commands:
             raise UsageError(f"{words[0]!r} is not one of plan, predict, explain. {PROGRAM} --help shows examples.")
-        return commands[words[0]](words[1:])
+        commands[words[0]](words[1:])
+        return EXIT_DONE
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -99,80 +132,67 @@ def main(arguments: list[str] | None = None) -> int:
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def run_plan(arguments: list[str]) -> int:
+def run_plan(arguments: list[str]) -> None:
     """``plan``: the configuration as it stands, and the fastest setting that fits."""
     request = read_request("plan", arguments)
-    question = request.question
-    with ExitStack() as stack:
-        # The search needs each answer before its next question; only cells of a table can be predicted in parallel.
-        predictions = _predictions(stack, question, processes=2 if request.grid else 1)
-        if request.grid:
-            from train.memory.grid import draw, grid_text, grid_values, make_grid
-
-            grid = make_grid(question, predictions, request.lengths, request.micro_batch_sizes)
-            _clear_progress()
-            if request.picture is not None:
-                draw(grid, request.picture)
-            _emit(request, grid_text(grid), grid_values(grid))
-            return EXIT_DONE
-        said: dict[str, Any] = {}
-        if request.open_length:
+    if request.grid:
+        show_grid(request)
+        return
+    question, said = request.question, dict[str, Any]()
+    with _predictions(question) as predictions:
+        if "max_length" in request.open:
             length, setting = longest_length(question, predictions)
             if not length:
-                _clear_progress()
                 raise UserError(
                     f"max_length: not even 1,024 tokens fit on {question.device.name} with {setting}. "
                     "Take a larger device, a smaller model, or another optimizer."
                 )
             question = replace_length(question, length)
             said["max_length"] = length
-        is_open = request.open_length or request.open_micro_batch or request.open_checkpointing
-        plan = make_plan(question, predictions, is_open)
-        _clear_progress()
-    if request.open_micro_batch and plan.best is not None:
-        said |= {
-            "micro_batch_size": plan.best.setting.micro_batch_size,
-            "global_batch_size": question.global_batch_size,
-        }
-    if request.open_checkpointing and plan.best is not None:
-        said["gradient_checkpointing"] = plan.best.setting.gradient_checkpointing
-        said["gradient_checkpointing_offload"] = plan.best.setting.offloads_inputs
-    typed = None
+        plan = make_plan(question, predictions, bool(request.open))
+    command = None
     if plan.best is not None:
-        typed = advice.command(question, plan.best.setting, request.words, said)
-    text = advice.plan_text(question, plan, typed, longest=request.open_length)
-    _emit(request, text, advice.plan_values(question, plan, typed))
-    return EXIT_DONE
+        setting = plan.best.setting
+        if "micro_batch_size" in request.open:
+            said["micro_batch_size"] = setting.micro_batch_size
+            said["global_batch_size"] = question.global_batch_size
+        if "gradient_checkpointing" in request.open:
+            said["gradient_checkpointing"] = setting.gradient_checkpointing
+            said["gradient_checkpointing_offload"] = setting.offloads_inputs
+        command = advice.command(question, setting, request.words, said)
+    text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
+    _emit(request, text, advice.plan_values(question, plan, command))
 
 
-def run_predict(arguments: list[str]) -> int:
+def show_grid(request: Request) -> None:
+    """``plan --grid``: memory over sequence length and micro-batch size."""
+    from train.memory.grid import draw, grid_text, grid_values, make_grid
+
+    # Cells can be predicted in parallel; the search for a plan needs each answer before its next question.
+    with _predictions(request.question, processes=2) as predictions:
+        grid = make_grid(request.question, predictions, request.lengths, request.micro_batch_sizes)
+    if request.picture is not None:
+        draw(grid, request.picture)
+    _emit(request, grid_text(grid), grid_values(grid))
+
+
+def run_predict(arguments: list[str]) -> None:
     """``predict``: the configuration as it stands."""
     request = read_request("predict", arguments)
-    with ExitStack() as stack:
-        outcome = predicted(request.question, _predictions(stack, request.question, processes=1))
-        _clear_progress()
+    with _predictions(request.question) as predictions:
+        outcome = predicted(request.question, predictions)
     text, values = advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome)
     _emit(request, text, values)
-    return EXIT_DONE
 
 
-def run_explain(arguments: list[str]) -> int:
+def run_explain(arguments: list[str]) -> None:
     """``explain``: a message, from the command line or from standard input."""
     if arguments and arguments[0] in ("-h", "--help"):
-        print(
-            f"usage: {PROGRAM} explain 'message'\n       command 2>&1 | {PROGRAM} explain\n\n"
-            "Says what each figure of an out-of-memory message means, why memory was full and what to do.\n"
-            "The message may stand within a traceback or a log; '-' reads it from standard input."
-        )
-        return EXIT_DONE
-    if arguments in ([], ["-"]):
-        if not arguments and sys.stdin.isatty():
-            raise UsageError("explain: give the message in quotes, or pipe the log into it.")
-        message = sys.stdin.read()
-    else:
-        message = " ".join(arguments)
-    print(explain(message))
-    return EXIT_DONE
+        print(EXPLAIN, end="")
+        return
+    if not arguments and sys.stdin.isatty():
+        raise UsageError("explain: give the message in quotes, or pipe the log into it.")
+    print(explain(sys.stdin.read() if arguments in ([], ["-"]) else " ".join(arguments)))
 
 
 # ---- reading the command line ----------------------------------------------------------------------------------------
@@ -185,87 +205,61 @@ def read_request(command: str, arguments: list[str]) -> Request:
         UsageError: flags that do not work; the message says what would.
         UserError: the size of the vocabulary is unknown.
     """
-    request = Request()
+    request, left_open = Request(), set[str]()
     _, words = _own_flags(command).parse_known_args(with_underscores(arguments), request)
-    words, request.open_length = _without_auto(words, "max_length")
-    if request.open_length and request.grid:
+    if "--max_length=auto" in words or ("--max_length", "auto") in itertools.pairwise(words):
+        left_open, words = {"max_length"}, advice.without_flags(words, {"max_length"})
+    if left_open and request.grid:
         raise UsageError("--grid shows many lengths: give --lengths instead of --max_length auto.")
     if (request.lengths or request.micro_batch_sizes or request.picture) and not request.grid:
         raise UsageError("--lengths, --micro_batch_sizes and --picture belong to --grid: give it too.")
     if request.picture is not None and request.picture.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UsageError(f"--picture {request.picture}: give a name that ends in .png, .pdf or .svg.")
     config = parse(words)
-    request.words = tuple(words)
-    request.open_micro_batch = config.optimization.micro_batch_size == "auto"
-    request.open_checkpointing = config.get("gradient_checkpointing") == "auto"
-    if command == "predict" and (request.open_length or request.open_micro_batch or request.open_checkpointing):
+    left_open |= {name for name in ("micro_batch_size", "gradient_checkpointing") if config.get(name) == "auto"}
+    if command == "predict" and left_open:
         raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
-    if request.open_micro_batch and config.optimization.global_batch_size is None and not request.grid:
-        raise UsageError("micro_batch_size: auto keeps the global batch: give it with --global_batch_size.")
-    if request.open_micro_batch:  # the search begins with the smallest
-        config = replace(config, optimization=replace(config.optimization, micro_batch_size=1))
-    if request.open_checkpointing:  # the search tries every way
+    if "micro_batch_size" in left_open:
+        if config.optimization.global_batch_size is None and not request.grid:
+            raise UsageError("micro_batch_size: auto keeps the global batch: give it with --global_batch_size.")
+        config = config.changed(micro_batch_size=1)  # the search begins with the smallest
+    if "gradient_checkpointing" in left_open:  # the search tries every way
         config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)
-    request.question = _question(config, request)
+    request.words, request.open, request.question = tuple(words), frozenset(left_open), _question(config, request)
     return request
 
 
-def _own_flags(command: str) -> _Parser:
-    about = {
-        "plan": "Does the configuration fit on the device, and which setting is the fastest that does?",
-        "predict": "The memory of one training step of the configuration, part by part.",
-    }[command]
-    parser = _Parser(
+def _own_flags(command: str) -> Parser:
+    parser = Parser(
         prog=f"{PROGRAM} {command}",
         usage=f"{PROGRAM} {command} [--device NAME] [flags below] [training flags]",
-        description=f"{about}\n\n{TRAINING_FLAGS}{AUTO_FLAGS if command == 'plan' else ''}",
+        description=PLAN if command == "plan" else PREDICT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
 
-    def add(name: str, **options: Any) -> None:
-        parser.add_argument(f"--{name}", **options)
+    def add(name: str, text: str, **options: Any) -> None:
+        parser.add_argument(f"--{name}", help=text, **options)
 
-    add(
-        "device",
-        metavar="NAME",
-        help="h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one",
-    )
-    add("world_size", metavar="N", type=positive, default=1, help="devices that train together")
-    add("sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
-    add("vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
-    add("num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
-    add(
-        "padded",
-        choices=("yes", "no"),
-        help="whether examples of one micro-batch differ in length; default: yes, where the "
-        "task needs a mask and a micro-batch has 2 or more",
-    )
-    add(
-        "json",
-        dest="json_path",
-        metavar="PATH",
-        nargs="?",
-        const="-",
-        help="write the answer as JSON, without PATH instead of the text",
-    )
+    cards = "h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one"
+    add("device", cards, metavar="NAME")
+    add("world_size", "devices that train together", metavar="N", type=positive, default=1)
+    add("sharding", "how they divide the work", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"))
+    add("vocab_size", "tokens of the vocabulary, where it depends on the data", metavar="N", type=positive)
+    add("num_labels", "classes of a classifier; default: 2", metavar="N", type=positive)
+    padded = "whether examples of one micro-batch differ in length; default: yes, where the task needs a mask and a "
+    add("padded", padded + "micro-batch has 2 or more", choices=("yes", "no"))
+    answer = "write the answer as JSON, without PATH instead of the text"
+    add("json", answer, dest="json_path", metavar="PATH", nargs="?", const="-")
     if command == "plan":
-        add("grid", action="store_true", help="a table of memory over sequence length and micro-batch size instead")
-        add("lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
-        add("micro_batch_sizes", metavar="N,N...", type=numbers, help="its sizes; default: 1,2,4,8,16")
-        add("picture", metavar="PATH", type=Path, help="draw it into a .png file")
+        table = "a table of memory over sequence length and micro-batch size instead"
+        add("grid", table, action="store_true")
+        add("lengths", "its lengths; default: 1,024 to 262,144", metavar="N,N...", type=numbers)
+        add("micro_batch_sizes", "its sizes; default: 1,2,4,8,16", metavar="N,N...", type=numbers)
+        add("picture", "draw it into a .png file", metavar="PATH", type=Path)
     else:
         parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     return parser
-
-
-def _without_auto(words: list[str], name: str) -> tuple[list[str], bool]:
-    """``words`` without ``--name auto``, and whether it was the last word on that flag."""
-    values = [word.partition("=")[2] for word in words if word.startswith(f"--{name}=")]
-    values += [value for word, value in itertools.pairwise(words) if word == f"--{name}"]
-    if "auto" not in values:
-        return words, False
-    return advice.without_flags(words, {name}), True
 
 
 def _question(config: Config, request: Request) -> Question:
@@ -291,36 +285,33 @@ def _question(config: Config, request: Request) -> Question:
 # ---- predicting and showing ------------------------------------------------------------------------------------------
 
 
-def _predictions(stack: ExitStack, question: Question, processes: int) -> Predictions:
-    predictors = [stack.enter_context(Predictor()) for _ in range(processes)]
-    if not sys.stderr.isatty():
+@contextmanager
+def _predictions(question: Question, processes: int = 1) -> Iterator[Predictions]:
+    """Predictions by so many processes, with a line of progress on a terminal."""
+    on_terminal = sys.stderr.isatty()
+    if not on_terminal:
         print(f"predicting for {question.device.name}; each prediction takes some seconds", file=sys.stderr)
 
     def announce(number: int, job: Job) -> None:
-        if sys.stderr.isatty():
-            values = job.values
-            line = f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens, "
-            line += f"checkpointing {values['gradient_checkpointing']}, loss {values['loss']}"
-            print(f"\r\033[K{line[:99]}", end="", file=sys.stderr, flush=True)
+        line = f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens, "
+        line += f"checkpointing {job.values['gradient_checkpointing']}, loss {job.values['loss']}"
+        print(f"\r\033[K{line[:99]}", end="", file=sys.stderr, flush=True)
 
-    return Predictions(predictors, announce)
-
-
-def _clear_progress() -> None:
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    with ExitStack() as stack:
+        if on_terminal:  # the line goes when all is predicted
+            stack.callback(print, "\r\033[K", end="", file=sys.stderr, flush=True)
+        predictors = [stack.enter_context(Predictor()) for _ in range(processes)]
+        yield Predictions(predictors, announce if on_terminal else None)
 
 
 def _emit(request: Request, text: str, values: dict[str, Any]) -> None:
-    if request.json_path == "-":
-        print(json.dumps(values, indent=2))
-        return
-    if request.json_path is not None:
+    written = json.dumps(values, indent=2)
+    if request.json_path not in (None, "-"):
         try:
-            Path(request.json_path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            Path(request.json_path).write_text(written + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--json {request.json_path}: {error.strerror}. Give a file that can be written.") from None
-    print(text)
+    print(written if request.json_path == "-" else text)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks import building
-from train.memory.flags import numbers, positive, with_underscores
+from train.memory.__main__ import Parser, numbers, positive, with_underscores
 from train.memory.predict import Job, Target
 from train.records import UsageError, UserError
 
@@ -64,11 +64,6 @@ class Request:
     output: Path
     again: bool
     target: Target
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. {self.prog} --help lists the flags.")
 
 
 def read_request(arguments: Sequence[str]) -> Request:
@@ -135,8 +130,8 @@ def pages_of(arguments: Sequence[str]) -> Path | None:
     return path
 
 
-def _own_flags() -> _Parser:
-    parser = _Parser(
+def _own_flags() -> Parser:
+    parser = Parser(
         prog="scripts/study.py",
         usage="scripts/study.py --config RECIPE [flags below] [training flags]",
         description=DESCRIPTION,
