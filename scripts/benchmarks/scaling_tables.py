@@ -147,7 +147,7 @@ def has_room(shape: Shape, division: Division, work: Work) -> bool:
 def room_bytes() -> float:
     """Bytes that the planner would use of a device."""
     device = find_device(DEVICE)
-    return device.usable_bytes - MARGIN * device.total_bytes
+    return device.total_bytes - device.context_bytes - MARGIN * device.total_bytes
 
 
 def head_of(shapes: dict[str, Shape], first: str) -> list[str]:

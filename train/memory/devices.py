@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from train.extras.meter.cards import CARDS, find_card, peak_flops_per_second
+from train.extras.meter.cards import CARDS, find_card
 from train.records import UsageError, UserError
 
 _GIB = 2**30
@@ -27,15 +27,6 @@ class Device:
     """(major, minor); None: no CUDA device, or unknown."""
     memory_bytes_per_second: float | None = None
     """Bandwidth of the device's memory by the data sheet; None: unknown."""
-
-    @property
-    def usable_bytes(self) -> int:
-        """What PyTorch's allocator can reserve."""
-        return self.total_bytes - self.context_bytes
-
-    def peak_flops_per_second(self, precision: str) -> float | None:
-        """The published dense rate; see :func:`train.extras.meter.cards.peak_flops_per_second`."""
-        return peak_flops_per_second(self.name, precision)
 
 
 _KNOWN = {name: card for name, card in CARDS.items() if card.memory_gib is not None}
@@ -57,8 +48,8 @@ _CONTEXT_MIB: dict[tuple[int, int] | None, int] = {
     (9, 0): 750,
     (10, 0): 800,
     (12, 0): 650,
+    None: 600,  # unknown, or another
 }
-_CONTEXT_MIB_ELSEWHERE = 600
 
 
 def find_device(text: str) -> Device:
@@ -71,9 +62,16 @@ def find_device(text: str) -> Device:
         UsageError: no such device; the message names near matches and all that are known.
         UserError: the size of this machine's memory is unknown.
     """
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE)
-    if size:
-        return _card_of_size(float(size[1]), "GiB" if size[2] else "GB")
+    if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE):
+        unit = "GiB" if size[2] else "GB"
+        name, total_bytes = f"{float(size[1]):g}{unit}", int(float(size[1]) * (_GIB if size[2] else 1e9))
+        context_bytes = _context_bytes(None)
+        if total_bytes <= context_bytes:
+            raise UsageError(
+                f"device {name!r}: the CUDA context alone takes about {context_bytes // _MIB} MiB. Give the memory of "
+                "a whole card, such as 24GiB."
+            )
+        return Device(name, total_bytes, context_bytes)
     if text.strip().lower() == "cpu":
         return _cpu()
     names = {_compact(name): name for name in _KNOWN} | _OTHER_NAMES
@@ -89,13 +87,8 @@ def find_device(text: str) -> Device:
     name = names[wanted]
     card = _KNOWN[name]
     assert card.memory_gib is not None
-    return Device(
-        name=name,
-        total_bytes=int(card.memory_gib * _GIB),
-        context_bytes=_context_bytes(card.compute_capability),
-        compute_capability=card.compute_capability,
-        memory_bytes_per_second=card.bytes_per_second,
-    )
+    total_bytes, capability = int(card.memory_gib * _GIB), card.compute_capability
+    return Device(name, total_bytes, _context_bytes(capability), capability, card.bytes_per_second)
 
 
 def this_device() -> Device:
@@ -109,15 +102,9 @@ def this_device() -> Device:
     if not torch.cuda.is_available():
         return _cpu()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    capability = (properties.major, properties.minor)
-    card = find_card(properties.name)
-    return Device(
-        name=properties.name,
-        total_bytes=properties.total_memory,
-        context_bytes=_context_bytes(capability),
-        compute_capability=capability,
-        memory_bytes_per_second=card and card.bytes_per_second,
-    )
+    capability, card = (properties.major, properties.minor), find_card(properties.name)
+    bandwidth = card and card.bytes_per_second
+    return Device(properties.name, properties.total_memory, _context_bytes(capability), capability, bandwidth)
 
 
 def nccl_buffer_bytes(group_size: int) -> int:
@@ -131,18 +118,6 @@ def nccl_buffer_bytes(group_size: int) -> int:
     if group_size <= 1:
         return 0
     return (544 if group_size == 2 else 688) * _MIB
-
-
-def _card_of_size(amount: float, unit: str) -> Device:
-    name = f"{amount:g}{unit}"
-    total_bytes = int(amount * (_GIB if unit == "GiB" else 1e9))
-    context_bytes = _context_bytes(None)
-    if total_bytes <= context_bytes:
-        raise UsageError(
-            f"device {name!r}: the CUDA context alone takes about {context_bytes // _MIB} MiB. Give the memory of a "
-            "whole card, such as 24GiB."
-        )
-    return Device(name=name, total_bytes=total_bytes, context_bytes=context_bytes)
 
 
 def _cpu() -> Device:
@@ -162,4 +137,4 @@ def _compact(text: str) -> str:
 
 
 def _context_bytes(compute_capability: tuple[int, int] | None) -> int:
-    return _CONTEXT_MIB.get(compute_capability, _CONTEXT_MIB_ELSEWHERE) * _MIB
+    return _CONTEXT_MIB.get(compute_capability, _CONTEXT_MIB[None]) * _MIB

@@ -9,7 +9,6 @@ from typing import Any
 
 from train.figures import gib
 from train.memory.plan import Outcome, Predictions, outcome_of
-from train.memory.predict import Job
 from train.memory.question import Question, position_limit, replace_length
 from train.records import UserError
 
@@ -19,6 +18,7 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 FAR = 2
 """A cell is not predicted if a smaller one needs more than this many times the room."""
 _COLUMNS_PER_TABLE = 7
+_GREY = "#f2f2f2"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Cell:
     fits: bool
     exact: bool
     """Predicted; otherwise ``needed_bytes`` is that of a smaller micro-batch."""
+
+    def __str__(self) -> str:
+        gibs = self.needed_bytes / 2**30
+        return f"{'' if self.exact else '≥ '}{gibs:.{2 if gibs < 100 else 1 if gibs < 1000 else 0}f}"
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,20 @@ def make_grid(
     Raises:
         UserError: a cell cannot run.
     """
-    chosen = sorted(set(lengths or _default_lengths(question)))
+    limit = position_limit(question.config) or LENGTHS[-1] if lengths is None else 0
+    chosen = sorted(set(lengths or [length for length in LENGTHS if length <= limit] or [limit]))
     sizes = sorted(set(micro_batch_sizes or MICRO_BATCH_SIZES))
+    # Whether gradients are accumulated stays as it is, so that cells differ by their size alone.
+    accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
+    changes: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": 2 if accumulates else 1}
+    if question.config.get("max_tokens_per_micro_batch") is not None:
+        changes["max_tokens_per_micro_batch"] = None
     known: dict[tuple[int, int], Cell] = {}
     example: Outcome | None = None
     # Diagonal by diagonal: all smaller neighbours of a cell are known, and the cells of one can be predicted at once.
     for diagonal in range(len(chosen) + len(sizes) - 1):
-        wave = [(row, diagonal - row) for row in range(len(chosen)) if 0 <= diagonal - row < len(sizes)]
-        exact = []
-        for row, column in wave:
+        jobs = {}
+        for row, column in ((row, diagonal - row) for row in range(len(chosen)) if 0 <= diagonal - row < len(sizes)):
             if lengths is None and row and ((row - 1, 0) not in known or not known[row - 1, 0].fits):
                 continue
             below = [known[place] for place in ((row - 1, column), (row, column - 1)) if place in known]
@@ -86,15 +95,15 @@ def make_grid(
             if least > FAR * question.room_bytes:
                 known[row, column] = Cell(chosen[row], sizes[column], least, None, fits=False, exact=False)
             else:
-                exact.append((row, column))
-        jobs = [_job(question, chosen[row], sizes[column]) for row, column in exact]
-        for (row, column), job, found in zip(exact, jobs, predictions.of_all(jobs), strict=True):
+                sized = replace_length(question, chosen[row])
+                sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=sizes[column]))
+                jobs[row, column] = sized.job(sized.asked)
+        for (row, column), found in zip(jobs, predictions.of_all(list(jobs.values())), strict=True):
+            length, size = chosen[row], sizes[column]
             if isinstance(found, UserError):
-                raise UserError(f"{sizes[column]} × {chosen[row]:,} tokens: {found}")
-            outcome = example = outcome_of(question, question.asked, job, found)
-            known[row, column] = Cell(
-                chosen[row], sizes[column], outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True
-            )
+                raise UserError(f"{size} × {length:,} tokens: {found}")
+            outcome = example = outcome_of(question, question.asked, jobs[row, column], found)
+            known[row, column] = Cell(length, size, outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True)
     assert example is not None  # the first cell is always predicted
     rows = tuple(
         tuple(known[row, column] for column in range(len(sizes))) for row in range(len(chosen)) if (row, 0) in known
@@ -102,37 +111,19 @@ def make_grid(
     return Grid(rows, *_titles(question, example), question.device.total_bytes, question.room_bytes)
 
 
-def _default_lengths(question: Question) -> list[int]:
-    limit = position_limit(question.config) or LENGTHS[-1]
-    return [length for length in LENGTHS if length <= limit] or [limit]
-
-
-def _job(question: Question, length: int, micro_batch_size: int) -> Job:
-    """A cell's step. Whether gradients are accumulated stays as it is, so that cells differ by their size alone."""
-    accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
-    changes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "global_batch_size": None}
-    if question.config.get("max_tokens_per_micro_batch") is not None:
-        changes["max_tokens_per_micro_batch"] = None
-    sized = replace_length(question, length)
-    changed = sized.config.changed(**changes, gradient_accumulation_steps=2 if accumulates else 1)
-    sized = replace(sized, config=changed)
-    return sized.job(sized.asked)
-
-
 def _titles(question: Question, example: Outcome) -> tuple[str, str]:
-    setting = question.asked
-    ranks = f"{question.world_size} × " if question.world_size > 1 else ""
-    device = f"{ranks}{question.device.name} ({gib(question.device.total_bytes)})"
+    setting, several = question.asked, question.world_size > 1
+    device = f"{f'{question.world_size} × ' if several else ''}{question.device.name}"
+    title = f"{question.model_name}, {example.prediction.num_parameters / 1e6:.1f}M parameters, on {device}"
     words = [
         question.config.data.task,
         "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision,
         f"checkpointing {setting.gradient_checkpointing}",
         f"loss {setting.loss}",
         question.config.optimization.optimizer,
-        *([setting.sharding] if question.world_size > 1 else []),
+        *([setting.sharding] if several else []),
     ]
-    size = f"{example.prediction.num_parameters / 1e6:.1f}M parameters"
-    return f"{question.model_name}, {size}, on {device}", ", ".join(words)
+    return f"{title} ({gib(question.device.total_bytes)})", ", ".join(words)
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -146,22 +137,14 @@ def grid_text(grid: Grid) -> str:
         lines.append("GiB needed".ljust(12) + "micro-batch size".rjust(17))
         sizes = "".join(f"{size:>9}   " for size in grid.micro_batch_sizes[part])
         lines.append(f"{'tokens':>10}  {sizes}".rstrip())
-        lines += [f"{row[0].length:>10,}  {''.join(map(_cell_text, row[part]))}".rstrip() for row in grid.cells]
+        for row in grid.cells:
+            cells = "".join(f"{cell!s:>9} {'  ' if cell.fits else 'no'}" for cell in row[part])
+            lines.append(f"{row[0].length:>10,}  {cells}".rstrip())
         lines.append("")
     lines.append(f"no: more than the {gib(grid.room_bytes)} that may be taken of {gib(grid.total_bytes)}.")
     if any(not cell.exact for row in grid.cells for cell in row):
         lines.append("≥: not predicted; a smaller micro-batch already needs that much.")
     return "\n".join(lines)
-
-
-def _cell_text(cell: Cell) -> str:
-    number = f"{'' if cell.exact else '≥ '}{_short(cell.needed_bytes)}"
-    return f"{number:>9} {'  ' if cell.fits else 'no'}"
-
-
-def _short(size_bytes: int) -> str:
-    size_gib = size_bytes / 2**30
-    return f"{size_gib:.{2 if size_gib < 100 else 1 if size_gib < 1000 else 0}f}"
 
 
 def grid_values(grid: Grid) -> dict[str, Any]:
@@ -183,7 +166,6 @@ def draw(grid: Grid, path: Path) -> None:
     """
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
     rows, columns = len(grid.cells), len(grid.micro_batch_sizes)
     figure = Figure(figsize=(max(6.4, 2.6 + 1.0 * columns), 2.2 + 0.46 * rows), layout="constrained")
@@ -191,18 +173,14 @@ def draw(grid: Grid, path: Path) -> None:
     shown = [[c.needed_bytes / 2**30 if c.fits else float("nan") for c in row] for row in grid.cells]
     colours, room_gib = matplotlib.colormaps["YlGnBu"], grid.room_bytes / 2**30
     image = axes.imshow(shown, cmap=colours, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
+    axes.patch.set(facecolor=_GREY, edgecolor="#bdbdbd", hatch="////")  # seen where no cell fits
     for i, row in enumerate(grid.cells):
         for j, cell in enumerate(row):
-            label = f"{'' if cell.exact else '≥ '}{_short(cell.needed_bytes)}"
-            dark = cell.fits and cell.needed_bytes >= 0.55 * grid.room_bytes
-            box = None if cell.fits else {"facecolor": "#f2f2f2", "edgecolor": "none", "pad": 1.5}
-            colour = "white" if dark else "#333333"
-            axes.text(j, i, label, ha="center", va="center", fontsize=9, color=colour, bbox=box)
-            if not cell.fits:
-                place, grey = (j - 0.5, i - 0.5), "#f2f2f2"
-                axes.add_patch(Rectangle(place, 1, 1, facecolor=grey, edgecolor="#bdbdbd", hatch="////", lw=0))
-                continue
-            for above, right in ((0, 1), (1, 0)):  # the frontier
+            is_dark = cell.fits and cell.needed_bytes >= 0.55 * grid.room_bytes
+            box = None if cell.fits else {"facecolor": _GREY, "edgecolor": "none", "pad": 1.5}
+            colour = "white" if is_dark else "#333333"
+            axes.text(j, i, str(cell), ha="center", va="center", fontsize=9, color=colour, bbox=box)
+            for above, right in ((0, 1), (1, 0)) if cell.fits else ():  # the frontier
                 if i + above < rows and j + right < columns and not grid.cells[i + above][j + right].fits:
                     xs, ys = (j - 0.5 + right, j + 0.5), (i - 0.5 + above, i + 0.5)
                     axes.plot(xs, ys, color="#b30000", linewidth=3, solid_capstyle="round")

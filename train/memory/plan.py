@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from queue import SimpleQueue
 
 from train.memory.ladder import Recompute, largest_fitting
 from train.memory.predict import Job, Prediction, Predictor
@@ -31,7 +30,7 @@ LONGEST = 4 * 2**20
 
 
 class Predictions:
-    """Predictions by job, each made once; in parallel where there are several predictors."""
+    """Predictions by job, each made once; several predictors share them out and work in parallel."""
 
     def __init__(self, predictors: Sequence[Predictor], announce: Callable[[int, Job], None] | None = None) -> None:
         self._predictors, self._announce = predictors, announce
@@ -43,11 +42,7 @@ class Predictions:
         return len(self._known)
 
     def of(self, job: Job) -> Prediction:
-        """The prediction of ``job``.
-
-        Raises:
-            UserError: why the job cannot be predicted.
-        """
+        """The prediction of ``job``; raises UserError where there is none."""
         found = self.of_all([job])[0]
         if isinstance(found, UserError):
             raise found
@@ -57,24 +52,19 @@ class Predictions:
         """The prediction of each of ``jobs``, or why there is none."""
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
         new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._known}
-        free: SimpleQueue[Predictor] = SimpleQueue()
-        for predictor in self._predictors:
-            free.put(predictor)
+        numbered = list(enumerate(new.items(), self.count + 1))
 
-        def predicted(number: int, job: Job) -> Prediction | UserError:
-            predictor = free.get()
-            try:
+        def predict(place: int) -> None:
+            for number, (key, job) in numbered[place :: len(self._predictors)]:
                 if self._announce is not None:
                     self._announce(number, job)
-                return predictor.predict(job)
-            except UserError as error:
-                return error
-            finally:
-                free.put(predictor)
+                try:
+                    self._known[key] = self._predictors[place].predict(job)
+                except UserError as error:
+                    self._known[key] = error
 
         with ThreadPoolExecutor(len(self._predictors)) as pool:
-            results = list(pool.map(predicted, itertools.count(self.count + 1), new.values()))
-        self._known.update(zip(new, results, strict=True))
+            list(pool.map(predict, range(len(self._predictors))))
         return [self._known[key] for key in keys]
 
 
@@ -120,11 +110,7 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
 
 
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
-    """What is predicted of ``setting``; None: of the configuration as it stands.
-
-    Raises:
-        UserError: it cannot run.
-    """
+    """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
     job = question.job(setting)
     return outcome_of(question, setting, job, predictions.of(job))
@@ -175,9 +161,6 @@ class Search:
 
     def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
         """The setting that needs least with ``sharding``, or ``known`` where none needs less.
-
-        Args:
-            ways: to recompute, the fastest first.
 
         Raises:
             UserError: none can run.
@@ -253,18 +236,18 @@ class Search:
         return outcome.seconds_per_token <= floor * (1 + EQUALLY_FAST)
 
 
-def make_plan(question: Question, predictions: Predictions, open_micro_batch: bool = False) -> Plan:
+def make_plan(question: Question, predictions: Predictions, is_open: bool = False) -> Plan:
     """Whether the configuration fits, and the fastest setting that does, with the same global batch.
 
     Args:
-        open_micro_batch: the configuration's micro-batch is only a placeholder.
+        is_open: something was left to auto, so the configuration as it stands is only a placeholder.
 
     Raises:
         UserError: no setting can run.
     """
     search = Search(question, predictions)
-    asked = None if open_micro_batch else search.try_(question.asked)
-    problem = None if open_micro_batch else search.problems.get(question.asked)
+    asked = None if is_open else search.try_(question.asked)
+    problem = None if is_open else search.problems.get(question.asked)
     ways, shardings = CHECKPOINTING, question.shardings
     smallest = search.smallest(ways, shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from train.config import Config, to_values
+from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import FLAGS, LADDER, Recompute, ladder_on
@@ -32,7 +33,7 @@ def target_of(device: Device) -> Target:
     if device.name == "cpu":
         return Target("cpu")
     capability = device.compute_capability or find_device(STAND_IN).compute_capability or (8, 0)
-    rates = {precision: device.peak_flops_per_second(precision) for precision in PRECISIONS}
+    rates = {precision: peak_flops_per_second(device.name, precision) for precision in PRECISIONS}
     return Target(
         device_type="cuda",
         capability=capability,
