@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,11 +81,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def with_underscores(words: list[str]) -> list[str]:
     """Flags written the way the configuration writes them: --max_length for --max-length."""
-    parts = [word.partition("=") for word in words]
-    return [
-        f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else name + equals + value
-        for name, equals, value in parts
-    ]
+    return [re.sub(r"^--[^=]+", lambda name: f"--{name[0][2:].replace('-', '_')}", word) for word in words]
 
 
 class Request(argparse.Namespace):
@@ -127,9 +124,6 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return 130
-
-
-# ---- commands --------------------------------------------------------------------------------------------------------
 
 
 def run_plan(arguments: list[str]) -> None:
@@ -193,9 +187,6 @@ def run_explain(arguments: list[str]) -> None:
     if not arguments and sys.stdin.isatty():
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
     print(explain(sys.stdin.read() if arguments in ([], ["-"]) else " ".join(arguments)))
-
-
-# ---- reading the command line ----------------------------------------------------------------------------------------
 
 
 def read_request(command: str, arguments: list[str]) -> Request:
@@ -280,9 +271,6 @@ def _question(config: Config, request: Request) -> Question:
         world_size=request.world_size,
         sharding=request.sharding,
     )
-
-
-# ---- predicting and showing ------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from torch import nn
 
-    from train.loss import ModelWithLoss
-
-
-EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST = 256, 4096
-"""Elements that share a scale, and elements from which on a parameter's moments take 8 bits."""
-
 
 class _Tokenizer:
     """The part of a tokenizer that the builder uses."""
@@ -50,8 +44,8 @@ class EightBitState(torch.optim.Optimizer):
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is None or self.state[parameter]:
                 continue
-            state, blocks = self.state[parameter], -(-parameter.numel() // EIGHT_BIT_BLOCK)
-            is_small = parameter.numel() < EIGHT_BIT_LEAST
+            state, blocks = self.state[parameter], -(-parameter.numel() // 256)  # each has a scale
+            is_small = parameter.numel() < 4096  # then its moments stay in fp32
             for moment in (1, 2):
                 state[f"state{moment}"] = torch.zeros_like(parameter, dtype=torch.float32 if is_small else torch.uint8)
                 if not is_small:
@@ -71,7 +65,8 @@ def run_of(job: Job, config: Config) -> Run:
     ranks.leave()  # those of the prediction before
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
     shards = ranks.shards_weights(job.sharding)
-    ranks.join(job.world_size, shards, device.type, precision, offloads=job.sharding == "fsdp2_offload")
+    if shards:
+        ranks.join(job.world_size, device.type, precision, offloads=job.sharding == "fsdp2_offload")
     launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
     if device.type == "cpu":
         init_gloo(launch)
@@ -81,14 +76,11 @@ def run_of(job: Job, config: Config) -> Run:
     return Run(config, launch, accelerator, extras.join(), outputs, StopRequest(), is_planned=True)
 
 
-def build(
-    job: Job, run: Run, initialised: bool = False, divide: Callable[[ModelWithLoss], None] | None = None
-) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
+def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """Prepared model, prepared optimizer, and the network inside the model.
 
     Args:
-        initialised: with real weights; some initialisations repeat until the data meets a condition.
-        divide: called before the optimizer is built, such as to leave a rank its part of the weights.
+        initialised: with real weights; not for fake ones, as some initialisations repeat until the data is right.
     """
     from transformers.initialization import no_init_weights
 
@@ -106,8 +98,6 @@ def build(
             stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
         with_loss = build_model(run, load_task(job.task), tokenizer, labels, has_weights=False)
         with_loss.tie_weights()  # left out with the initialisation
-    if divide is not None:
-        divide(with_loss)
     shard_by_layer(run.accelerator, with_loss.model)
     optim = run.config.optimization
     if optim.optimizer == "adamw_8bit" and not initialised:

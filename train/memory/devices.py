@@ -58,9 +58,7 @@ def find_device(text: str) -> Device:
     Case, dashes, spaces and the maker's words do not matter. A size is taken as the memory that is reported (GiB:
     2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``cpu`` is this machine.
 
-    Raises:
-        UsageError: no such device; the message names near matches and all that are known.
-        UserError: the size of this machine's memory is unknown.
+    Raises UsageError if there is no such device, UserError if the size of this machine's memory is unknown.
     """
     if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE):
         unit = "GiB" if size[2] else "GB"
@@ -94,8 +92,7 @@ def find_device(text: str) -> Device:
 def this_device() -> Device:
     """The current CUDA device with the memory and capability that it reports; this machine's CPU where there is none.
 
-    Raises:
-        UserError: there is no CUDA device, and the size of this machine's memory is unknown.
+    Raises UserError if the size of this machine's memory is unknown.
     """
     import torch
 

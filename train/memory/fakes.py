@@ -18,8 +18,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from train.extras.meter.tracker import StorageTracker
-from train.memory.costs import Costs
-from train.memory.kernels import module_of, patched, temporary_bytes
+from train.memory.kernels import Costs, module_of, patched, temporary_bytes
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
 chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")

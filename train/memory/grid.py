@@ -71,8 +71,7 @@ def make_grid(
         lengths: None: 1,024 to 262,144 tokens, up to the model's positions and the first length of which not even
             the smallest micro-batch fits.
 
-    Raises:
-        UserError: a cell cannot run.
+    Raises UserError if a cell cannot run.
     """
     limit = position_limit(question.config) or LENGTHS[-1] if lengths is None else 0
     chosen = sorted(set(lengths or [length for length in LENGTHS if length <= limit] or [limit]))
@@ -126,9 +125,6 @@ def _titles(question: Question, example: Outcome) -> tuple[str, str]:
     return f"{title} ({gib(question.device.total_bytes)})", ", ".join(words)
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------
-
-
 def grid_text(grid: Grid) -> str:
     """The grid as tables of at most 100 columns."""
     lines = [grid.title, grid.subtitle, ""]
@@ -159,11 +155,7 @@ def grid_values(grid: Grid) -> dict[str, Any]:
 
 
 def draw(grid: Grid, path: Path) -> None:
-    """Draws the grid: darker colours for a fuller device, hatched cells for what does not fit.
-
-    Raises:
-        UserError: ``path`` cannot be written.
-    """
+    """Draws the grid: darker colours for a fuller device, hatched cells for what does not fit."""
     import matplotlib
     from matplotlib.figure import Figure
 

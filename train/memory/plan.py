@@ -160,11 +160,7 @@ class Search:
             return None
 
     def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
-        """The setting that needs least with ``sharding``, or ``known`` where none needs less.
-
-        Raises:
-            UserError: none can run.
-        """
+        """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
         base = replace(self._base, sharding=sharding)
         possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
         found = next((outcome for setting in reversed(possible) if (outcome := self.try_(setting))), None)
@@ -242,8 +238,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     Args:
         is_open: something was left to auto, so the configuration as it stands is only a placeholder.
 
-    Raises:
-        UserError: no setting can run.
+    Raises UserError if no setting can run.
     """
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
@@ -251,11 +246,14 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     ways, shardings = CHECKPOINTING, question.shardings
     smallest = search.smallest(ways, shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None
-    for more, offloads in ((question.last_resort, False), (CHECKPOINTING, True), (question.last_resort, True)):
-        if best is not None or smallest.fits or (offloads and not question.may_offload):
+    last_resorts = [(question.last_resort, shardings[-1])]
+    if question.sharding is None and not question.on_cpu and not question.needs_whole_weights:
+        last_resorts += [(CHECKPOINTING, OFFLOAD), (question.last_resort, OFFLOAD)]
+    for more, sharding in last_resorts if best is None else ():
+        if smallest.fits:
             break
-        ways, shardings = more, (OFFLOAD,) if offloads else question.shardings[-1:]
-        smallest = search.smallest(ways, shardings[0], smallest)
+        ways, shardings = more, (sharding,)
+        smallest = search.smallest(ways, sharding, smallest)
     if smallest.fits or best is not None:
         best = search.fastest(ways, shardings, best)
     else:

@@ -57,8 +57,7 @@ def job_of(
         padded: whether micro-batches come with an attention mask; None: if the task makes one for examples of
             different lengths, and there can be any.
 
-    Raises:
-        UsageError: the sizes of the batch contradict each other, or the task is unknown.
+    Raises UsageError if the sizes of the batch contradict each other, or the task is unknown.
     """
     from train.batching import arithmetic_of
     from train.tasks import load_task
@@ -93,18 +92,16 @@ def _micro_batch_size(config: Config, world_size: int) -> int:
 
 
 def vocabulary_size(config: Config) -> int:
-    """Tokens of the model's vocabulary, known without any data.
-
-    Raises:
-        UserError: it depends on the data, or the model or tokenizer cannot be loaded.
-    """
+    """Tokens of the model's vocabulary; raises UserError if only data tells, or model or tokenizer cannot be loaded."""
     architecture = config.architecture
     size = (architecture.model_config or {}).get("vocab_size")
     if size is None and (stored := _stored_config(config)) is not None:
         size = getattr(stored.get_text_config(), "vocab_size", None)
     spec = config.data.tokenizer or architecture.model or ""
-    if size is not None or spec == "bytes":
-        return BYTE_VOCABULARY if size is None else int(size)
+    if size is not None:
+        return int(size)
+    if spec == "bytes":
+        return BYTE_VOCABULARY
     if spec.startswith("train:"):
         return int(spec.removeprefix("train:"))
     if spec == "words":
@@ -222,11 +219,7 @@ class Question:
 
     @property
     def global_batch_size(self) -> int:
-        """Examples of an optimizer step, over all ranks.
-
-        Raises:
-            UsageError: the sizes of the batch contradict each other.
-        """
+        """Examples of an optimizer step, over all ranks; raises UsageError if the sizes contradict each other."""
         from train.batching import arithmetic_of
 
         return arithmetic_of(self.config, self.world_size).global_batch_size
@@ -291,11 +284,6 @@ class Question:
         return False
 
     @property
-    def may_offload(self) -> bool:
-        """Whether weights, gradients and optimizer state may go to host memory if nothing else helps."""
-        return self.sharding is None and not self.on_cpu and not self.needs_whole_weights
-
-    @property
     def precision(self) -> str | None:
         """The precision asked for; where none is, or the device lacks it, the best that the device has."""
         asked = self.config.optimization.mixed_precision
@@ -308,8 +296,7 @@ class Question:
     def job(self, setting: Setting) -> Job:
         """The step with ``setting``; on a device of unknown speed with rates that rank.
 
-        Raises:
-            UsageError: the optimizer asked for does not work with it.
+        Raises UsageError if the optimizer asked for does not work with it.
         """
         config, target = self.configured(setting), target_of(self.device)
         engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}

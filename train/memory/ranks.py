@@ -27,15 +27,12 @@ def shards_weights(sharding: str) -> bool:
     return sharding in ("fsdp2", "fsdp2_offload", "zero3")
 
 
-def join(world_size: int, shards_weights: bool, device_type: str, precision: str, offloads: bool) -> None:
-    """Makes this process rank 0 of ``world_size``, as the launcher and accelerate would; FSDP2 alone needs that.
+def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:
+    """Makes this process rank 0 of ``world_size`` under FSDP2, as the launcher and accelerate would.
 
     Args:
-        shards_weights: whether FSDP2 shards them; otherwise there is nothing to do.
         offloads: whether its shards stay in host memory between their uses.
     """
-    if not shards_weights:
-        return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore

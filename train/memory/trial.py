@@ -15,9 +15,8 @@ from train.launch import uses_expandable_segments
 from train.memory import fake_cuda, ranks, zero
 from train.memory.allocator import replay
 from train.memory.building import build, run_of
-from train.memory.costs import Costs
 from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
-from train.memory.kernels import Attention, library_losses, library_workspace_bytes
+from train.memory.kernels import Attention, Costs, library_losses, library_workspace_bytes
 from train.memory.predict import CUDA_GRANULE_BYTES, Job, Prediction, Target, random_batch
 from train.memory.rehearsal import make_optimizer_state
 from train.model import parameter_counts

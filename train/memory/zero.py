@@ -1,9 +1,8 @@
 """ZeRO's part of each rank (arXiv 1910.02054), as DeepSpeed keeps it, for predictions.
 
-DeepSpeed's engine does not run on tensors without data. So forward and backward are those of the model as the engine
-holds it, in half precision where mixed precision is asked for, its weights sharded in stage 3 as FSDP2 shards them; and
-the engine's own buffers are added: the bytes per parameter that DeepSpeed 0.19 held on two CPU processes. Peaks were
-not compared with a real run.
+DeepSpeed's engine needs data. So forward and backward are those of the model as the engine holds it, in half precision
+where mixed precision is asked for, its weights sharded in stage 3 as FSDP2 shards them; and the engine's own buffers
+are added: the bytes per parameter of DeepSpeed 0.19 on two CPU processes. Peaks were not compared with a real run.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from train.memory.costs import Costs
+from train.memory.kernels import Costs
 
 BATCH, HEADS, QUERIES, KEYS, SIZE, VALUE_SIZE = 2, 8, 6, 10, 16, 24
 KERNELS = ("flash", "efficient", "cudnn")
