@@ -229,7 +229,7 @@ class Training:
             length: of a sequence.
         """
         from train.extras.meter.cards import peak_flops_per_second
-        from train.extras.meter.throughput import mfu, model_flops_per_token
+        from train.extras.meter.flops import mfu, model_flops_per_token
         from train.launch import arithmetic_in_use, device_name
 
         accelerator = self.run.accelerator

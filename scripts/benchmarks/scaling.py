@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from train.extras.meter.throughput import flops_per_token, model_flops_per_token
+from train.extras.meter.flops import model_flops_per_token
 
 BUCKET_BYTES = 25 * 2**20
 """Of gradients, that DDP sends in one call."""
@@ -42,9 +42,13 @@ class Shape:
     head_size: int
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Of forward and backward, see :func:`train.extras.meter.throughput.flops_per_token`."""
+        """Of forward and backward, by PaLM's formula 6·N + 12·L·H·Q·T, all weights trained.
+
+        N: ``multiplied_parameters``; L: layers; H·Q: heads times the size of a head; T: ``sequence_length``, tokens
+        that see each other.
+        """
         width = self.num_heads * self.head_size
-        return flops_per_token(self.multiplied_parameters, 0, self.num_layers, width, sequence_length)
+        return 6.0 * self.multiplied_parameters + 12.0 * self.num_layers * width * sequence_length
 
 
 def shape_of(network: nn.Module) -> Shape:

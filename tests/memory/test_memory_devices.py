@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from train.extras.meter.throughput import peak_flops_per_second
+from train.extras.meter.cards import peak_flops_per_second
 from train.memory.devices import Device, find_device, nccl_buffer_bytes, this_device
 from train.records import UsageError
 

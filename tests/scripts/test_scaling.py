@@ -83,6 +83,12 @@ def test_tables_of_the_page_are_those_of_the_script() -> None:
     assert page.count("<!-- table: ") == 6
 
 
+def test_flops_per_token_of_gpt3_shape() -> None:
+    # 175e9 parameters, 96 layers, hidden 12,288, 2,048 tokens: 6N = 1.05e12, attention 12·96·12288·2048 = 2.8991e10
+    gpt3 = replace(SHAPE, multiplied_parameters=175_000_000_000, num_layers=96, num_heads=96, head_size=128)
+    assert gpt3.flops_per_token(2048) == 1.05e12 + 28_991_029_248
+
+
 def test_ddp_sends_each_gradient_twice_and_accumulation_sends_nothing() -> None:
     division = Division("ddp", replicas=4)
     assert payloads(division) == {"all_reduce": 4_000_000}

@@ -38,7 +38,7 @@ class Room(Extra):
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         if not run.is_planned:
             from train.extras.meter.cards import peak_flops_per_second
-            from train.extras.meter.throughput import model_flops_per_token
+            from train.extras.meter.flops import model_flops_per_token
             from train.launch import arithmetic_in_use, device_name
 
             device = run.accelerator.device
@@ -72,7 +72,7 @@ class Room(Extra):
             self.meter.mark(phase)
 
     def measured(self, run: Run, values: dict[str, Any]) -> None:
-        from train.extras.meter.throughput import mfu
+        from train.extras.meter.flops import mfu
 
         values["mfu"] = mfu(values["tokens_per_second"], self._flops_per_token, self._peak_flops_per_second)
         if self.meter is not None:

@@ -1,31 +1,85 @@
-"""Counts the floating-point operations of a model's forward and backward by torch's formulas, on shapes alone."""
+"""How well a run uses its devices: floating-point operations (FLOPs) per token, and model FLOPs utilization (MFU).
+
+As in appendix B of PaLM (arXiv 2204.02311) a multiply-add is two operations and recomputed activations do not count, so
+that a run does not look better for doing more work.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from train.extras.weightless import without_weights
+
+STRIDE = 64
+"""A model is counted at one, two and three times so many tokens; linear attention works in chunks of so many."""
 
 MAX_OPERATORS = 40_000
 """In one forward and backward, some 4 seconds. 24 layers take 7,000; more are of a model that loops over positions."""
 
 
-class TooManyOperatorsError(Exception):
-    """The forward and backward take more than :data:`MAX_OPERATORS`."""
+def mfu(tokens_per_second: float, flops_per_token: float | None, peak: float | None) -> float | None:
+    """Model FLOPs utilization of devices with ``peak`` FLOP/s together, 0 to 1; None if a figure is unknown."""
+    return None if flops_per_token is None or peak is None else tokens_per_second * flops_per_token / peak
 
 
-class FlopCounter(TorchDispatchMode):
-    """Adds up the formulas of ``torch.utils.flop_counter``, without operators that backward repeats.
+def model_flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
+    """FLOPs of forward and backward per token, counted operator by operator on the meta device.
 
-    torch's ``FlopCounterMode`` cannot tell those from backward.
+    What counts are the matrix products: of the forward, and of the gradients that ``requires_grad`` of the weights
+    asks for. A frozen weight has no gradient of its own, and below the first trained one there is no backward at all.
+    Each position attends to all others of its sequence, also where a causal mask hides half of them (as in PaLM), or to
+    its window. Of a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many
+    tokens as its encoder; tokens are those of the encoder.
+
+    FLOPs of a sequence are a polynomial of second degree in its length. It is read off three short lengths, which takes
+    a second for 24 layers, and the quadratic part is then reduced where layers have windows.
+
+    Args:
+        model: before it is compiled, wrapped or sharded; on any device. Not changed.
+        sequence_length: tokens that see each other, those of a document or of a packed row; 0 leaves attention out.
+
+    Returns:
+        None for a model that cannot be run without data, or that loops over positions.
     """
+    unit = STRIDE if sequence_length == 0 else max(1, min(STRIDE, sequence_length // 3))  # no longer than positions go
+    counts = _count_flops(model, [unit, 2 * unit, 3 * unit])
+    if counts is None:
+        return None
+    one, two, three = counts
+    quadratic = (three - 2 * two + one) / (2 * unit**2)
+    linear = (two - one) / unit - 3 * unit * quadratic
+    constant = one - unit * linear - unit**2 * quadratic  # such as the head of a classifier
+    attended = _attended_length(getattr(model, "config", None), sequence_length)
+    return linear + quadratic * attended + constant / max(sequence_length, 1)
+
+
+def _attended_length(config: Any, sequence_length: int) -> float:
+    """How many positions a token attends to, the mean of the layers with attention."""
+    # ModernBERT's sliding_window is half of its window, local_attention the whole.
+    window = getattr(config, "local_attention", None) or getattr(config, "sliding_window", None) or sequence_length
+    chunk = getattr(config, "attention_chunk_size", None) or sequence_length
+    lengths = {"full_attention": sequence_length, "sliding_attention": min(window, sequence_length)}
+    lengths["chunked_attention"] = min(chunk, sequence_length)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    found = [lengths[kind] for kind in kinds if kind in lengths] or [sequence_length]
+    return sum(found) / len(found)
+
+
+class _TooManyOperatorsError(Exception):
+    pass
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Adds up torch's formulas without operators that backward repeats, which ``FlopCounterMode`` cannot tell apart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +90,7 @@ class FlopCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._num_operators += 1
         if self._num_operators > MAX_OPERATORS:
-            raise TooManyOperatorsError
+            raise _TooManyOperatorsError
         formula = flop_registry.get(func.overloadpacket)
         is_repeated = self.in_backward and torch.is_grad_enabled()  # backward records nothing itself
         if formula is not None and not is_repeated:
@@ -44,37 +98,29 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-def count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
-    """FLOPs of forward and backward of one sequence of each length; ``model`` and all generators stay as they are.
-
-    Attention is computed for all pairs of positions, experts for the tokens that are sent to them.
-
-    Returns:
-        None for a model that cannot be run without data, or takes more than :data:`MAX_OPERATORS`.
-    """
-    ways = [(nullcontext, False), (_fake_tensors, False)]
+def _count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
+    """FLOPs of forward and backward of one sequence of each length, attention between all pairs; None as above."""
+    # Fake tensors are slower than meta tensors alone, but with them constants that a model makes are known.
+    ways = [(nullcontext(), False), (FakeTensorMode(allow_non_fake_inputs=True), False)]
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
-        ways.append((nullcontext, True))  # classifiers that look for the end of each text: all but their head
+        ways.append((nullcontext(), True))  # classifiers that look for the end of each text: all but their head
     for mode, is_body in ways:
         try:
-            with mode():
+            with mode:
                 return _count(model, lengths, is_body)
-        except TooManyOperatorsError:
+        except _TooManyOperatorsError:
             return None
         except Exception:  # models fail in their own ways
             continue
     return None
 
 
-def _fake_tensors() -> AbstractContextManager[Any]:
-    """Slower than meta tensors alone, but here constants that a model makes are known."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]:
-    twin: Any = _without_weights(model).eval()  # dropout off, and checkpointing that transformers would do
+    twin = without_weights(model, "meta", torch.float32).eval()  # without dropout and transformers' checkpointing
+    for module in twin.modules():
+        packed = getattr(getattr(module, "weight", None), "quant_state", None)
+        if packed is not None:  # a layer in 4 bits counts as a linear one
+            module.__class__, module.weight = nn.Linear, nn.Parameter(torch.empty(packed.shape, device="meta"), False)
     if hasattr(twin, "set_attn_implementation"):  # of transformers: products that torch has formulas for
         twin.set_attn_implementation("eager")
         twin.set_experts_implementation("batched_mm")
@@ -85,7 +131,7 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
     for length in lengths:
         ids = torch.zeros((1, length), dtype=torch.long, device="meta")
         named = {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
-        with FlopCounter() as counter, torch.enable_grad():
+        with _FlopCounter() as counter, torch.enable_grad():
             answer = _first_tensor(part(**named) if by_name else part(ids))
             if answer.requires_grad:
                 counter.in_backward = True
@@ -100,22 +146,3 @@ def _first_tensor(output: Any) -> Tensor:
         return output
     values = output.values() if isinstance(output, Mapping) else getattr(output, "__dict__", {}).values() or output
     return next(value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-
-
-def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have shapes but no data, tied where they were tied; frozen ones stay frozen.
-
-    Real numbers become fp32, as counts do not depend on it; layers in 4 bits (bitsandbytes) become linear ones.
-    """
-    twins: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        packed = getattr(tensor, "quant_state", None)
-        dtype = torch.float32 if packed is not None or tensor.is_floating_point() else tensor.dtype
-        twin = torch.empty(tensor.shape if packed is None else packed.shape, dtype=dtype, device="meta")
-        twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-        twins[id(packed)] = packed  # not copied
-    copied = copy.deepcopy(model, twins)
-    for original, module in zip(model.modules(), copied.modules(), strict=True):
-        if getattr(getattr(original, "weight", None), "quant_state", None) is not None:
-            module.__class__ = nn.Linear
-    return copied
