@@ -107,7 +107,7 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
     monkeypatch.setattr(
         train.extras.activations.compilation, "compile_layers", lambda model: compile_layers(model, EAGER)
     )
-    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 1000)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 1000)
     assert train_run(recipe, tmp_path / "run", "--compile", "True", "--num_epochs", 3) == EXIT_DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert 1 <= summary["compilations"] < 8 and summary["recompile_limit_reached"] is None

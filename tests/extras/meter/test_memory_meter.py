@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from train.config import Config
-from train.extras.meter.cuda_gauge import list_tensors
+from train.extras.meter.cpu import CpuMeter
+from train.extras.meter.cuda import CudaMeter, list_tensors
 from train.extras.meter.leaks import GROWING_STEPS, LEAK_BYTES
-from train.extras.meter.memory import MemoryMeter
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
@@ -65,11 +65,16 @@ class Training:
             ModelWithLoss(self.network), build_optimizer(run_for(Config(), self.accelerator), self.network)
         )
         self.said: list[str] = []
-        self.meter = MemoryMeter(device, self.network, self.optimizer, VOCABULARY, self.said.append)
+        self.device = device
+        self.start_meter()
+
+    def start_meter(self) -> None:
+        kind = CudaMeter if self.device.type == "cuda" else CpuMeter
+        self.meter = kind(self.device, self.network, self.optimizer, VOCABULARY, self.said.append)
 
     def step(self, *window: MicroBatch, mark: Mark | None = None) -> dict[str, Any]:
         """One optimizer step; the figures of it alone."""
-        with self.meter.step(window):
+        with self.meter.measure("forward", window):
             engine = Engine(self.accelerator, Config(), mark or self.meter.mark)
             optimizer_step(engine, self.model, self.optimizer, window)
         return self.meter.interval()
@@ -77,7 +82,7 @@ class Training:
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> dict[str, Any]:
         self.model.eval()
-        with self.meter.evaluation(batch):
+        with self.meter.measure("evaluation", [batch]):
             self.model(batch.inputs, batch.labels, scored=True)
         self.model.train()
         return self.meter.interval()
@@ -174,9 +179,9 @@ def test_the_first_step_of_each_larger_shape_is_followed(training: Training, fol
 
 
 def test_every_so_many_steps_one_is_followed(training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 6)
-    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACKED_SHARE", math.inf)
-    training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACKED_SHARE", math.inf)
+    training.start_meter()
     for _ in range(2 + 6):
         training.step(batch(1, 4))
     assert len(followed) == 3
@@ -185,9 +190,9 @@ def test_every_so_many_steps_one_is_followed(training: Training, followed: list[
 def test_steps_too_short_to_follow_often_are_followed_less(
     training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 2)
-    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACKED_SHARE", 1e-9)
-    training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 2)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACKED_SHARE", 1e-9)
+    training.start_meter()
     for _ in range(12):
         training.step(batch(1, 4))
     assert len(followed) == 3  # and never again
@@ -274,9 +279,9 @@ def test_a_leak_is_named_once(training: Training, keep: Callable[[list[Tensor]],
 def test_a_leak_that_begins_later_and_at_several_shapes_is_found_by_a_followed_step(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACK_EVERY_STEPS", 6)
-    monkeypatch.setattr("train.extras.meter.cpu_gauge.TRACKED_SHARE", math.inf)
-    training.meter = MemoryMeter(CPU, training.network, training.optimizer, VOCABULARY, training.said.append)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACKED_SHARE", math.inf)
+    training.start_meter()
     kept: list[Tensor] = []
     for step in range(4):
         training.step(batch(4, 80 + step % 2))
@@ -395,12 +400,12 @@ class CudaTraining:
         self.optimizer = torch.optim.SGD(self.network.parameters())
         self.allocator.take(WEIGHTS + 50 * MIB, 50 * MIB)  # loading
         self.said: list[str] = []
-        self.meter = MemoryMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
+        self.meter = CudaMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
         self.batch = MicroBatch({"input_ids": torch.empty(2, 8)}, torch.empty(2, 8), 16, (0, 1), 16)
 
     def step(self, micro_batches: int = 1, leak_bytes: int = 0, work: Callable[[], None] = lambda: None) -> None:
         meter, take, weight = self.meter, self.allocator.take, self.network.head.weight
-        with meter.step([self.batch] * micro_batches):
+        with meter.measure("forward", [self.batch] * micro_batches):
             for _ in range(micro_batches):
                 meter.mark("forward")
                 take(23 * MIB, 3 * MIB)
@@ -478,7 +483,7 @@ def test_cuda_peak_between_steps_is_the_runs(fake_cuda: None, monkeypatch: pytes
 def test_cuda_evaluation_tells_logits_from_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     cuda = CudaTraining(monkeypatch)
     cuda.meter.interval()
-    with cuda.meter.evaluation(cuda.batch):
+    with cuda.meter.measure("evaluation", [cuda.batch]):
         cuda.allocator.take(9 * MIB, 7 * MIB)
         cuda.network.head(torch.empty(1))
         cuda.allocator.take(30 * MIB, 32 * MIB)
@@ -540,15 +545,6 @@ def test_live_tensors_are_listed_by_shape_and_views_once():
     assert len(views) == 4 and product.requires_grad
 
 
-def test_other_devices_have_the_resident_set():
-    network = nn.Linear(2, 2)
-    meter = MemoryMeter(torch.device("mps"), network, torch.optim.SGD(network.parameters()), None)
-    with meter.step([batch(1, 4)]):
-        meter.mark("forward")
-    assert set(meter.interval()) == {"peak_allocated_bytes"}
-    assert meter.summary()["peak_allocated_bytes"] > 100 * 2**20
-
-
 @pytest.mark.gpu
 def test_cuda_figures_are_the_allocators():
     training = Training(torch.device("cuda"))
@@ -559,7 +555,7 @@ def test_cuda_figures_are_the_allocators():
     torch.cuda.reset_peak_memory_stats()
     optimizer_step(Engine(training.accelerator, Config()), training.model, training.optimizer, window)
     truth = torch.cuda.max_memory_allocated()
-    training.meter = MemoryMeter(torch.device("cuda"), training.network, training.optimizer, None, training.said.append)
+    training.start_meter()
     figures = training.step(*window)
     assert figures["peak_allocated_bytes"] == pytest.approx(truth, rel=1e-3)
     kinds = figures["bytes_by_kind"]

@@ -51,21 +51,22 @@ class Room(Extra):
     def ready(self, run: Run, parts: Parts) -> None:
         device, own = run.accelerator.device, run.config.of(Options)
         if own.measure_memory and device.type in ("cpu", "cuda"):
-            from train.extras.meter.memory import MemoryMeter
+            from train.extras.meter.cpu import CpuMeter
+            from train.extras.meter.cuda import CudaMeter
 
             classes = len(parts.data.examples.label_names) or len(parts.data.tokenizer)
-            network = parts.state.model
-            self.meter = MemoryMeter(device, network, parts.optimizer.optimizer, classes, run.outputs.say)
+            kind = CudaMeter if device.type == "cuda" else CpuMeter
+            self.meter = kind(device, parts.state.model, parts.optimizer.optimizer, classes, run.outputs.say)
         if own.memory_snapshot and device.type == "cuda":
             import torch
 
             torch.cuda.memory._record_memory_history()
 
     def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        return self.meter.step(micro_batches) if self.meter is not None else nullcontext()
+        return self.meter.measure("forward", micro_batches) if self.meter is not None else nullcontext()
 
     def evaluating(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        return self.meter.evaluation(micro_batch) if self.meter is not None else nullcontext()
+        return self.meter.measure("evaluation", [micro_batch]) if self.meter is not None else nullcontext()
 
     def mark(self, phase: str) -> None:
         if self.meter is not None:

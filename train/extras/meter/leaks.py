@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -42,61 +42,60 @@ class LeakWatch:
     A step with a shape (B, S) that was not there before is not judged, since something may be kept for each shape.
 
     Args:
-        on_cuda: listing tensors is slow there, so it is done late, and :data:`LEAK_BYTES` decides which growth counts
-            instead of :data:`SURVIVOR_BYTES`.
+        live_bytes: counts what is allocated when it is called, except what may change at the end of a step.
+        list_live: lists it.
+        on_cuda: listing is slow there, so it is done late, and :data:`LEAK_BYTES` decides which growth counts instead
+            of :data:`SURVIVOR_BYTES`.
     """
 
-    def __init__(self, on_cuda: bool) -> None:
-        self._on_cuda = on_cuda
-        self._list_at = GROWING_STEPS // 2 if on_cuda else 0
+    def __init__(self, live_bytes: Callable[[], int], list_live: Callable[[], Inventory], on_cuda: bool) -> None:
+        self._live_bytes, self._list_live, self._on_cuda = live_bytes, list_live, on_cuda
+        self.leak: str | None = None
+        """What leaks, in words, once that is certain."""
         self._known: set[tuple[int, int]] = set()
-        self._ends: OrderedDict[Shapes, int] = OrderedDict()
-        self._step = self._growing_steps = 0
-        self._first_step = self._first_bytes = 0
-        self._listed_bytes, self._listed = 0, Inventory()
+        self._ends: dict[Shapes, int] = {}
+        self._step = self._growing_steps = self._first_step = self._first_bytes = self._listed_bytes = 0
+        self._listed = Inventory()
 
     def suspects(self, shapes: Shapes) -> bool:
         """Whether memory has begun to grow, and a step of these shapes would tell more."""
-        return self._growing_steps > 0 and shapes in self._ends
+        return self.leak is None and self._growing_steps > 0 and shapes in self._ends
 
-    def see(self, shapes: Shapes, live_bytes: Callable[[], int], list_live: Callable[[], Inventory]) -> str | None:
-        """The end of a step over micro-batches of ``shapes``; returns what leaks, in words, once that is certain.
-
-        Args:
-            live_bytes: counts what is allocated when it is called, except what may change at the end of a step.
-            list_live: lists it.
-        """
+    def see(self, shapes: Shapes) -> None:
+        """A step over micro-batches of ``shapes`` has ended."""
+        if self.leak is not None:
+            return
         self._step += 1
-        now = live_bytes()
+        now = self._live_bytes()
         is_new, before = not self._known.issuperset(shapes), self._ends.pop(shapes, None)
         self._known.update(shapes)
         self._ends[shapes] = now
         if len(self._ends) > _MAX_SIGNATURES:
-            self._ends.popitem(last=False)
+            del self._ends[next(iter(self._ends))]
         if before is None and not is_new:
-            return None  # nothing to compare with
+            return  # nothing to compare with
         if before is None or now - before < (1 if self._on_cuda else SURVIVOR_BYTES):
-            self._restart(now, list_live)
-            return None
+            self._restart(now)
+            return
         self._growing_steps += 1
-        if self._growing_steps == self._list_at:
-            self._listed_bytes, self._listed = now, list_live()
+        if self._on_cuda and self._growing_steps == GROWING_STEPS // 2:
+            self._listed_bytes, self._listed = now, self._list_live()
         grown = now - self._first_bytes
         least = max(LEAK_BYTES, LEAK_SHARE * now) if self._on_cuda else 0
         if self._growing_steps < GROWING_STEPS or grown < least:
-            return None
+            return
         gc.collect()  # a cycle of objects is not a leak
-        after = live_bytes()
-        if after - self._first_bytes < grown / 2:
+        after = self._live_bytes()
+        if after - self._first_bytes >= grown / 2:
+            self.leak = self._report(now, self._list_live() - self._listed)
+        else:
             self._ends.clear()
-            self._restart(after, list_live)
-            return None
-        return self._report(now, list_live() - self._listed)
+            self._restart(after)
 
-    def _restart(self, now: int, list_live: Callable[[], Inventory]) -> None:
+    def _restart(self, now: int) -> None:
         self._growing_steps, self._first_step, self._first_bytes = 0, self._step, now
-        if self._list_at == 0:
-            self._listed_bytes, self._listed = now, list_live()
+        if not self._on_cuda:
+            self._listed_bytes, self._listed = now, self._list_live()
 
     def _report(self, now: int, left: Inventory) -> str:
         more, sizes = Counter[str](), Counter[str]()

@@ -124,7 +124,7 @@ class StorageTracker(TorchDispatchMode):
                 continue
             tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
             self.see(tensor)
-            block = self.live.get(getattr(_storage(tensor), "_tracked_as", -1))
+            block = self.live.get(getattr(storage_of(tensor), "_tracked_as", -1))
             if block is not None:
                 self.bytes_by_kind[block.kind] -= block.num_bytes
                 self.bytes_by_kind[kind] += block.num_bytes
@@ -135,7 +135,7 @@ class StorageTracker(TorchDispatchMode):
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
-            key = _storage(tensor)._tracked_as = next(_KEYS)
+            key = storage_of(tensor)._tracked_as = next(_KEYS)
             self._ignored.add(key)
 
     def hold(self, num_bytes: int, kind: str) -> None:
@@ -144,7 +144,7 @@ class StorageTracker(TorchDispatchMode):
 
     def see(self, tensor: Tensor) -> None:
         """Counts the storage of ``tensor``, or what has become of its size."""
-        storage = _storage(tensor) if tensor.device.type == self.device_type else None
+        storage = storage_of(tensor) if tensor.device.type == self.device_type else None
         if storage is None:
             return
         key, size = getattr(storage, "_tracked_as", None), self._size(storage)
@@ -262,8 +262,9 @@ def _python_body(func: Any) -> Any:
     return None if definition is None else definition._init_fn
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
+    """The storage that views share; None of a tensor without one: sparse, or a wrapper around others."""
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a tensor without one: sparse, or a wrapper around others
+    except (NotImplementedError, RuntimeError):
         return None

@@ -1,0 +1,128 @@
+"""Memory on a CPU, which counts nothing itself: every operator of some steps is followed.
+
+That makes a step slower by a fifth and a very short one by more, so only few are followed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import torch
+
+from train.extras.meter.leaks import Inventory, LeakWatch, describe
+from train.extras.meter.memory import Measured, MemoryMeter
+from train.extras.meter.tracker import HELD, StorageTracker, tag_gradients, tag_held
+from train.launch import peak_bytes
+from train.records import MicroBatch
+
+TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
+"""One of so many steps is followed, to see leaks, or fewer where that would cost a larger share of the time."""
+
+Extent: TypeAlias = tuple[int, int, bool, bool, bool]
+"""What the memory of a step grows with: B · S and B · S² (scores of attention, dense masks) of its largest micro-batch;
+whether there is padding, which needs a mask; whether gradients are there when a later micro-batch begins; whether the
+optimizer has state, which the first update makes."""
+
+
+class CpuMeter(MemoryMeter):
+    """Follows the operators of some steps.
+
+    A step's peak depends on its shapes alone, and does not shrink as they grow. So the first step that no followed
+    one covers is followed, and the largest peak of those is that of the run. (Only a chunked loss also looks at how
+    many positions are targets.) In addition, one of :data:`TRACK_EVERY_STEPS` steps is followed, and the next few where
+    memory seems to leak. Micro-batches were made before the step and do not count.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._tracker = StorageTracker("cpu", num_classes=self.num_classes)
+        self.leaks = LeakWatch(self._left_bytes, self._list_left, on_cuda=False)
+        self._followed: dict[tuple[bool, Extent], Measured] = {}
+        """By whether it was a step (not an evaluation), and by its extent."""
+        self._key: tuple[bool, Extent] = (False, (0, 0, False, False, False))
+        self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
+        self._began = self._usual_seconds = 0.0
+        """The latter per position, of a step that is not followed."""
+        self._exit: ExitStack | None = None
+
+    def summary(self) -> dict[str, Any]:
+        return {**super().summary(), "peak_resident_bytes": peak_bytes(self.device)}
+
+    def _begin(self, batches: Sequence[MicroBatch]) -> None:
+        self._began, is_step = time.perf_counter(), self.phase == "forward"
+        extent = (
+            max((b * s for b, s in self.shapes), default=0),
+            max((b * s * s for b, s in self.shapes), default=0),
+            any(batch.num_tokens < b * s for batch, (b, s) in zip(batches, self.shapes, strict=True)),
+            len(batches) > 1,
+            len(self.optimizer.state) > 0,
+        )
+        self._key = is_step, extent
+        self._steps_since += is_step
+        is_due = is_step and (self._steps_since >= self._track_every or self.leaks.suspects(self.shapes))
+        if self._covering() and not is_due:
+            return
+        if is_step:
+            self._steps_since = 0
+        self._tracker.ignore(value for batch in batches for value in (*batch.inputs.values(), batch.labels))
+        tag_held(self._tracker, self.network, self.optimizer)
+        with ExitStack() as stack:
+            for handle in tag_gradients(self._tracker, self.network.parameters()):
+                stack.callback(handle.remove)
+            self._tracker.mark(self.phase)
+            self._tracker.reset_peak()
+            if any(getattr(module, "_compiled_call_impl", None) is not None for module in self.network.modules()):
+                # torch would never compile a function that it first met while operators were followed
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._tracker)
+            self._exit = stack.pop_all()
+
+    def _mark(self, phase: str) -> None:
+        self._tracker.mark(phase)
+
+    def _end(self, completed: bool) -> None:
+        is_step = self._key[0]
+        seconds = (time.perf_counter() - self._began) / max(1, sum(b * s for b, s in self.shapes))
+        if self._exit is None:
+            if is_step:
+                self._usual_seconds = seconds
+            self._add(min(self._covering(), key=lambda measured: measured.peak_allocated_bytes))
+            return
+        self._exit.close()
+        self._exit = None
+        peak = self._tracker.peak
+        measured = Measured(peak.num_bytes, 0, self._tracker.peak_bytes_by_phase, peak.bytes_by_kind)
+        self._add(measured)
+        if not completed:  # the next step of this extent is followed again
+            return
+        before = self._followed.get(self._key, measured)
+        self._followed[self._key] = max(before, measured, key=lambda each: each.peak_allocated_bytes)
+        if is_step and self._usual_seconds:
+            extra = (seconds - self._usual_seconds) / self._usual_seconds
+            self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)
+        if is_step and self.leaks.leak is None:
+            tag_held(self._tracker, self.network, self.optimizer)  # a first update makes the optimizer's state
+            self.leaks.see(self.shapes)
+
+    def _covering(self) -> list[Measured]:
+        """Figures of followed steps, or evaluations, of which this one cannot need more."""
+        is_step, extent = self._key
+        return [
+            measured
+            for (was_step, covered), measured in self._followed.items()
+            if was_step == is_step and all(a >= b for a, b in zip(covered, extent, strict=True))
+        ]
+
+    def _left_bytes(self) -> int:
+        """What followed steps made and left behind."""
+        sizes = self._tracker.bytes_by_kind
+        return sum(sizes.values()) - sum(sizes[kind] for kind in HELD)
+
+    def _list_left(self) -> Inventory:
+        blocks = list(self._tracker.live.values())  # a copy: what is freed meanwhile leaves it
+        left = [block for block in blocks if block.kind not in HELD]
+        return Counter((f"{describe(b.shape, b.dtype)} made in {b.phase}", b.num_bytes) for b in left)
