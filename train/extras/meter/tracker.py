@@ -47,11 +47,13 @@ class Peak:
 class Block:
     """One live storage."""
 
-    num_bytes: int
     kind: str
     phase: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    num_bytes: int = 0
+    reference: Any = None
+    """A weak one; it notices when the storage goes."""
 
 
 class StorageTracker(TorchDispatchMode):
@@ -78,10 +80,20 @@ class StorageTracker(TorchDispatchMode):
         self.trace: list[tuple[int, int]] | None = [] if keep_trace else None
         """(storage, + bytes allocated or − bytes freed)."""
         self._ignored: set[int | None] = set()
-        self._references: dict[int, weakref.ref[Any]] = {}
 
     def __enter__(self) -> Self:
-        self._resizing = patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            key = getattr(storage, "_tracked_as", None)
+            if key in self.live:
+                self._resize(key, self._size(storage))
+                self.observe("resize_")
+            return result
+
+        # FSDP2 frees gathered parameters by it: no operator, so nothing else tells
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", resize_and_count)
         self._resizing.start()
         super().__enter__()
         return self
@@ -89,19 +101,6 @@ class StorageTracker(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._resizing.stop()
-
-    def _resized(self, resize: Any) -> Any:
-        """``resize_`` of a storage, by which FSDP2 frees gathered parameters: no operator, so nothing else tells."""
-
-        def resize_and_count(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            key = getattr(storage, "_tracked_as", None)
-            if key in self.live:
-                self.resize(key, self._size(storage))
-                self.observe("resize_")
-            return result
-
-        return resize_and_count
 
     def mark(self, phase: str) -> None:
         """What is allocated from here on belongs to ``phase``."""
@@ -140,23 +139,21 @@ class StorageTracker(TorchDispatchMode):
 
     def hold(self, num_bytes: int, kind: str) -> None:
         """Counts memory that no tensor shows, from now on."""
-        self._begin(next(_KEYS), num_bytes, Block(0, kind, self.phase, (), None))
+        key = next(_KEYS)
+        self.live[key] = Block(kind, self.phase)
+        self._resize(key, num_bytes)
 
     def see(self, tensor: Tensor) -> None:
         """Counts the storage of ``tensor``, or what has become of its size."""
         storage = storage_of(tensor) if tensor.device.type == self.device_type else None
-        if storage is None:
+        key: Any = getattr(storage, "_tracked_as", None)
+        if storage is None or key in self._ignored:
             return
-        key, size = getattr(storage, "_tracked_as", None), self._size(storage)
-        if key in self._ignored:
-            return
-        if key is not None and key in self.live:
-            if self.live[key].num_bytes != size:
-                self.resize(key, size)
-            return
-        key = storage._tracked_as = next(_KEYS)
-        self._references[key] = weakref.ref(storage, lambda _, key=key: self._free(key))
-        self._begin(key, size, Block(0, self._kind_of(tensor), self.phase, tuple(tensor.shape), tensor.dtype))
+        if key not in self.live:
+            key = storage._tracked_as = next(_KEYS)
+            block = self.live[key] = Block(self._kind_of(tensor), self.phase, tuple(tensor.shape), tensor.dtype)
+            block.reference = weakref.ref(storage, lambda _: self._free(key))
+        self._resize(key, self._size(storage))
 
     def _size(self, storage: Any) -> int:
         return -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
@@ -168,13 +165,11 @@ class StorageTracker(TorchDispatchMode):
         recomputed = self.phase == "backward" and torch.is_grad_enabled()
         return ACTIVATIONS if recomputed else _KIND_OF_PHASE.get(self.phase, WORKSPACE)
 
-    def _begin(self, key: int, size: int, block: Block) -> None:
-        self.live[key] = block
-        self.resize(key, size)
-
-    def resize(self, key: int, size: int) -> None:
+    def _resize(self, key: int, size: int) -> None:
         """The storage with this number has grown or shrunk to ``size`` bytes."""
         block = self.live[key]
+        if size == block.num_bytes:
+            return
         if self.trace is not None:
             self.trace += [(key, n) for n in (-block.num_bytes, size) if n]
         self.live_bytes += size - block.num_bytes
@@ -183,9 +178,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         if key in self.live:
-            self.resize(key, 0)
+            self._resize(key, 0)
             del self.live[key]
-        self._references.pop(key, None)
 
     def observe(self, operator: Any, temporary_bytes: int = 0) -> None:
         """Compares what is live now, and what ``operator`` held on top of it, with the peaks."""
@@ -225,9 +219,10 @@ class StorageTracker(TorchDispatchMode):
 
 def held_by(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers of ``model``, and the scales of weights in 4 bits."""
-    scales = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
-    packed = [value for state in scales if state is not None for value in _scales(state)]
-    return [*model.parameters(), *model.buffers(), *packed]
+    states: list[Any] = [getattr(p, "quant_state", None) for p in model.parameters()]
+    states += [state.state2 for state in states if state is not None]  # of the scales, which are quantised too
+    scales = [value for state in states if state is not None for value in (state.absmax, state.code, state.offset)]
+    return [*model.parameters(), *model.buffers(), *(value for value in scales if isinstance(value, Tensor))]
 
 
 def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -244,12 +239,6 @@ def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list
         tracker.tag(GRADIENTS, [parameter.grad])
 
     return [p.register_post_accumulate_grad_hook(tag) for p in parameters if p.requires_grad]
-
-
-def _scales(state: Any) -> list[Tensor]:
-    """The tensors of a ``QuantState`` of bitsandbytes, whose own scales are quantised too."""
-    nested = _scales(state.state2) if state.state2 is not None else []
-    return [value for value in (state.absmax, state.code, state.offset) if isinstance(value, Tensor)] + nested
 
 
 def _python_body(func: Any) -> Any:
