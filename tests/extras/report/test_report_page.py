@@ -13,8 +13,8 @@ import pytest
 
 from train.config import Config, from_values
 from train.extras.report.charts import charts, points
+from train.extras.report.machine import words
 from train.extras.report.page import page, write_report
-from train.extras.report.words import words
 from train.tasks import Task
 from train.tasks.causal_lm import Task as CausalLM
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from train.config import Config, from_values
-from train.extras.report.trackers import PROJECT, log_to_trackers, start_trackers, tracked_config
+from train.extras import report
+from train.extras.report.trackers import PROJECT, start_trackers, tracked_config
 from train.records import UserError
 
 
@@ -51,13 +53,18 @@ def test_tensorboard_writes_what_was_logged(tmp_path: Path, fresh_accelerate: No
     config = _config(report_to=["tensorboard"], output_dir=str(tmp_path))
     accelerator = Accelerator(cpu=True, log_with=["tensorboard"], project_dir=str(tmp_path))
     start_trackers(accelerator, config)
-    log_to_trackers(accelerator, {"train/loss": 1.5, "confusion_matrix": [[1]], "mfu": None}, 3)
-    log_to_trackers(accelerator, {"train/loss": 0.5}, 4)
+    _log(accelerator, 3, {"loss": 1.5, "confusion_matrix": [[1]], "mfu": None})
+    _log(accelerator, 4, {"loss": 0.5})
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / PROJECT))
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 1.5), (4, 0.5)]
+
+
+def _log(accelerator: Any, step: int, values: dict[str, Any]) -> None:
+    run: Any = SimpleNamespace(accelerator=accelerator)
+    report.Room().recorded(run, "train", step, values)
 
 
 class _Recorder:
@@ -86,16 +93,17 @@ def test_runs_are_named_and_wandb_keeps_its_files_in_the_run(tmp_path: Path):
     assert named["init_kwargs"]["wandb"] == {"name": "night", "dir": str(tmp_path / "night")}
 
 
-def test_only_numbers_and_texts_are_logged():
+def test_only_numbers_are_logged_by_the_kind_or_split_of_their_line():
     recorder = _Recorder(["wandb"])
-    log_to_trackers(recorder, {"a": 1, "b": 0.5, "c": "x", "d": None, "e": [1]}, 9)  # pyright: ignore
-    assert recorder.calls == [({"a": 1, "b": 0.5, "c": "x"}, 9)]
+    _log(recorder, 9, {"a": 1, "b": 0.5, "c": "x", "d": None, "e": [1]})
+    _log(recorder, 9, {"split": "test", "loss": 2.0})
+    assert recorder.calls == [({"train/a": 1, "train/b": 0.5}, 9), ({"test/loss": 2.0}, 9)]
 
 
 def test_no_tracker_no_call():
     recorder = _Recorder([])
-    start_trackers(recorder, _config())  # pyright: ignore[reportArgumentType]
-    log_to_trackers(recorder, {"a": 1}, 9)  # pyright: ignore[reportArgumentType]
+    report.Room().starting(SimpleNamespace(accelerator=recorder, config=_config()), None)  # pyright: ignore
+    _log(recorder, 9, {"a": 1})
     assert recorder.calls == []
 
 
@@ -122,6 +130,6 @@ def test_the_other_trackers_run_offline(
     pytest.importorskip(tool)
     accelerator = Accelerator(cpu=True, log_with=[tool], project_dir=str(tmp_path))
     start_trackers(accelerator, _config(report_to=[tool], output_dir=str(tmp_path)))
-    log_to_trackers(accelerator, {"train/loss": 1.5}, 3)
+    _log(accelerator, 3, {"loss": 1.5})
     accelerator.end_training()
     assert any((tmp_path / tool).iterdir())

@@ -66,11 +66,8 @@ class Room(Extra):
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if run.accelerator.trackers:
-            from train.extras.report.trackers import log_to_trackers
-
             prefix = values.get("split", kind)
-            scalars = {f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
-            log_to_trackers(run.accelerator, scalars, step)
+            run.accelerator.log({f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}, step)
 
     def summary(self, run: Run) -> dict[str, Any]:
         from train.extras.report.machine import hardware, versions

@@ -1,4 +1,4 @@
-"""The machine and the libraries of a run."""
+"""The machine and the libraries of a run, and names and values in words: what page, charts and model card share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import math
 import os
 import platform
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from train import __version__
+from train.figures import gib
+
+_NAMES = {"macro_f1": "macro F1", "f1": "F1", "mfu": "MFU", "tokens_per_second": "tokens/s"}
 
 
 def hardware() -> dict[str, Any]:
@@ -37,3 +41,32 @@ def versions() -> dict[str, str]:
     names = ("torch", "transformers", "accelerate", "datasets", "evaluate")
     found = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
     return {"python": platform.python_version(), "template": __version__, **found}
+
+
+def machine_facts(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The known facts about the machine and the versions of a summary, by the name a person reads."""
+    machine = summary.get("hardware") or {}
+    facts = {
+        "GPU": ", ".join(f"{gpu['name']} ({gib(gpu['memory_bytes'])})" for gpu in machine.get("gpus") or []),
+        "CPU": machine.get("cpu"),
+        "CPU cores": machine.get("cpu_cores"),
+        "Memory": shown(machine, "memory_bytes", gib),
+        "Platform": machine.get("platform"),
+        **(summary.get("versions") or {}),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def words(name: str) -> str:
+    """The name of a metric in words."""
+    return _NAMES.get(name, name.replace("_", " "))
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that fit into a cell of a table: numbers, texts and missing values."""
+    return {name: value for name, value in values.items() if value is None or isinstance(value, int | float | str)}
+
+
+def shown(values: Mapping[str, Any], name: str, text: Callable[[Any], str]) -> str | None:
+    """``text`` of the value called ``name``; None if there is no such value."""
+    return None if values.get(name) is None else text(values[name])

@@ -10,7 +10,7 @@ import yaml
 
 from train.config import Config, to_values
 from train.extras.report import Options
-from train.extras.report.words import machine_facts, scalars, shown, words
+from train.extras.report.machine import machine_facts, scalars, shown, words
 from train.figures import count, duration, gib, number
 from train.records import Evaluation
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from train.config import Config, dump
 from train.extras.report import Options
 from train.extras.report.charts import Chart, Row, charts
-from train.extras.report.words import machine_facts, scalars, shown, words
+from train.extras.report.machine import machine_facts, scalars, shown, words
 from train.figures import count, duration, gib, number, read_metrics, write_whole
 
 if TYPE_CHECKING:

@@ -24,8 +24,6 @@ def start_trackers(accelerator: Accelerator, config: Config) -> None:
         UserError: a tool is not installed, or cannot start (wandb without a login, for example).
     """
     wanted = config.of(Options).report_to
-    if not wanted:
-        return
     missing = [name for name in wanted if name not in {str(found) for found in accelerator.log_with}]
     if missing:
         raise UserError(f"report_to: {missing[0]} is not installed. pip install '.[{missing[0]}]' adds it.")
@@ -40,12 +38,6 @@ def start_trackers(accelerator: Accelerator, config: Config) -> None:
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error
 
 
-def log_to_trackers(accelerator: Accelerator, values: Mapping[str, Any], step: int) -> None:
-    """Hands the numbers and texts among ``values`` to the trackers; tables, lists and missing values stay out."""
-    if accelerator.trackers:
-        accelerator.log({name: value for name, value in values.items() if isinstance(value, int | float | str)}, step)
-
-
 def tracked_config(config: Config) -> dict[str, int | float | str]:
     """The configuration as flat numbers and texts; mappings get dotted names, lists become text.
 
@@ -57,14 +49,10 @@ def tracked_config(config: Config) -> dict[str, int | float | str]:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
     for key, value in values.items():
         name = f"{prefix}{key}"
+        plain = name.lower().replace("tokenizer", "")
         if isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
         elif isinstance(value, int | float):
             yield name, value
-        elif value is not None and not _is_secret(name):
+        elif value is not None and not any(word in plain for word in ("token", "key", "secret", "password")):
             yield name, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _is_secret(name: str) -> bool:
-    plain = name.lower().replace("tokenizer", "")
-    return any(word in plain for word in ("token", "key", "secret", "password"))
