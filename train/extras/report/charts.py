@@ -10,9 +10,9 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.figures import count, gib, number
 
@@ -29,40 +29,22 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "path.simplify_threshold": 0.5,  # pixels: a curve of 200,000 points takes 60 KB, and its spikes stay
     "text.color": INK,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": _LINE,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "grid.color": _LINE,
-    "xtick.color": _LINE,
-    "ytick.color": _LINE,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), MUTED),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _LINE),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
+    **dict.fromkeys(("ytick.major.size", "ytick.minor.size"), 0),
 }
 _LIMIT: dict[str, Any] = {"color": SECOND, "linestyle": "--", "linewidth": 1.2}
 _SPLITS = ((SECOND, "o"), (INK, "D"), (MUTED, "s"))
 _KINDS = ((FIRST, 1.0), (FIRST, 0.6), (FIRST, 0.3), (SECOND, 1.0), (SECOND, 0.5), (MUTED, 0.5))
-_CAPTIONS = {
-    "Loss": "Nats per target. A gap that widens between train and validation is overfitting.",
-    "Bits per byte": "Held-out text, whatever the tokenizer; lower is better. Dashed: what other ways of coding the "
-    "same text need.",
-    "Accuracy": "Share of the targets predicted right, held out.",
-    "Gradient norm": "Before clipping, logarithmic.",
-    "Learning rate": "As the schedule set it.",
-    "Tokens per second": "All devices together, padding not counted.",
-    "Peak memory": "GiB; the most that one device had allocated at once.",
-    "Memory by kind and phase": "What the peak of the run consisted of, and the most that each phase of a step had "
-    "allocated.",
-}
+
+_BITS_CAPTION = (
+    "Held-out text, whatever the tokenizer; lower is better. Dashed: what other ways of coding the same text need."
+)
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A drawn curve: its heading, one sentence on what it shows, and the SVG."""
 
     title: str
@@ -70,21 +52,21 @@ class Chart:
     svg: str
 
 
-@dataclass(frozen=True)
-class _Curve:
+class _Curve(NamedTuple):
     points: Points
     colour: str = FIRST
     label: str | None = None
     marker: str = ""
 
 
-@dataclass(frozen=True)
-class _Plot:
-    """A chart over steps before it is drawn; ``finish`` sets the y axis and adds lines."""
+class _Plot(NamedTuple):
+    """A chart over steps before it is drawn, with the height and label of a dashed line; ``finish`` sets the y axis."""
 
     title: str
+    caption: str
     curves: list[_Curve]
     finish: Callable[[Axes], object] = lambda axes: None
+    limit: tuple[float, str] | None = None
 
 
 def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
@@ -95,8 +77,8 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         if row["kind"] == "evaluation":
             held_out.setdefault(row["split"], []).append(row)
 
-    def trained(name: str, label: str | None = None) -> _Curve:
-        return _Curve(points(training, name), FIRST, label)
+    def trained(name: str, label: str | None = None) -> list[_Curve]:
+        return [_Curve(points(training, name), FIRST, label)]
 
     def by_split(name: str) -> list[_Curve]:
         looks = zip(held_out.items(), itertools.cycle(_SPLITS))
@@ -104,15 +86,19 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
 
     accuracy, macro_f1 = (points(held_out.get("validation", []), name) for name in ("accuracy", "macro_f1"))
     scores = [_Curve(accuracy, FIRST, "accuracy", "o"), _Curve(macro_f1, SECOND, "macro F1", "s")]
+    losses = [*trained("loss", "train"), *by_split("loss")]
+    peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
+    memory, limit = [_Curve(peaks, FIRST, "measured")], _predicted(summary)
+
     references = _numbers(summary.get("references"))
     plots = [
-        _Plot("Loss", [trained("loss", "train"), *by_split("loss")]),
-        _Plot("Bits per byte", by_split("bits_per_byte"), lambda axes: _reference_lines(axes, references)),
-        _Plot("Accuracy", scores, lambda axes: axes.set_ylim(0, 1.02)),
+        _Plot("Loss", "Nats per target. A gap that widens between train and validation is overfitting.", losses),
+        _Plot("Bits per byte", _BITS_CAPTION, by_split("bits_per_byte"), partial(_reference_lines, references)),
+        _Plot("Accuracy", "Share of the targets predicted right, held out.", scores, lambda a: a.set_ylim(0, 1.02)),
         _gradient_norm(training, metrics, summary.get("max_grad_norm")),
-        _Plot("Learning rate", [trained("learning_rate")], _from_zero),
-        _Plot("Tokens per second", [trained("tokens_per_second")], lambda axes: _from_zero(axes, short_count)),
-        _peak_memory(training, summary.get("predicted_peak_bytes")),
+        _Plot("Learning rate", "As the schedule set it.", trained("learning_rate"), _from_zero),
+        _Plot("Tokens per second", "All devices together, padding not counted.", trained("tokens_per_second"), _from_zero),
+        _Plot("Peak memory", "GiB; the most that one device had allocated at once.", memory, _from_zero, limit),
     ]
     last_step = max((row["step"] for row in metrics), default=0)
     drawn = [_over_steps(plot, last_step) for plot in plots if any(curve.points for curve in plot.curves)]
@@ -131,26 +117,16 @@ def _gradient_norm(training: Sequence[Row], metrics: Sequence[Row], limit: float
     skipped = {row["step"] for row in training if row.get("grad_norm", 0) is None}
     skipped |= {row["step"] for row in metrics if row["kind"] == "skipped"}
 
+    curves = [_Curve(norms, FIRST, "gradient norm")]
+    line = None if limit is None else (limit, f"clipped to {limit:g}")
+
     def finish(axes: Axes) -> None:
-        if limit is not None:
-            axes.axhline(limit, label=f"clipped to {limit:g}", **_LIMIT)
         if skipped:
             label, foot = f"not finite, skipped ({len(skipped)})", axes.get_xaxis_transform()
             axes.plot(sorted(skipped), [0.05] * len(skipped), "x", transform=foot, color=WARN, label=label)
         _log_scale(axes, [*(value for _, value in norms), *([] if limit is None else [limit])])
 
-    return _Plot("Gradient norm", [_Curve(norms, FIRST, "gradient norm")], finish)
-
-
-def _peak_memory(training: Sequence[Row], predicted_bytes: float | None) -> _Plot:
-    peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
-
-    def finish(axes: Axes) -> None:
-        if predicted_bytes:
-            axes.axhline(predicted_bytes / 2**30, label=f"predicted {gib(predicted_bytes)}", **_LIMIT)
-        _from_zero(axes)
-
-    return _Plot("Peak memory", [_Curve(peaks, FIRST, "measured")], finish)
+    return _Plot("Gradient norm", "Before clipping, logarithmic.", curves, finish, line)
 
 
 def _numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
@@ -160,7 +136,7 @@ def _numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
 def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
     """What the peak consisted of, and the peak of each phase; nothing if that was not measured."""
     kinds, phases = _numbers(summary.get("bytes_by_kind")), _numbers(summary.get("peak_bytes_by_phase"))
-    predicted = summary.get("predicted_peak_bytes") or 0
+    limit = _predicted(summary)
     rows = {**({"at the peak": sum(kinds.values())} if kinds else {}), **phases}
     if not rows:
         return []
@@ -176,18 +152,19 @@ def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
             if name in phases:
                 axes.barh(place, size / 2**30, height=0.45, color=FIRST, alpha=0.6)
             _at_right(axes, gib(size), place)
-        if predicted:
-            axes.axvline(predicted / 2**30, label=f"predicted {gib(predicted)}", **_LIMIT)
+        if limit is not None:
+            axes.axvline(limit[0], label=limit[1], **_LIMIT)
         axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.yaxis.grid(False)
-        axes.set_xlim(0, 1.04 * max(*rows.values(), predicted) / 2**30)
+        axes.set_xlim(0, 1.04 * axes.dataLim.x1)
         axes.set_xlabel("GiB")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
     title = "Memory by kind and phase"
+    caption = "What the peak of the run consisted of, and the most that each phase of a step had allocated."
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in {**kinds, **phases}.items() if size)
-    return [Chart(title, _CAPTIONS[title], _svg(title, f"{title}: {sizes}.", draw, legend_columns=2))]
+    return [Chart(title, caption, _svg(title, f"{title}: {sizes}.", draw, legend_columns=2))]
 
 
 def _over_steps(plot: _Plot, last_step: int) -> Chart:
@@ -207,17 +184,24 @@ def _over_steps(plot: _Plot, last_step: int) -> Chart:
                 marker = curve.marker or ("o" if len(curve.points) == 1 else "")  # one point makes no line
                 places = zip(*curve.points, strict=True)
                 axes.plot(*places, color=curve.colour, label=curve.label, marker=marker, markersize=4.5)
+        if plot.limit is not None:
+            axes.axhline(plot.limit[0], label=plot.limit[1], **_LIMIT)
         plot.finish(axes)
         axes.set_xlabel("step")
         axes.set_xlim(0, 1.02 * max(1, last_step))
 
-    return Chart(plot.title, _CAPTIONS[plot.title], _svg(plot.title, label, draw))
+    return Chart(plot.title, plot.caption, _svg(plot.title, label, draw))
 
 
-def _from_zero(axes: Axes, text: Callable[[float], str] = "{:g}".format) -> None:
-    """A y axis from zero to a little above the highest value, with ticks written by ``text``."""
+def _predicted(summary: Mapping[str, Any]) -> tuple[float, str] | None:
+    size = summary.get("predicted_peak_bytes")
+    return (size / 2**30, f"predicted {gib(size)}") if size else None
+
+
+def _from_zero(axes: Axes) -> None:
+    """A y axis from zero to a little above the highest value."""
     axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
-    axes.yaxis.set_major_formatter(lambda value, _: text(value))
+    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
 
 
 def _log_scale(axes: Axes, values: Sequence[float]) -> None:
@@ -231,7 +215,7 @@ def _log_scale(axes: Axes, values: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _reference_lines(axes: Axes, references: Mapping[str, float]) -> None:
+def _reference_lines(references: Mapping[str, float], axes: Axes) -> None:
     """Dashed lines with their names to the right of the plot, moved apart where they would touch."""
     for value in references.values():
         axes.axhline(value, color=MUTED, linestyle=(0, (4, 3)), linewidth=1)

@@ -27,11 +27,7 @@ def model_card(
 ) -> str:
     """The ``README.md`` of ``final/``; of local paths it shows the last part only, since it may be published.
 
-    Args:
-        config: the resolved configuration.
-        task: gives the title, the Hub's pipeline tag and the class that loads the model.
-        summary: as in ``summary.json``; every key may be missing.
-        evaluations: the last of each split is shown.
+    ``summary`` is as in ``summary.json``; every key may be missing. Of ``evaluations`` the last of each split is shown.
     """
     figures = {
         "Training time": shown(summary, "training_seconds", duration),

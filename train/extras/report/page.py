@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,11 +68,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def write_report(config: Config, task: type[Task], summary: Mapping[str, Any], sample: str | None = None) -> Path:
-    """Writes :func:`page` to ``report.html`` in the output folder, next to ``metrics.jsonl``, and returns its path.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written, or ``metrics.jsonl`` is damaged.
-    """
+    """Writes ``report.html`` next to ``metrics.jsonl``; raises UserError if it cannot, or the latter is damaged."""
     folder = Path(config.output.output_dir)
     write_whole(folder / "report.html", page(config, task, summary, read_metrics(folder / "metrics.jsonl"), sample))
     return folder / "report.html"
@@ -83,28 +79,23 @@ def page(
 ) -> str:
     """One page that needs no other file; everything that comes from the run is escaped, everything missing left out.
 
-    Args:
-        config: the resolved configuration.
-        task: whose title names what was trained.
-        summary: as in ``summary.json``.
-        metrics: rows of ``metrics.jsonl``.
-        sample: text that the trained model wrote.
+    ``summary`` is as in ``summary.json``, ``metrics`` as in ``metrics.jsonl``; ``sample`` is what the model wrote.
     """
     latest = {(row["split"], row["step"]): row for row in metrics if row["kind"] == "evaluation"}
     evaluations = sorted(latest.values(), key=lambda row: row["step"])  # one row per split and step, the later of two
     labels = [str(name) for name in summary.get("label_names") or ()]
     notes = [*(summary.get("notes") or ()), *filter(None, [summary.get("memory_leak")])]
     listed = "".join(f"<li>{escape(str(note))}</li>" for note in notes)
-    settings = f"<summary>Every setting of this run; saved as config.yaml, re-runs it</summary>{_pre(dump(config))}"
+    settings = "<summary>Every setting of this run; saved as config.yaml, re-runs it</summary>"
     sections = [
         _cards(summary),
         section_html("Curves", figures_html(charts(metrics, summary))),
         section_html("Evaluations", _evaluations(evaluations, summary.get("best_step"))),
         section_html("Confusion matrix", _confusion_matrix(evaluations, labels)),
         section_html("Most frequent confusions", _confusions(evaluations, labels)),
-        section_html("Sample", sample and f'<div class="box">{_pre(sample)}</div>'),
+        section_html("Sample", sample and f'<div class="box"><pre>{escape(sample)}</pre></div>'),
         section_html("Notes", listed and f"<ul>{listed}</ul>"),
-        section_html("Configuration", f'<details class="box">{settings}</details>'),
+        section_html("Configuration", f'<details class="box">{settings}<pre>{escape(dump(config))}</pre></details>'),
         section_html("Machine and versions", facts_html(machine_facts(summary))),
     ]
     title = escape(config.of(Options).run_name or Path(config.output.output_dir).resolve().name)
@@ -129,10 +120,6 @@ Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in
 """
 
 
-def _pre(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
-
-
 def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
     """What happened, in a sentence or two."""
     parts = [
@@ -151,34 +138,35 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
 
 
 def _cards(summary: Mapping[str, Any]) -> str:
+    """Boxes with a name, its value and a line below; those without a value are left out."""
+
+    def get(name: str, text: Callable[[Any], str]) -> str | None:
+        return shown(summary, name, text)
+
     gpus = (summary.get("hardware") or {}).get("gpus")
-    best = shown(summary, "best_step", "best at step {:,}".format)
-    memory = shown(summary, "predicted_peak_bytes", lambda size: f"predicted {gib(size)}")
+    memory = get("predicted_peak_bytes", lambda size: f"predicted {gib(size)}")
     memory = memory or (f"of {gib(gpus[0]['memory_bytes'])} on the device" if gpus else None)
-    epochs = shown(summary, "epochs", lambda passes: f"{passes:.3g} epoch{'' if passes == 1 else 's'}")
-    batch = shown(summary, "global_batch_size", lambda examples: f"of {count(examples)} examples")
-    length = shown(summary, "max_length", "at most {:,} per example".format)
-    padding = shown(summary, "padding_share", "{:.1%} padding".format)
-    mfu = shown(summary, "mfu", "MFU {:.1%}".format)
+    epochs = get("epochs", lambda passes: f"{passes:.3g} epoch{'' if passes == 1 else 's'}")
+    batch = get("global_batch_size", lambda examples: f"of {count(examples)} examples")
+    lengths = [get("max_length", "at most {:,} per example".format), get("padding_share", "{:.1%} padding".format)]
     full = summary.get("mixed_precision") in ("no", "fp32")
-    precision = "fp32" if full else shown(summary, "mixed_precision", "{} mixed precision".format)
+    precision = "fp32" if full else get("mixed_precision", "{} mixed precision".format)
+    metric = words(summary.get("metric_name") or "")
     cards = [
-        _card(words(summary.get("metric_name") or ""), shown(summary, "metric_value", number), best),
-        _card("Tokens per second", shown(summary, "tokens_per_second", count), mfu),
-        _card("Peak memory", shown(summary, "peak_allocated_bytes", gib), memory),
-        _card("Training time", shown(summary, "training_seconds", duration), epochs),
-        _card("Steps", shown(summary, "steps", number), batch),
-        _card("Tokens", shown(summary, "tokens", count), ", ".join(filter(None, [length, padding]))),
-        _card("Hardware", _device(summary), precision, kind="wide"),
+        (metric[:1].upper() + metric[1:], get("metric_value", number), get("best_step", "best at step {:,}".format)),
+        ("Tokens per second", get("tokens_per_second", count), get("mfu", "MFU {:.1%}".format)),
+        ("Peak memory", get("peak_allocated_bytes", gib), memory),
+        ("Training time", get("training_seconds", duration), epochs),
+        ("Steps", get("steps", number), batch),
+        ("Tokens", get("tokens", count), ", ".join(filter(None, lengths))),
+        ("Hardware", _device(summary), precision),
     ]
-    return f'<dl class="cards">\n{"".join(cards)}</dl>\n'
-
-
-def _card(name: str, value: str | None, more: str | None, kind: str = "") -> str:
-    """A name, its value and a line below; nothing if there is no value."""
-    below = f'<dd class="more">{escape(more)}</dd>' if more else ""
-    heading = escape(name[:1].upper() + name[1:])
-    return f'<div class="{kind}"><dt>{heading}</dt><dd>{escape(value)}</dd>{below}</div>\n' if value else ""
+    boxes = []
+    for name, value, more in cards:
+        kind, below = "wide" if name == "Hardware" else "", f'<dd class="more">{escape(more)}</dd>' if more else ""
+        if value:
+            boxes.append(f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{escape(value)}</dd>{below}</div>\n')
+    return f'<dl class="cards">\n{"".join(boxes)}</dl>\n'
 
 
 def _device(summary: Mapping[str, Any]) -> str:
@@ -197,12 +185,11 @@ def section_html(heading: str, body: str | None) -> str:
 
 def figures_html(drawn: Sequence[Chart]) -> str:
     """Charts in a grid, each with its caption."""
-    figures = [
-        f"<figure><figcaption><strong>{escape(chart.title)}</strong>{escape(chart.caption)}</figcaption>\n"
-        f"{chart.svg}</figure>\n"
-        for chart in drawn
-    ]
-    return f'<div class="charts">\n{"".join(figures)}</div>' if figures else ""
+    figures = ""
+    for chart in drawn:
+        caption = f"<strong>{escape(chart.title)}</strong>{escape(chart.caption)}"
+        figures += f"<figure><figcaption>{caption}</figcaption>\n{chart.svg}</figure>\n"
+    return figures and f'<div class="charts">\n{figures}</div>'
 
 
 def facts_html(values: Mapping[str, Any]) -> str:
@@ -219,12 +206,12 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Any]], best: Collection
     columns = zip(*rows, strict=True)
     kinds = [' class="text"' if any(isinstance(value, str) for value in column) else "" for column in columns]
     head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(names, kinds, strict=True))
-    lines = []
+    body = ""
     for place, row in enumerate(rows):
         cells = (f"<td{kind}>{escape(number(value))}</td>" for value, kind in zip(row, kinds, strict=True))
         mark = ' class="best"' if place in best else ""
-        lines.append(f"<tr{mark}>{''.join(cells)}</tr>\n")
-    return f'<div class="box"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>{"".join(lines)}</tbody>\n</table></div>'
+        body += f"<tr{mark}>{''.join(cells)}</tr>\n"
+    return f'<div class="box"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table></div>'
 
 
 def _evaluations(evaluations: Sequence[Row], best_step: int | None) -> str:
@@ -236,10 +223,9 @@ def _evaluations(evaluations: Sequence[Row], best_step: int | None) -> str:
 
 def _confusion_matrix(evaluations: Sequence[Row], labels: Sequence[str]) -> str:
     """The last evaluation's matrix; a cell is as dark as its share of the class it belongs to."""
-    row = _last_with("confusion_matrix", evaluations)
-    if row is None:
+    matrix, where = _last("confusion_matrix", evaluations)
+    if not matrix:
         return ""
-    matrix: list[list[int]] = row["confusion_matrix"]
     names = [escape(labels[index] if len(labels) == len(matrix) else str(index)) for index in range(len(matrix))]
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     lines = []
@@ -250,7 +236,7 @@ def _confusion_matrix(evaluations: Sequence[Row], labels: Sequence[str]) -> str:
         lines.append(f'<tr><th scope="row">{names[index]}</th>{"".join(cells)}<td class="recall">{recall}</td></tr>')
     return (
         '<figure style="overflow-x:auto"><figcaption>Rows: the true class; columns: the predicted one; '
-        f"{escape(_where(row))}. Last column: share of the class that was found."
+        f"{escape(where)}. Last column: share of the class that was found."
         '</figcaption><table class="matrix"><thead><tr><td></td>'
         f'{head}<th scope="col">recall</th></tr></thead><tbody>{"".join(lines)}</tbody></table></figure>'
     )
@@ -258,20 +244,15 @@ def _confusion_matrix(evaluations: Sequence[Row], labels: Sequence[str]) -> str:
 
 def _confusions(evaluations: Sequence[Row], labels: Sequence[str]) -> str:
     """Those of the last evaluation, in place of a matrix of many classes."""
-    row = _last_with("most_frequent_confusions", evaluations)
-    if row is None:
-        return ""
-    names = dict(enumerate(labels))
-    rows = [
-        [*(names.get(index, str(index)) for index in (found["reference"], found["prediction"])), found["count"]]
-        for found in row["most_frequent_confusions"]
-    ]
-    return _table(["true class", "predicted instead", f"examples, {_where(row)}"], rows)
+    confusions, where = _last("most_frequent_confusions", evaluations)
+    names, rows = dict(enumerate(labels)), []
+    for found in confusions:
+        true, predicted = (names.get(found[key], str(found[key])) for key in ("reference", "prediction"))
+        rows.append([true, predicted, found["count"]])
+    return _table(["true class", "predicted instead", f"examples, {where}"], rows)
 
 
-def _last_with(name: str, evaluations: Sequence[Row]) -> Row | None:
-    return next((row for row in reversed(evaluations) if row.get(name)), None)
-
-
-def _where(row: Row) -> str:
-    return f"{row['split']} at step {row['step']:,}"
+def _last(name: str, evaluations: Sequence[Row]) -> tuple[list[Any], str]:
+    """The last evaluation's value of this name, and of which split and step it is."""
+    found = ((row[name], f"{row['split']} at step {row['step']:,}") for row in reversed(evaluations) if row.get(name))
+    return next(found, ([], ""))

@@ -24,10 +24,7 @@ def references(texts: Sequence[str]) -> dict[str, float]:
 
 
 def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) -> str | None:
-    """What the model writes after the beginning of ``text``, the seam marked.
-
-    None if it cannot generate, or ``text`` has no token to continue.
-    """
+    """How the model continues the beginning of ``text``, the seam marked; None if it cannot or has no token."""
     from transformers import GenerationMixin, PreTrainedModel
 
     if not (task.is_causal and isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
