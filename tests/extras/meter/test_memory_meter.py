@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from train.config import Config
 from train.extras.meter.cpu import CpuMeter
 from train.extras.meter.cuda import CudaMeter, list_tensors
-from train.extras.meter.leaks import GROWING_STEPS, LEAK_BYTES
+from train.extras.meter.memory import GROWING_STEPS, LEAK_BYTES
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,

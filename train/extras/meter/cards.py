@@ -7,20 +7,18 @@ from typing import NamedTuple
 
 
 class Card(NamedTuple):
-    """One model of card; None where there is no figure to rely on."""
+    """One model of card; None where there is no figure to rely on, or no bf16 in hardware.
+
+    Rates are dense FLOP/s of matrix products with fp32 accumulation, of fp32 without tensor cores (TF32 off).
+    """
 
     memory_gib: float | None
     """As torch reports it (``total_memory``, GiB of 2^30 bytes): less than what the card is sold with."""
     compute_capability: tuple[int, int]
-    """(major, minor)."""
     bytes_per_second: float | None
-    """Bandwidth of the memory."""
     fp16: float
-    """Dense FLOP/s of matrix products with fp32 accumulation; of bf16 and fp32 likewise."""
     bf16: float | None
-    """None: not supported in hardware."""
     fp32: float | None
-    """Without tensor cores (TF32 off)."""
 
 
 # Rates and bandwidth: NVIDIA's data sheets and architecture white papers; rates that are printed only with sparsity are
@@ -61,17 +59,14 @@ CARDS: dict[str, Card] = {
     "rtx-3090-ti": Card(23.5, (8, 6), 1.008e12, 80e12, 80e12, 40e12),
     "rtx-3090": Card(23.5, (8, 6), 0.936e12, 71e12, 71e12, 35.6e12),
 }
-_FIELD = {"fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-_FIELD |= dict.fromkeys(("no", "fp32", "float32"), "fp32")
+_FIELDS = {"no": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""Of precisions that are not named as in :class:`Card`."""
 _OTHER_CHIP = {"laptop", "max", "mig", "d", "super"}
 """Words that mark a smaller chip, or a slice of one, sold under the name of a card above."""
 
 
 def find_card(device_name: str) -> Card | None:
-    """The card of a device named as ``torch.cuda.get_device_name`` names it, such as "NVIDIA A100-SXM4-80GB".
-
-    None for a device that is not in the table, and for part of one (MIG).
-    """
+    """The card that ``torch.cuda.get_device_name`` names, such as "NVIDIA A100-SXM4-80GB"; None if unknown, or MIG."""
     words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=\d)gb\b", "", device_name.lower())))
     if words & _OTHER_CHIP:
         return None
@@ -79,17 +74,13 @@ def find_card(device_name: str) -> Card | None:
 
 
 def peak_flops_per_second(device_name: str, precision: str) -> float | None:
-    """The published dense rate of matrix products of one device, in FLOP/s.
+    """The published dense rate of a device (:func:`find_card`) in fp16, bf16, tf32, or no (fp32 with TF32 off).
 
-    Args:
-        device_name: see :func:`find_card`.
-        precision: of the arithmetic: fp16, bf16, tf32, or no (fp32 with TF32 off).
-
-    Returns:
-        None for a device that is not known (:func:`find_card`), and for a type that it cannot multiply.
+    None for a device that is not known, and for a type that it cannot multiply.
     """
     if precision == "tf32":  # half of bf16's rate in the data sheet of every card above that has both
         half = peak_flops_per_second(device_name, "bf16")
         return half and half / 2
     card = find_card(device_name)
-    return None if card is None or precision not in _FIELD else getattr(card, _FIELD[precision])
+    field = _FIELDS.get(precision, precision)
+    return getattr(card, field) if card is not None and field in ("fp16", "bf16", "fp32") else None

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from train.extras.meter.leaks import Inventory, LeakWatch, describe
-from train.extras.meter.memory import Measured, MemoryMeter
+from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMeter, describe
 from train.extras.meter.tracker import HELD, StorageTracker, tag_gradients, tag_held
 from train.launch import peak_bytes
 from train.records import MicroBatch
@@ -23,9 +22,8 @@ TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
 """One of so many steps is followed, to see leaks, or fewer where that would cost a larger share of the time."""
 
 Extent: TypeAlias = tuple[int, int, bool, bool, bool]
-"""What the memory of a step grows with: B · S and B · S² (scores of attention, dense masks) of its largest micro-batch;
-whether there is padding, which needs a mask; whether gradients are there when a later micro-batch begins; whether the
-optimizer has state, which the first update makes."""
+"""What the memory of a step grows with: B · S and B · S² (scores of attention, dense masks) of its largest micro-batch,
+padding (a mask), several micro-batches (gradients are there when the second begins), state of the optimizer."""
 
 
 class CpuMeter(MemoryMeter):

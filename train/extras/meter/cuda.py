@@ -9,19 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.extras.meter.leaks import Inventory, LeakWatch, describe
-from train.extras.meter.memory import Measured, MemoryMeter
-from train.extras.meter.tracker import (
-    ACTIVATIONS,
-    CUDA_GRANULE_BYTES,
-    GRADIENTS,
-    KINDS,
-    LOGITS,
-    WORKSPACE,
-    StorageTracker,
-    storage_of,
-    tag_held,
-)
+from train.extras.meter import tracker
+from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMeter, describe
+from train.extras.meter.tracker import ACTIVATIONS, GRADIENTS, KINDS, LOGITS, WORKSPACE
 from train.records import MicroBatch
 
 COUNT_EVERY_STEPS = 50
@@ -121,10 +111,10 @@ class CudaMeter(MemoryMeter):
             self._count_held()
 
     def _count_held(self) -> None:
-        tracker = StorageTracker(self.device.type, CUDA_GRANULE_BYTES)
-        tag_held(tracker, self.network, self.optimizer)
-        gradients = tracker.bytes_by_kind[GRADIENTS] or self._held[GRADIENTS]  # at the end of a step there are none
-        self._held = {**tracker.bytes_by_kind, GRADIENTS: gradients}
+        counted = tracker.StorageTracker(self.device.type, tracker.CUDA_GRANULE_BYTES)
+        tracker.tag_held(counted, self.network, self.optimizer)
+        gradients = counted.bytes_by_kind[GRADIENTS] or self._held[GRADIENTS]  # at the end of a step there are none
+        self._held = {**counted.bytes_by_kind, GRADIENTS: gradients}
         self._states_counted, self._steps_since_count = len(self.optimizer.state), 0
 
     def _allocated_bytes(self) -> int:
@@ -141,7 +131,7 @@ def list_tensors(device: torch.device) -> Inventory:
         # not isinstance: a proxy may do anything when asked for its class
         if not issubclass(type(candidate), Tensor) or candidate.device.type != device.type:
             continue
-        storage = storage_of(candidate)
+        storage = tracker.storage_of(candidate)
         if storage is not None and storage._cdata not in storages:
             storages.add(storage._cdata)
             found[describe(candidate.shape, candidate.dtype), storage.nbytes()] += 1

@@ -34,14 +34,10 @@ def mfu(tokens_per_second: float, flops_per_token: float | None, peak: float | N
 def model_flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     """FLOPs of forward and backward per token, counted operator by operator on the meta device.
 
-    What counts are the matrix products: of the forward, and of the gradients that ``requires_grad`` of the weights
-    asks for. A frozen weight has no gradient of its own, and below the first trained one there is no backward at all.
+    Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for.
     Each position attends to all others of its sequence, also where a causal mask hides half of them (as in PaLM), or to
     its window. Of a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many
     tokens as its encoder; tokens are those of the encoder.
-
-    FLOPs of a sequence are a polynomial of second degree in its length. It is read off three short lengths, which takes
-    a second for 24 layers, and the quadratic part is then reduced where layers have windows.
 
     Args:
         model: before it is compiled, wrapped or sharded; on any device. Not changed.
@@ -50,6 +46,7 @@ def model_flops_per_token(model: nn.Module, sequence_length: int) -> float | Non
     Returns:
         None for a model that cannot be run without data, or that loops over positions.
     """
+    # A polynomial of second degree in the length, read off three short ones: a second for 24 layers.
     unit = STRIDE if sequence_length == 0 else max(1, min(STRIDE, sequence_length // 3))  # no longer than positions go
     counts = _count_flops(model, [unit, 2 * unit, 3 * unit])
     if counts is None:
@@ -74,10 +71,6 @@ def _attended_length(config: Any, sequence_length: int) -> float:
     return sum(found) / len(found)
 
 
-class _TooManyOperatorsError(Exception):
-    pass
-
-
 class _FlopCounter(TorchDispatchMode):
     """Adds up torch's formulas without operators that backward repeats, which ``FlopCounterMode`` cannot tell apart."""
 
@@ -90,7 +83,7 @@ class _FlopCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._num_operators += 1
         if self._num_operators > MAX_OPERATORS:
-            raise _TooManyOperatorsError
+            raise OverflowError
         formula = flop_registry.get(func.overloadpacket)
         is_repeated = self.in_backward and torch.is_grad_enabled()  # backward records nothing itself
         if formula is not None and not is_repeated:
@@ -108,7 +101,7 @@ def _count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
         try:
             with mode:
                 return _count(model, lengths, is_body)
-        except _TooManyOperatorsError:
+        except OverflowError:  # too many operators
             return None
         except Exception:  # models fail in their own ways
             continue

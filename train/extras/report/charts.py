@@ -89,6 +89,7 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     losses = [*trained("loss", "train"), *by_split("loss")]
     peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
     memory, limit = [_Curve(peaks, FIRST, "measured")], _predicted(summary)
+    speed = trained("tokens_per_second")
 
     references = _numbers(summary.get("references"))
     plots = [
@@ -97,7 +98,7 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         _Plot("Accuracy", "Share of the targets predicted right, held out.", scores, lambda a: a.set_ylim(0, 1.02)),
         _gradient_norm(training, metrics, summary.get("max_grad_norm")),
         _Plot("Learning rate", "As the schedule set it.", trained("learning_rate"), _from_zero),
-        _Plot("Tokens per second", "All devices together, padding not counted.", trained("tokens_per_second"), _from_zero),
+        _Plot("Tokens per second", "All devices together, padding not counted.", speed, _from_zero),
         _Plot("Peak memory", "GiB; the most that one device had allocated at once.", memory, _from_zero, limit),
     ]
     last_step = max((row["step"] for row in metrics), default=0)
