@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
 from train.extras import Extra
-from train.records import Evaluation, UsageError, UserError
+from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
     from train.config import Config
@@ -91,9 +91,7 @@ class Room(Extra):
         sample = _sample(run, parts) if run.launch.has_whole_weights else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
-        evaluations = [Evaluation(split, summary["final_step"], found) for split, found in summary["result"].items()]
-        card = model_card(run.config, task, summary, evaluations)
-        (outputs.final / "README.md").write_text(card, encoding="utf-8")
+        (outputs.final / "README.md").write_text(model_card(run.config, task, summary), encoding="utf-8")
         if own.push_to_hub:
             _push(run, str(own.hub_model_id))
         outputs.say(f"report: {write_report(run.config, task, summary, sample)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from train.config import Config, to_values
 from train.extras.report import Options
 from train.extras.report.machine import machine_facts, scalars, shown, words
 from train.figures import count, duration, gib, number
-from train.records import Evaluation
 
 if TYPE_CHECKING:
     from train.tasks import Task
@@ -22,12 +21,10 @@ _SETTINGS += ("max_length", "mixed_precision", "gradient_checkpointing", "seed")
 _ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA (its frozen layers in 4 bits)"}
 
 
-def model_card(
-    config: Config, task: type[Task], summary: Mapping[str, Any], evaluations: Iterable[Evaluation] = ()
-) -> str:
+def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
     """The ``README.md`` of ``final/``; of local paths it shows the last part only, since it may be published.
 
-    ``summary`` is as in ``summary.json``; every key may be missing. Of ``evaluations`` the last of each split is shown.
+    ``summary`` is as in ``summary.json``; every key may be missing.
     """
     figures = {
         "Training time": shown(summary, "training_seconds", duration),
@@ -42,7 +39,7 @@ def model_card(
         f"# {config.of(Options).run_name or task.name}",
         _what_it_is(config, task, summary),
         "## Results",
-        _results(evaluations),
+        _results(summary),
         "## Load it",
         _how_to_load(config, task),
         "## Training",
@@ -105,9 +102,9 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     )
 
 
-def _results(evaluations: Iterable[Evaluation]) -> str:
-    last = {evaluation.split: evaluation for evaluation in evaluations}
-    rows = [{"split": split, "step": found.step, **scalars(found.metrics)} for split, found in last.items()]
+def _results(summary: Mapping[str, Any]) -> str:
+    results = summary.get("result") or {}
+    rows = [{"split": split, "step": summary["final_step"], **scalars(found)} for split, found in results.items()]
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
     return _table([words(name) for name in names], cells) if rows else "No evaluation was run."
