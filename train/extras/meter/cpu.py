@@ -5,6 +5,7 @@ That makes a step slower by a fifth and a very short one by more, so only few ar
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -39,9 +40,10 @@ class CpuMeter(MemoryMeter):
         super().__init__(*args)
         self._tracker = StorageTracker("cpu", num_classes=self.num_classes)
         self.leaks = LeakWatch(self._left_bytes, self._list_left, on_cuda=False)
-        self._followed: dict[tuple[bool, Extent], Measured] = {}
+        self._followed: dict[bool, dict[Extent, Measured]] = {True: {}, False: {}}
         """By whether it was a step (not an evaluation), and by its extent."""
-        self._key: tuple[bool, Extent] = (False, (0, 0, False, False, False))
+        self._extent: Extent = (0, 0, False, False, False)
+        self._is_step = False
         self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
         self._began = self._usual_seconds = 0.0
         """The latter per position, of a step that is not followed."""
@@ -51,20 +53,19 @@ class CpuMeter(MemoryMeter):
         return {**super().summary(), "peak_resident_bytes": peak_bytes(self.device)}
 
     def _begin(self, batches: Sequence[MicroBatch]) -> None:
-        self._began, is_step = time.perf_counter(), self.phase == "forward"
-        extent = (
+        self._began, self._is_step = time.perf_counter(), self.phase == "forward"
+        self._extent = (
             max((b * s for b, s in self.shapes), default=0),
             max((b * s * s for b, s in self.shapes), default=0),
             any(batch.num_tokens < b * s for batch, (b, s) in zip(batches, self.shapes, strict=True)),
             len(batches) > 1,
             len(self.optimizer.state) > 0,
         )
-        self._key = is_step, extent
-        self._steps_since += is_step
-        is_due = is_step and (self._steps_since >= self._track_every or self.leaks.suspects(self.shapes))
+        self._steps_since += self._is_step
+        is_due = self._is_step and (self._steps_since >= self._track_every or self.leaks.suspects(self.shapes))
         if self._covering() and not is_due:
             return
-        if is_step:
+        if self._is_step:
             self._steps_since = 0
         self._tracker.ignore(value for batch in batches for value in (*batch.inputs.values(), batch.labels))
         tag_held(self._tracker, self.network, self.optimizer)
@@ -83,10 +84,9 @@ class CpuMeter(MemoryMeter):
         self._tracker.mark(phase)
 
     def _end(self, completed: bool) -> None:
-        is_step = self._key[0]
         seconds = (time.perf_counter() - self._began) / max(1, sum(b * s for b, s in self.shapes))
         if self._exit is None:
-            if is_step:
+            if self._is_step:
                 self._usual_seconds = seconds
             self._add(min(self._covering(), key=lambda measured: measured.peak_allocated_bytes))
             return
@@ -97,23 +97,20 @@ class CpuMeter(MemoryMeter):
         self._add(measured)
         if not completed:  # the next step of this extent is followed again
             return
-        before = self._followed.get(self._key, measured)
-        self._followed[self._key] = max(before, measured, key=lambda each: each.peak_allocated_bytes)
-        if is_step and self._usual_seconds:
+        followed = self._followed[self._is_step]
+        before = followed.get(self._extent, measured)
+        followed[self._extent] = max(before, measured, key=lambda each: each.peak_allocated_bytes)
+        if self._is_step and self._usual_seconds:
             extra = (seconds - self._usual_seconds) / self._usual_seconds
             self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)
-        if is_step and self.leaks.leak is None:
+        if self._is_step and self.leaks.leak is None:
             tag_held(self._tracker, self.network, self.optimizer)  # a first update makes the optimizer's state
             self.leaks.see(self.shapes)
 
     def _covering(self) -> list[Measured]:
         """Figures of followed steps, or evaluations, of which this one cannot need more."""
-        is_step, extent = self._key
-        return [
-            measured
-            for (was_step, covered), measured in self._followed.items()
-            if was_step == is_step and all(a >= b for a, b in zip(covered, extent, strict=True))
-        ]
+        followed = self._followed[self._is_step]
+        return [m for extent, m in followed.items() if all(map(operator.ge, extent, self._extent))]
 
     def _left_bytes(self) -> int:
         """What followed steps made and left behind."""

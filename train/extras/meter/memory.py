@@ -156,17 +156,12 @@ class MemoryMeter:
         if self._is_measuring:
             self._step = self._step.merged(measured)
 
-    def _begin(self, batches: Sequence[MicroBatch]) -> None:
-        """A step or an evaluation begins."""
-
-    def _mark(self, phase: str) -> None:
-        """Its next phase begins."""
-
-    def _end(self, completed: bool) -> None:
-        """It ended, by an exception if not ``completed``."""
-
-    def _between(self) -> None:
-        """Someone asks for figures between two steps."""
+    # Of each device: a step or an evaluation begins; its next phase does; it ended, by an exception if not completed;
+    # someone asks for figures between two of them. They add what they measured.
+    def _begin(self, batches: Sequence[MicroBatch]) -> None: ...
+    def _mark(self, phase: str) -> None: ...
+    def _end(self, completed: bool) -> None: ...
+    def _between(self) -> None: ...
 
 
 class LeakWatch:

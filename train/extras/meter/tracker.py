@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -198,13 +199,14 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` gives. One that is written in Python is followed inside: it takes and frees tensors there."""
-        body = _python_body(func)
-        if body is None:
+        """What ``func`` gives. One that torch defines in Python is followed inside: it takes and frees tensors."""
+        # linear_cross_entropy's: those of packages may do what only real tensors can
+        own = func.namespace == "torch_nn" and OPDEFS.get(f"torch_nn::{func._schema.name.rpartition('::')[2]}")
+        if not own:
             return func(*args, **kwargs)
         TorchDispatchMode.__enter__(self)
         try:
-            return body(*args, **kwargs)
+            return own._init_fn(*args, **kwargs)
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)
 
@@ -239,16 +241,6 @@ def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list
         tracker.tag(GRADIENTS, [parameter.grad])
 
     return [p.register_post_accumulate_grad_hook(tag) for p in parameters if p.requires_grad]
-
-
-def _python_body(func: Any) -> Any:
-    """The function of an operator that torch itself defines by ``torch.library.custom_op``; None of all others."""
-    if func.namespace != "torch_nn":  # linear_cross_entropy's: those of packages may do what only real tensors can
-        return None
-    from torch._library.custom_ops import OPDEFS
-
-    definition = OPDEFS.get(f"torch_nn::{func._schema.name.rpartition('::')[2]}")
-    return None if definition is None else definition._init_fn
 
 
 def storage_of(tensor: Tensor) -> Any:
