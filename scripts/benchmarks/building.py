@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
     from train.launch import Launch
-    from train.memory.predict import Job
+    from train.memory.predict import Job, Target
     from train.records import MicroBatch, Run, StepOutcome
     from train.step import Engine
 
@@ -240,6 +240,29 @@ class Training:
             "flops_per_second": flops and flops * per_second,
             "mfu": mfu(per_second, flops, peak),
         }
+
+
+def job_from(values: Mapping[str, Any]) -> Job:
+    """The job that was written as JSON."""
+    from train.memory.predict import Job, Target
+
+    target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})
+    lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+    documents = tuple(map(tuple, values["documents"]))
+    return Job(**{**values, **lists, "target": target, "documents": documents})
+
+
+def this_target() -> Target:
+    """The device of this machine."""
+    import torch
+
+    from train.memory.predict import Target
+
+    if not torch.cuda.is_available():
+        return Target("cpu")
+    major, minor = torch.cuda.get_device_capability()
+    cudnn = torch.backends.cudnn.version() or 0
+    return Target("cuda", (major, minor), cudnn > 91500 and (major, minor) in ((9, 0), (10, 0), (10, 3)))
 
 
 def random_micro_batches(job: Job, number: int) -> list[MicroBatch]:

@@ -25,7 +25,7 @@ from scripts.benchmarks.rungs import (
 )
 from train.memory.devices import Device
 from train.memory.plan import Outcome, Predictions, predicted
-from train.memory.predict import Job, Predictor, job_from
+from train.memory.predict import Job, Predictor
 from train.memory.question import Question, replace_length, target_of
 
 HOST_MARGIN_BYTES = 8 * 2**30
@@ -293,7 +293,7 @@ def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """In the process of :func:`tried_apart`: reads a job from stdin and prints its figures."""
     mode, steps = sys.argv[1], int(sys.argv[2])
-    job = job_from(json.loads(sys.stdin.read()))
+    job = building.job_from(json.loads(sys.stdin.read()))
     print(json.dumps(measure_trainer(job) if mode == "trainer" else measure(job, steps)))
 
 

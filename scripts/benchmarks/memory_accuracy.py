@@ -43,11 +43,10 @@ class Options(harness.Options):
 def measured(options: Options) -> dict[str, Any]:
     """The cases of the device, compared."""
     from scripts.benchmarks.accuracy_cases import large_cases, small_cases, title
-    from train.memory.predict import this_target
 
     jobs = small_cases() if options.device == "cpu" else large_cases()
     if options.device == "cuda":
-        jobs = [replace(case, target=this_target()) for case in jobs]
+        jobs = [replace(case, target=building.this_target()) for case in jobs]
     rows = compare([case for case in jobs if options.only in title(case)], options.budget_seconds)
     errors = [row["error_percent"] for row in rows if "error_percent" in row]
     reserved = [abs(row["reserved_error_percent"]) for row in rows if "reserved_error_percent" in row]
@@ -179,9 +178,7 @@ def main() -> int:
     """Status 1 if a case could not be compared."""
     building.use_expandable_segments()
     if sys.argv[1:] == ["--measure"]:
-        from train.memory.predict import job_from
-
-        print(json.dumps(measure(job_from(json.load(sys.stdin)))))
+        print(json.dumps(measure(building.job_from(json.load(sys.stdin)))))
         return 0
     found = harness.report(Options, __doc__, measured, page, name="memory_accuracy")
     return 0 if found["compared"] == found["cases"] else 1

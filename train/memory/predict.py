@@ -8,15 +8,13 @@ length. It runs in a separate process, see :class:`Predictor`.
 from __future__ import annotations
 
 import gc
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from train.records import MicroBatch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CUDA_GRANULE_BYTES = 512
-"""CUDA's allocator rounds every size up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,15 @@ class Prediction:
     """Pinned host memory for the inputs of checkpointed layers."""
 
 
+class CannotStandInError(UserError):
+    """This build of torch cannot be made to believe in a card."""
+
+
 class Predictor:
     """A process that predicts. It starts with the first job, in a few seconds, and takes the jobs one by one."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._hides_cards = True  # a process that only plans should not take a card's memory
         self._asked: list[Job] = []
         self._device_type: str | None = None
@@ -124,43 +124,40 @@ class Predictor:
             self._process.kill()
             self._process.communicate()
             self._errors.close()
-            self._process = None
-        self._asked = []
+        self._process, self._asked = None, []
 
-    def start(self) -> None:
-        """Starts the process, which loads the libraries, unless it runs already."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """The process; unless it runs already, it is started and loads the libraries."""
         if self._process is None:
-            self._process = self._started()
-
-    def _started(self) -> subprocess.Popen[str]:
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        foreign = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-        if self._hides_cards:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        return subprocess.Popen(
-            [sys.executable, "-c", "from train.memory.predict import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**environment, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"},
-        )
+            foreign = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
+            environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+            paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+            environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+            if self._hides_cards:
+                environment["CUDA_VISIBLE_DEVICES"] = ""
+            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from train.memory.predict import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=environment,
+            )
+        return self._process
 
     def ask(self, job: Job) -> None:
         """Submits a job without waiting for the answer."""
         if not self._asked and self._device_type not in (None, job.target.device_type):
             self.close()  # once autograd has started on a CPU alone, it does not accept a card
         self._device_type = job.target.device_type
-        self.start()
-        assert self._process is not None and self._process.stdin is not None
+        process = self.start()
+        assert process.stdin is not None
         self._asked.append(job)
         try:
-            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-            self._process.stdin.flush()
+            pickle.dump(job, process.stdin)
+            process.stdin.flush()
         except BrokenPipeError:
-            raise self._died() from None
+            raise self._died(process) from None
 
     def answer(self) -> Prediction:
         """The answer to the oldest job without one.
@@ -168,32 +165,31 @@ class Predictor:
         Raises:
             UserError: the job cannot work, or its process died. The next job starts another process.
         """
-        assert self._process is not None and self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._died()
-        values = json.loads(line)
-        if values.get("needs_card") and self._hides_cards:
-            waiting = list(self._asked)
+        process = self.start()
+        assert process.stdout is not None
+        try:
+            answer = pickle.load(process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise self._died(process) from None
+        if isinstance(answer, CannotStandInError) and self._hides_cards:
+            waiting = self._asked
             self.close()
             self._hides_cards = False
             for job in waiting:
                 self.ask(job)
             return self.answer()
         self._asked.pop(0)
-        if "error" in values:
-            raise UserError(values["error"])
-        lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-        return Prediction(**(values | lists))
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
 
     def predict(self, job: Job) -> Prediction:
         """:meth:`ask` and :meth:`answer`."""
         self.ask(job)
         return self.answer()
 
-    def _died(self) -> UserError:
-        assert self._process is not None
-        status = self._process.wait()
+    def _died(self, process: subprocess.Popen[bytes]) -> UserError:
+        status = process.wait()
         self._errors.seek(0)
         said = self._errors.read().strip().splitlines()[-1:]
         self.close()
@@ -201,25 +197,6 @@ class Predictor:
             f"the prediction ended with status {status}: {' '.join(said) or 'no message'}. The memory of this model or "
             "setting cannot be predicted here; a run still measures it."
         )
-
-
-def predict(job: Job) -> Prediction:
-    """The memory of ``job``'s step. If its CUDA device is not there, call this in a separate process.
-
-    Raises:
-        UserError: the model cannot be built, or this torch cannot be made to plan for CUDA.
-    """
-    from train.memory.trial import Trial
-
-    started = time.perf_counter()
-    with ExitStack() as stack:
-        trial = Trial(job, stack)
-        trial.build()
-        trial.add_shards()
-        trial.make_state()
-        trial.step()
-        trial.evaluate()
-        return trial.prediction(started)
 
 
 def random_batch(job: Job, size: int) -> MicroBatch:
@@ -245,49 +222,30 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)
 
 
-def job_from(values: dict[str, Any]) -> Job:
-    """The job that was written as JSON."""
-    target = Target(**{**values["target"], "capability": tuple(values["target"]["capability"])})
-    lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-    documents = tuple(map(tuple, values["documents"]))
-    return Job(**{**values, **lists, "target": target, "documents": documents})
-
-
-def this_target() -> Target:
-    """The device of this machine."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return Target("cpu")
-    major, minor = torch.cuda.get_device_capability()
-    cudnn = torch.backends.cudnn.version() or 0
-    return Target("cuda", (major, minor), cudnn > 91500 and (major, minor) in ((9, 0), (10, 0), (10, 3)))
-
-
 def main() -> None:
-    """Reads jobs from standard input and writes predictions to standard output, one line of JSON each."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # prints of libraries must not mix with answers
-    from train.memory.fake_cuda import CannotStandInError
-    from train.memory.fakes import fake_tensors
+    """Reads jobs from standard input and writes their predictions, or errors, to standard output."""
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # prints of libraries must not mix with answers
+    from train.memory.trial import fake_tensors, predict
 
     with fake_tensors():  # loads the libraries before the first job arrives
         pass
     gc.freeze()  # no collection needs to visit their million objects again
-    for line in sys.stdin:
+    while True:
         try:
-            answer = asdict(predict(job_from(json.loads(line))))
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            os._exit(0)  # the interpreter's shutdown must not call the functions that were put into C++ tables
+        try:
+            answer = predict(job)
         except CannotStandInError as error:
-            answer = {"error": str(error), "needs_card": True}
+            answer = error
         except UserError as error:
-            answer = {"error": str(error)}
+            answer = UserError(str(error))
         except Exception as error:  # a model may do anything with tensors that have no data
             traceback.print_exc()
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            answer = {"error": f"this model or setting cannot be predicted: {reason}. A run still measures it."}
-        answers.write(json.dumps(answer) + "\n")
+            answer = UserError(f"this model or setting cannot be predicted: {reason}. A run still measures it.")
+        pickle.dump(answer, answers)
         answers.flush()
         gc.collect()
         gc.freeze()
-    answers.flush()
-    os._exit(0)  # the interpreter's shutdown must not call the functions that were put into C++ tables

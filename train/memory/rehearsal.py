@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
     with _leaving_no_trace(run, parts.model, parts.optimizer):
         # First the optimizer's state, which every step but the first finds there; and a first step whose gradients
         # overflow, as at the first loss scale they may, would not make it.
-        in_backward = bool(run.config.get("optimizer_in_backward"))
-        make_optimizer_state(list(parts.model.parameters()), parts.optimizer, one_by_one=in_backward)
+        make_optimizer_state(run, parts.model, parts.optimizer)
         micro_batches = _with_targets(micro_batches)
         with run.extras.stepping(micro_batches):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
@@ -47,12 +46,10 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
             parts.model.train()
 
 
-def make_optimizer_state(
-    parameters: list[nn.Parameter], optimizer: AcceleratedOptimizer, one_by_one: bool = False
-) -> None:
+def make_optimizer_state(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
     """Makes the optimizer's state by gradients of zeros: all together, or one parameter at a time, as a run will."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for some in [[parameter] for parameter in trained] if one_by_one else [trained]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for some in [[parameter] for parameter in trained] if run.config.get("optimizer_in_backward") else [trained]:
         for parameter in some:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.optimizer.step()
@@ -74,12 +71,15 @@ def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimize
     scale = scaler.state_dict() if scaler is not None else {}
     rates = [group["lr"] for group in optimizer.param_groups]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    generators = _random_state(device)
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     try:
-        yield
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            yield
     finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         optimizer.optimizer.state.clear()
@@ -89,17 +89,3 @@ def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimize
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        _restore(generators, device)
-
-
-def _random_state(device: torch.device) -> tuple[Any, ...]:
-    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device  # noqa: NPY002
-
-
-def _restore(generators: tuple[Any, ...], device: torch.device) -> None:
-    random.setstate(generators[0])
-    np.random.set_state(generators[1])  # noqa: NPY002
-    torch.set_rng_state(generators[2])
-    if generators[3] is not None:
-        torch.get_device_module(device).set_rng_state(generators[3])

@@ -222,12 +222,10 @@ def _target() -> Target:
     Raises:
         UserError: its memory cannot be measured.
     """
-    from train.memory.predict import this_target
-
     device = building.training_device()
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"memory on {device.type} cannot be measured here: set ACCELERATE_USE_CPU=true for the CPU.")
-    return this_target() if device.type == "cuda" else Target("cpu")
+    return building.this_target() if device.type == "cuda" else Target("cpu")
 
 
 def available_bytes() -> int:
