@@ -78,14 +78,16 @@ class Room(Extra):
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         if run.config.of(Options).adapter != "none":
-            from train.extras.adapters.lora import add_adapter, compute_dtype
+            from train.extras.adapters.lora import add_adapter
 
-            add_adapter(network, run.config, task.auto_class, compute_dtype(run))
+            add_adapter(network, run, task.auto_class)
         return []
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
     ) -> TrainingState | None:
-        from train.extras.adapters.lora import AdapterState, has_adapter
+        if not hasattr(network, "peft_config"):  # by which peft marks a model with adapters
+            return None
+        from train.extras.adapters.lora import AdapterState
 
-        return AdapterState(network, optimizer, identity, scaler) if has_adapter(network) else None
+        return AdapterState(network, optimizer, identity, scaler)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.config import Config
 from train.extras.adapters import Options
 from train.records import Run, UserError
 from train.state import TrainingState, model_tensors
@@ -33,14 +32,8 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 """peft's name for an adapter that has none."""
-TASK_TYPES = {
-    "AutoModelForCausalLM": "CAUSAL_LM",
-    "AutoModelForSequenceClassification": "SEQ_CLS",
-}
+TASK_TYPES = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}
 """peft's words; others have none."""
-
-
-# Building
 
 
 def compute_dtype(run: Run) -> torch.dtype:
@@ -52,36 +45,31 @@ def compute_dtype(run: Run) -> torch.dtype:
 def quantization(run: Run, model_config: Any) -> BitsAndBytesConfig:
     """How ``from_pretrained`` is to load the weights: 4 bits, NF4, and the scales quantised again; heads stay whole."""
     import transformers
-    from transformers import BitsAndBytesConfig
 
     auto_class = load_task(run.config.data.task).auto_class
     with torch.device("meta"):
         trust = run.config.architecture.trust_remote_code
         model = getattr(transformers, auto_class).from_config(model_config, trust_remote_code=trust)
-    return BitsAndBytesConfig(
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype(run),
-        llm_int8_skip_modules=sorted(_whole_modules(model, auto_class)),
+        llm_int8_skip_modules=sorted(_heads(model, auto_class)),
     )
 
 
-def add_adapter(model: nn.Module, config: Config, auto_class: str, compute_dtype: torch.dtype) -> None:
+def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     """Freezes ``model`` and puts fp32 adapters next to its layers, in place; a classifier's new head is trained whole.
-
-    Args:
-        compute_dtype: in which layers kept in 4 bits multiply; their weights are then not in it yet, or already in
-            4 bits.
 
     Raises:
         UserError: no layer has one of the names, or the layers are of a kind that cannot have adapters.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    own = config.of(Options)
+    own = run.config.of(Options)
     if own.adapter == "qlora":
-        _quantize(model, _whole_modules(model, auto_class), compute_dtype)
+        _quantize(model, auto_class, compute_dtype(run))
     heads = _trained_heads(model, auto_class)
     settings = LoraConfig(
         r=own.lora_rank,
@@ -89,7 +77,7 @@ def add_adapter(model: nn.Module, config: Config, auto_class: str, compute_dtype
         lora_dropout=own.lora_dropout,
         target_modules=_targets(model, own.lora_target_modules, auto_class),
         task_type=TASK_TYPES.get(auto_class),
-        base_model_name_or_path=config.architecture.model,
+        base_model_name_or_path=run.config.architecture.model,
     )
     try:
         inject_adapter_in_model(settings, model, ADAPTER)
@@ -111,9 +99,8 @@ def _targets(model: nn.Module, names: tuple[str, ...], auto_class: str) -> list[
         return list(names)
     from transformers.pytorch_utils import Conv1D
 
-    whole = _whole_modules(model, auto_class)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    found = [name for name in linear if not any(name == head or name.startswith(f"{head}.") for head in whole)]
+    found = _outside(_heads(model, auto_class), linear)
     ends = {name.rpartition(".")[2] for name in found}
     # The ends of names read better in what is saved, where they mean the same layers.
     alike = [name for name in linear if name.rpartition(".")[2] in ends]
@@ -125,26 +112,27 @@ def _trained_heads(model: nn.Module, auto_class: str) -> dict[str, nn.Module]:
     if auto_class != "AutoModelForSequenceClassification":
         return {}
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
-    children = {name: child for name, child in model.named_children() if child is not base}
-    return {name: child for name, child in children.items() if next(child.parameters(), None) is not None}
+    return {name: child for name, child in model.named_children() if child is not base and list(child.parameters())}
 
 
-def _whole_modules(model: nn.Module, auto_class: str) -> set[str]:
-    """Names of modules that are neither quantised nor get adapters by ``all-linear``: heads."""
+def _heads(model: nn.Module, auto_class: str) -> set[str]:
+    """Names of modules that are neither quantised nor get adapters by ``all-linear``."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return {name for name, module in model.named_modules() if module is output} | set(_trained_heads(model, auto_class))
 
 
-def _quantize(model: nn.Module, whole: set[str], compute_dtype: torch.dtype) -> None:
+def _outside(heads: set[str], names: list[str]) -> list[str]:
+    return [name for name in names if not any(f"{name}.".startswith(f"{head}.") for head in heads)]
+
+
+def _quantize(model: nn.Module, auto_class: str, compute_dtype: torch.dtype) -> None:
     """Turns the linear layers of ``model`` into 4-bit ones, those that are not yet."""
     from bitsandbytes.nn import Linear4bit
 
-    layers = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
-    for name, layer in layers:
-        if any(name == head or name.startswith(f"{head}.") for head in whole):
-            continue
+    whole = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name in _outside(_heads(model, auto_class), whole):
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _quantized(layer))
+        setattr(model.get_submodule(parent), own, _quantized(cast("nn.Linear", model.get_submodule(name))))
     quantized = [module for module in model.modules() if isinstance(module, Linear4bit)]
     if not quantized:
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
@@ -172,17 +160,6 @@ def _quantized(layer: nn.Linear) -> nn.Module:
     if layer.bias is not None:
         found.bias = nn.Parameter(layer.bias.data, requires_grad=False)
     return found
-
-
-# What it comes to
-
-
-def has_adapter(model: nn.Module) -> bool:
-    """Whether :func:`add_adapter` was here."""
-    return hasattr(model, "peft_config")
-
-
-# Saving
 
 
 class AdapterState(TrainingState):
@@ -213,23 +190,42 @@ class AdapterState(TrainingState):
 
     @cached_property
     def frozen_digest(self) -> str:
-        """SHA-256 of the weights that are not trained; all ranks take part the first time."""
+        """SHA-256 of the weights that are not trained, and the scales of those in 4 bits; all ranks take part."""
         digest = hashlib.sha256()
-        for name, tensor in _frozen_tensors(self.model):
-            full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
-            digest.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
-            digest.update(full.view(-1).view(torch.uint8).numpy().data)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                continue
+            state = getattr(parameter, "quant_state", None)
+            scales = state.as_dict(packed=True) if state is not None else {}
+            for own, tensor in ((name, parameter), *((f"{name}.{key}", scale) for key, scale in scales.items())):
+                full = _full(tensor)
+                digest.update(f"{own} {full.dtype} {tuple(full.shape)}".encode())
+                digest.update(full.view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
-        """The weights with the adapters added to them, under the names and of the types of a model without adapters.
-
-        Each is whole and on the CPU, for ranks that ``keep`` them; all ranks take part.
-        """
+        """As of the core, under the names and of the types of a model without adapters, which are added to weights."""
         whole = super().whole_tensors(keep)
         return _merged(self.model, whole) if keep else {}
 
-    def plain_model(self) -> nn.Module:
+    def write_final(self, folder: Path, keep: bool) -> nn.Module:
+        """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
+        adapter = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                full = _full(parameter)  # on all ranks, whichever of them keep it
+                if keep:
+                    plain = name.replace(f".{ADAPTER}.", ".").replace(".base_layer.", ".")
+                    adapter[f"base_model.model.{plain}"] = full
+        if not keep:
+            return self.model
+        folder = folder / "adapter"
+        folder.mkdir(exist_ok=True)
+        self.model.peft_config[ADAPTER].save_pretrained(str(folder))  # pyright: ignore
+        save_file(adapter, folder / "adapter_model.safetensors")
+        return self._plain_model()
+
+    def _plain_model(self) -> nn.Module:
         """The model that the merged weights belong to, itself without any."""
         model: Any = self.model
         if not hasattr(model, "config"):
@@ -242,42 +238,10 @@ class AdapterState(TrainingState):
         plain.generation_config = getattr(model, "generation_config", None)
         return plain
 
-    def write_final(self, folder: Path, keep: bool) -> nn.Module:
-        """Writes the adapter by itself too; returns the model without adapters that the merged weights belong to."""
-        adapter = self.adapter_tensors(keep)
-        if not keep:
-            return self.model
-        self.write_adapter(folder / "adapter", adapter)
-        return self.plain_model()
 
-    def adapter_tensors(self, keep: bool) -> dict[str, Tensor]:
-        """Adapters and trained heads under peft's names, for ranks that ``keep`` them; all ranks take part."""
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                if keep:
-                    plain = name.replace(f".{ADAPTER}.", ".").replace(".base_layer.", ".")
-                    found[f"base_model.model.{plain}"] = full.detach().cpu().contiguous()
-        return found
-
-    def write_adapter(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Writes :meth:`adapter_tensors` as ``PeftModel.from_pretrained`` reads them."""
-        folder.mkdir(exist_ok=True)
-        self.model.peft_config[ADAPTER].save_pretrained(str(folder))  # pyright: ignore
-        save_file(dict(tensors), folder / "adapter_model.safetensors")
-
-
-def _frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights that are not trained, and the scales of those in 4 bits."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            continue
-        yield name, parameter
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            for key, value in state.as_dict(packed=True).items():
-                yield f"{name}.{key}", value
+def _full(tensor: Tensor) -> Tensor:
+    """``tensor`` whole and on the CPU; all ranks take part."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
 
 
 def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
