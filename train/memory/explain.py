@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from train.figures import gib
 from train.memory.ladder import CHECKPOINTING, CHUNKED, EVALUATION, MAX_LENGTH, MICRO_BATCH, REMEDIES
@@ -38,16 +37,12 @@ class Change:
     note: str
 
 
-Cause: TypeAlias = Literal[
-    "unknown", "bug", "host", "library", "limit", "refused", "others", "fragmentation", "graphs", "huge", "full"
-]
-
 _IMPOSSIBLE_BYTES = 2**50
 """A million GiB: no size that anybody meant."""
 _CONTEXT_BYTES = 2**30
 """Upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common."""
 
-_WHY: dict[Cause, str] = {
+_WHY = {
     "unknown": "this message has no figures to tell by. If more of it was printed, give all of it.",
     "bug": "no machine has that much. A size overflowed or a length was never set: this is an error in the code that "
     "asked, not a lack of memory. The traceback's last line of your own code names it.",
@@ -71,7 +66,7 @@ _WHY: dict[Cause, str] = {
 _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
 _ALL = tuple(remedy.hint for remedy in REMEDIES)
 _FEW = (CHUNKED.hint, MICRO_BATCH.hint, CHECKPOINTING.hint)
-_WHAT_TO_DO: dict[Cause, tuple[tuple[str, str], ...]] = {
+_WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     "unknown": _ALL,
     "bug": (("python -m pdb -c continue ...", "look at the shapes where it fails"),),
     "host": (
@@ -105,7 +100,7 @@ _WHAT_TO_DO: dict[Cause, tuple[tuple[str, str], ...]] = {
 """(what to type, what it does), cheapest first."""
 
 
-def _cause(oom: OutOfMemory) -> Cause:
+def _cause(oom: OutOfMemory) -> str:
     requested, free, total = oom.requested_bytes or 0, oom.free_bytes, oom.total_bytes
     unallocated, others = oom.reserved_unallocated_bytes or 0, _others_bytes(oom)
     if requested >= _IMPOSSIBLE_BYTES:
@@ -140,7 +135,7 @@ def _others_bytes(oom: OutOfMemory) -> int:
     return max(0, (oom.outside_bytes or 0) - _CONTEXT_BYTES)
 
 
-def _why(oom: OutOfMemory, cause: Cause, shape: tuple[int, int] | None, vocab_size: int | None) -> str:
+def _why(oom: OutOfMemory, cause: str, shape: tuple[int, int] | None, vocab_size: int | None) -> str:
     requested, unallocated = oom.requested_bytes or 0, oom.reserved_unallocated_bytes or 0
     named, total = ", ".join(str(process) for process, _ in oom.other_processes), oom.total_bytes or 1
     text = _WHY[cause].format(
@@ -158,7 +153,7 @@ def _why(oom: OutOfMemory, cause: Cause, shape: tuple[int, int] | None, vocab_si
     return text + (_recognised(requested, shape, vocab_size) if shape else "")
 
 
-def _remedies(oom: OutOfMemory, cause: Cause) -> Iterator[tuple[str, str]]:
+def _remedies(oom: OutOfMemory, cause: str) -> Iterator[tuple[str, str]]:
     """(what to type, what it does), cheapest first."""
     within_reach = (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
     if cause in ("huge", "full") and 0 < (oom.requested_bytes or 0) <= within_reach:

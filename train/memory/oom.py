@@ -40,33 +40,32 @@ class OutOfMemory:
     @property
     def reserved_bytes(self) -> int | None:
         """Held by PyTorch, in tensors or not."""
-        if self.allocated_bytes is None or self.reserved_unallocated_bytes is None:
-            return None
-        return self.allocated_bytes + self.reserved_unallocated_bytes
+        return _total(self.allocated_bytes, self.reserved_unallocated_bytes)
 
     @property
     def other_processes_bytes(self) -> int | None:
         """Held by the processes that the message names, or else what this process does not explain."""
-        if self.other_processes:
-            return sum(size for _, size in self.other_processes)
-        if self.total_bytes is None or self.free_bytes is None or self.process_bytes is None:
-            return None
-        return max(0, self.total_bytes - self.free_bytes - self.process_bytes)
+        named = sum(size for _, size in self.other_processes)
+        return named if self.other_processes else self._rest(self.process_bytes)
 
     @property
     def available_bytes(self) -> int | None:
         """What PyTorch could have of the device as it was: its own reserve and the free rest."""
-        if self.reserved_bytes is None or self.free_bytes is None:
-            return None
-        room = self.free_bytes + self.reserved_bytes
-        return room if self.allowed_bytes is None else min(room, self.allowed_bytes)
+        room = _total(self.free_bytes, self.reserved_bytes)
+        return room if room is None or self.allowed_bytes is None else min(room, self.allowed_bytes)
 
     @property
     def outside_bytes(self) -> int | None:
         """Neither free nor reserved by this PyTorch: the driver's context, libraries and other processes."""
-        if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
-            return None
-        return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
+        return self._rest(self.reserved_bytes)
+
+    def _rest(self, used_bytes: int | None) -> int | None:
+        known = _total(self.free_bytes, used_bytes)
+        return None if known is None or self.total_bytes is None else max(0, self.total_bytes - known)
+
+
+def _total(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -86,24 +85,19 @@ _LOG_PREFIX = re.compile(
 )
 _SIZE = r"(\d+(?:\.\d+)?)(bytes?|[KMGTPE]i?B)"
 # All patterns are for text without white space, see _squeezed.
-_CUDA_STARTS = (r"CUDAoutofmemory\.Triedtoallocate", r"CUDAoutofmemory(?:\.|$)")
-_CUDA_FIGURES = {
-    "requested_bytes": "Triedtoallocate(?:morethan)?SIZE",
-    "total_bytes": "totalcapacityofSIZE",
-    "free_bytes": "ofwhichSIZEisfree",
+_CUDA_STARTS = (
+    r"CUDAoutofmemory\.Triedtoallocate|Allocationondevice\d+wouldexceedallowedmemory",
+    r"CUDAoutofmemory(?:\.|$)",
+)
+_FIGURES = {  # of the caching allocator, and after the bar of the asynchronous one
+    "requested_bytes": "(?:Triedtoallocate(?:morethan)?|Requested:)SIZE",
+    "total_bytes": "(?:totalcapacityof|Devicelimit:)SIZE",
+    "free_bytes": r"ofwhichSIZEisfree|accordingtoCUDA\):SIZE",
     "process_bytes": "thisprocesshasSIZEmemoryinuse",
-    "allocated_bytes": "SIZEisallocatedbyPyTorch",
+    "allocated_bytes": "SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE",
     "reserved_unallocated_bytes": "SIZEisreservedbyPyTorchbutunallocated",
     "private_pools_bytes": "SIZEallocatedinprivatepools",
-    "allowed_bytes": "SIZEallowed",
-}
-_ASYNC_START = r"Allocationondevice(\d+)wouldexceedallowedmemory"
-_ASYNC_FIGURES = {
-    "requested_bytes": "Requested:SIZE",
-    "total_bytes": "Devicelimit:SIZE",
-    "free_bytes": r"accordingtoCUDA\):SIZE",
-    "allocated_bytes": "Currentlyallocated:SIZE",
-    "allowed_bytes": r"memoryfraction\):SIZE",
+    "allowed_bytes": r"SIZEallowed|memoryfraction\):SIZE",
 }
 _HOST = r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
 _ANY = (  # not the bare words: advice about memory is not a message about it
@@ -124,10 +118,6 @@ def parse_oom(message: str) -> OutOfMemory | None:
         starts = [found.start() for found in re.finditer(pattern, text)]
         if starts:
             return _read_cuda(text[starts[0] : starts[1] if len(starts) > 1 else None])
-    if found := re.search(_ASYNC_START, text):
-        oom = OutOfMemory("CUDA", int(found[1]), **_sizes(text, _ASYNC_FIGURES))
-        limited = (oom.allowed_bytes or 0) < (oom.total_bytes or 0)  # 2^64 stands for no limit
-        return oom if limited else replace(oom, allowed_bytes=None)
     found = re.search(_ANY, text)
     return None if found is None else _read_any(text[max(0, found.start() - 80) : found.start() + 400])
 
@@ -149,18 +139,20 @@ def _bytes(number: str, unit: str) -> int:
 def _sizes(text: str, patterns: dict[str, str]) -> dict[str, Any]:
     """By name the size at ``SIZE`` of each of ``patterns`` that ``text`` holds."""
     found = {name: re.search(pattern.replace("SIZE", _SIZE), text, re.I) for name, pattern in patterns.items()}
-    return {name: _bytes(*match.groups()) for name, match in found.items() if match}
+    return {name: _bytes(*filter(None, match.groups())) for name, match in found.items() if match}
 
 
 def _read_cuda(text: str) -> OutOfMemory:
-    device = re.search(r"GPU(\d+)has", text)
+    device = re.search(r"GPU(\d+)has|device(\d+)would", text)
     processes = re.findall(rf"Process(\d+)has{_SIZE}memoryinuse", text)
     oom = OutOfMemory(
         "CUDA",
-        int(device[1]) if device else None,
+        int(device[1] or device[2]) if device else None,
         other_processes=tuple((int(process), _bytes(*size)) for process, *size in processes),
-        **_sizes(text, _CUDA_FIGURES),
+        **_sizes(text, _FIGURES),
     )
+    if (oom.allowed_bytes or 0) >= (oom.total_bytes or 0):  # 2^64 stands for no limit
+        oom = replace(oom, allowed_bytes=None)
     return _own_process_found(oom)
 
 
