@@ -92,7 +92,7 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any
 
     from train.config import Config
     from train.loss import ModelWithLoss
-    from train.memory.rehearsal import rehearse
+    from train.memory.session import rehearse
     from train.optim import build_optimizer, parameter_groups
     from train.records import MicroBatch
     from train.step import Engine, seed_step

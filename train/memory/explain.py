@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from train.figures import gib
@@ -42,27 +42,6 @@ _IMPOSSIBLE_BYTES = 2**50
 _CONTEXT_BYTES = 2**30
 """Upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common."""
 
-_WHY = {
-    "unknown": "this message has no figures to tell by. If more of it was printed, give all of it.",
-    "bug": "no machine has that much. A size overflowed or a length was never set: this is an error in the code that "
-    "asked, not a lack of memory. The traceback's last line of your own code names it.",
-    "host": "the machine's main memory (RAM) was full, not the GPU's. In a training on a GPU it holds the data, its "
-    "workers and the weights while they load; in a training on a CPU it holds everything.",
-    "library": "{library} asked for memory outside of PyTorch's allocator and got none, so there are no figures. "
-    "Either this process fills the card, or another one does.",
-    "limit": "this process may use only {allowed} of the card: a limit set with "
-    "torch.cuda.set_per_process_memory_fraction.",
-    "refused": "there was room by these figures, yet the driver refused. They are read after the failure: another "
-    "process may have left in between. Or the driver caps a single request or this process.",
-    "others": "another program is on the same card{who}. It holds {share_of_others} of it.",
-    "fragmentation": "fragmentation. PyTorch holds {unallocated} that no tensor uses, but in pieces: no gap is as "
-    "long as the {requested} asked for.{with_free}",
-    "graphs": "CUDA graphs (torch.compile's reduce-overhead or max-autotune mode) keep {graphs} that nothing else can "
-    "use.",
-    "huge": "one huge tensor: {requested}, {share} of the card. Usually the logits (examples × tokens × vocabulary) or "
-    "an attention mask or scores (tokens × tokens).",
-    "full": "simply full{held}. No single thing went wrong: the run needs more than there is.",
-}
 _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
 _ALL = tuple(remedy.hint for remedy in REMEDIES)
 _FEW = (CHUNKED.hint, MICRO_BATCH.hint, CHECKPOINTING.hint)
@@ -100,66 +79,82 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
 """(what to type, what it does), cheapest first."""
 
 
-def _cause(oom: OutOfMemory) -> str:
-    requested, free, total = oom.requested_bytes or 0, oom.free_bytes, oom.total_bytes
-    unallocated, others = oom.reserved_unallocated_bytes or 0, _others_bytes(oom)
+def _diagnosis(oom: OutOfMemory) -> tuple[str, str]:
+    """The cause, one of :data:`_WHAT_TO_DO`, and what a person should know about it."""
+    requested, free, total = oom.requested_bytes or 0, oom.free_bytes or 0, oom.total_bytes or 0
+    reserved, unallocated = oom.reserved_bytes or 0, oom.reserved_unallocated_bytes or 0
     if requested >= _IMPOSSIBLE_BYTES:
-        return "bug"
+        return "bug", (
+            "no machine has that much. A size overflowed or a length was never set: this is an error in the code that "
+            "asked, not a lack of memory. The traceback's last line of your own code names it."
+        )
     if oom.backend == "host":
-        return "host"
+        return "host", (
+            "the machine's main memory (RAM) was full, not the GPU's. In a training on a GPU it holds the data, its "
+            "workers and the weights while they load; in a training on a CPU it holds everything."
+        )
     if oom.library is not None:
-        return "library"
-    if not requested and total is None:
-        return "unknown"
+        return "library", (
+            f"{oom.library} asked for memory outside of PyTorch's allocator and got none, so there are no figures. "
+            "Either this process fills the card, or another one does."
+        )
+    if not requested and not total:
+        return "unknown", "this message has no figures to tell by. If more of it was printed, give all of it."
     if oom.allowed_bytes is not None:  # did the limit refuse what the device would have given?
-        left = oom.allowed_bytes - (oom.reserved_bytes or oom.allocated_bytes or 0)
-        if left < requested or (free or 0) >= requested:
-            return "limit"
-    if free is not None and 0 < requested <= free:
-        return "refused"
-    if total and others >= 0.1 * total and (free or 0) + others >= requested:
-        return "others"
-    huge = total is not None and requested >= 0.25 * total
-    scattered = unallocated + (0 if huge else free or 0)
-    if oom.reserved_bytes and unallocated >= 0.05 * oom.reserved_bytes and scattered >= requested > 0:
-        return "fragmentation"
-    if (oom.private_pools_bytes or 0) >= max(requested, 0.25 * (oom.reserved_bytes or 0)) > 0:
-        return "graphs"
-    return "huge" if huge else "full"
+        left = oom.allowed_bytes - (reserved or oom.allocated_bytes or 0)
+        if left < requested or free >= requested:
+            limit = "a limit set with torch.cuda.set_per_process_memory_fraction"
+            return "limit", f"this process may use only {gib(oom.allowed_bytes)} of the card: {limit}."
+    if 0 < requested <= free:
+        return "refused", (
+            "there was room by these figures, yet the driver refused. They are read after the failure: another "
+            "process may have left in between. Or the driver caps a single request or this process."
+        )
+    # What is neither free nor this process's belongs to others, except for what the driver takes.
+    others = oom.other_processes_bytes
+    others = max(0, (oom.outside_bytes or 0) - _CONTEXT_BYTES) if others is None else others
+    if total and others >= 0.1 * total and free + others >= requested:
+        named = ", ".join(str(process) for process, _ in oom.other_processes)
+        who = f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else ""
+        return "others", f"another program is on the same card{who}. It holds {others / total:.1%} of it."
+    huge = 0 < 0.25 * total <= requested
+    scattered = unallocated + (0 if huge else free)
+    if unallocated >= 0.05 * reserved > 0 and scattered >= requested > 0:
+        return "fragmentation", (
+            f"fragmentation. PyTorch holds {gib(unallocated)} that no tensor uses, but in pieces: no gap is as long as "
+            f"the {gib(requested)} asked for."
+            + ("" if unallocated >= requested else f" With the {gib(free)} free it would be enough.")
+        )
+    return _full(oom, huge)
 
 
-def _others_bytes(oom: OutOfMemory) -> int:
-    """What other processes hold, at least."""
-    if oom.other_processes_bytes is not None:
-        return oom.other_processes_bytes
-    return max(0, (oom.outside_bytes or 0) - _CONTEXT_BYTES)
+def _full(oom: OutOfMemory, huge: bool) -> tuple[str, str]:
+    """The causes for which this process alone is to blame."""
+    requested, pools, total = oom.requested_bytes or 0, oom.private_pools_bytes or 0, oom.total_bytes or 0
+    if pools >= max(requested, 0.25 * (oom.reserved_bytes or 0)) > 0:
+        mode = "torch.compile's reduce-overhead or max-autotune mode"
+        return "graphs", f"CUDA graphs ({mode}) keep {gib(pools)} that nothing else can use."
+    if huge:
+        return "huge", (
+            f"one huge tensor: {gib(requested)}, {requested / total:.1%} of the card. Usually the logits (examples × "
+            "tokens × vocabulary) or an attention mask or scores (tokens × tokens)."
+        )
+    held = f" with {gib(oom.allocated_bytes)} of tensors" if oom.allocated_bytes else ""
+    return "full", f"simply full{held}. No single thing went wrong: the run needs more than there is."
 
 
-def _why(oom: OutOfMemory, cause: str, shape: tuple[int, int] | None, vocab_size: int | None) -> str:
-    requested, unallocated = oom.requested_bytes or 0, oom.reserved_unallocated_bytes or 0
-    named, total = ", ".join(str(process) for process, _ in oom.other_processes), oom.total_bytes or 1
-    text = _WHY[cause].format(
-        library=oom.library,
-        allowed=gib(oom.allowed_bytes or 0),
-        who=f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else "",
-        share_of_others=f"{_others_bytes(oom) / total:.1%}",
-        unallocated=gib(unallocated),
-        requested=gib(requested),
-        share=f"{requested / total:.1%}",
-        with_free="" if unallocated >= requested else f" With the {gib(oom.free_bytes or 0)} free it would be enough.",
-        graphs=gib(oom.private_pools_bytes or 0),
-        held=f" with {gib(oom.allocated_bytes)} of tensors" if oom.allocated_bytes else "",
-    )
-    return text + (_recognised(requested, shape, vocab_size) if shape else "")
-
-
-def _remedies(oom: OutOfMemory, cause: str) -> Iterator[tuple[str, str]]:
-    """(what to type, what it does), cheapest first."""
-    within_reach = (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
+def _account(
+    oom: OutOfMemory, shape: tuple[int, int] | None, vocab_size: int | None, least_bytes: int = 0
+) -> tuple[str, list[str], list[tuple[str, str]]]:
+    """The cause of ``oom``, lines that say what it means, and (what to type, what it does), cheapest first."""
+    cause, why = _diagnosis(oom)
+    if shape is not None:
+        why += _recognised(oom.requested_bytes or 0, shape, vocab_size)
+    remedies, within_reach = [], (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
     if cause in ("huge", "full") and 0 < (oom.requested_bytes or 0) <= within_reach:
-        for process, size in oom.other_processes:
-            yield f"end process {process}", f"it holds {gib(size)} of the same card"
-    yield from _WHAT_TO_DO[cause]
+        remedies = [(f"end process {n}", f"it holds {gib(size)} of the same card") for n, size in oom.other_processes]
+    lines = [_headline(oom), *_figures(oom, least_bytes), *_wrapped("Why: ", why)]
+    return cause, lines, [*remedies, *_WHAT_TO_DO[cause]]
 
 
 def _recognised(requested: int, shape: tuple[int, int], vocab_size: int | None) -> str:
@@ -197,10 +192,8 @@ def explain(message: str, micro_batch_shape: tuple[int, int] | None = None, voca
             f"explain: {start!r} is not an out-of-memory message. Give the whole message in quotes, from 'out of "
             "memory' or 'allocate memory' on."
         )
-    cause = _cause(oom)
-    lines = [_headline(oom), *_figures(oom), *_wrapped("Why: ", _why(oom, cause, micro_batch_shape, vocab_size))]
+    _, lines, remedies = _account(oom, micro_batch_shape, vocab_size)
     lines.append("What to do, cheapest first (flags are those of train/main.py):")
-    remedies = list(_remedies(oom, cause))
     column = min(44, max(len(typed) for typed, _ in remedies))
     lines += [line for typed, note in remedies for line in _wrapped(f"  {typed:<{column}}  ", note)]
     return "\n".join(lines)
@@ -215,15 +208,12 @@ def post_mortem(message: str, situation: Situation, changes: Sequence[Change]) -
     batch = "" if shape is None else f", micro-batch of {shape[0]:,} × {shape[1]:,} (examples × tokens)"
     lines = [f"Out of memory in {situation.phase}{batch}.", *_kinds(situation.bytes_by_kind)]
     if oom is not None:
-        cause = _cause(oom)
-        lines += [_headline(oom), *_figures(oom, least_bytes=(oom.total_bytes or 0) // 100)]
-        lines += _wrapped("Why: ", _why(oom, cause, shape, situation.vocab_size))
+        cause, account, remedies = _account(oom, shape, situation.vocab_size, (oom.total_bytes or 0) // 100)
+        lines += account
         if cause in ("others", "fragmentation", "graphs", "limit", "library", "refused"):
-            typed, note = next(_remedies(oom, cause))
-            lines += _wrapped("First: ", f"{typed}  ({note})")
-    return "\n".join(
-        lines + _changes(changes[:3], situation.predicted_peak_bytes, oom.available_bytes if oom else None)
-    )
+            lines += _wrapped("First: ", "{}  ({})".format(*remedies[0]))
+    available = oom.available_bytes if oom else None
+    return "\n".join([*lines, *_changes(changes[:3], situation.predicted_peak_bytes, available)])
 
 
 def _headline(oom: OutOfMemory) -> str:
@@ -239,6 +229,7 @@ def _headline(oom: OutOfMemory) -> str:
 def _figures(oom: OutOfMemory, least_bytes: int = 0) -> list[str]:
     """One line for each figure that the message gives; of the side ones only those of ``least_bytes`` and more."""
     others = ", ".join(f"{process} ({gib(size)})" for process, size in oom.other_processes[:3])
+    others = others or "not named; or kept back by the driver"
     outside = oom.outside_bytes if oom.process_bytes is None and oom.other_processes_bytes is None else None
     rows = [
         (oom.total_bytes, 0, "the whole card"),
@@ -248,11 +239,7 @@ def _figures(oom: OutOfMemory, least_bytes: int = 0) -> list[str]:
         (oom.allocated_bytes, 0, "in tensors: weights, gradients, optimizer state, activations"),
         (oom.private_pools_bytes, least_bytes, "of these kept by CUDA graphs (private pools)"),
         (oom.reserved_unallocated_bytes, 0, "reserved by PyTorch but in no tensor: cache, and gaps between tensors"),
-        (
-            oom.other_processes_bytes,
-            least_bytes,
-            f"other processes: {others or 'not named; or kept back by the driver'}",
-        ),
+        (oom.other_processes_bytes, least_bytes, f"other processes: {others}"),
         (outside, max(1, least_bytes), "all else: the driver's context (0.3 to 0.7 GiB), other processes"),
     ]
     return [f"{gib(size):>12}  {meaning}" for size, least, meaning in rows if size is not None and size >= least]

@@ -20,12 +20,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train.records import UserError
-
-
-class CannotStandInError(UserError):
-    """This build of torch cannot be made to believe in a card."""
-
+from train.memory.predict import CannotStandInError
 
 _CUDA = 1
 """c10::DeviceType::CUDA."""
@@ -49,12 +44,10 @@ def install(capability: tuple[int, int]) -> None:
     if not _kept and torch.cuda.is_available():
         return
     try:
-        installed = bool(_kept)
-        if not installed:
+        if not _kept:
             _install_tables()
         _install_answers(capability)
-        if not installed:
-            _check()
+        _check()
     except Exception as error:  # a symbol that is not there, an operator that refuses, a table of another shape
         raise CannotStandInError(
             f"torch {torch.__version__} on {sys.platform} cannot be made to plan for a CUDA device that is not there "
@@ -69,9 +62,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _address(function: Any) -> int:
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _install_tables() -> None:

@@ -35,7 +35,7 @@ class FakeTracker(StorageTracker):
 
     def __init__(self, *args: Any, padded: bool = False, costs: Costs | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.fake_mode: FakeTensorMode | None = None
+        self.fake_mode = active_fake_mode()
         self.padded, self.costs = padded, costs
         self.repeats = 1
         """How often a real step would do what is done now."""
@@ -43,12 +43,6 @@ class FakeTracker(StorageTracker):
         """While true, nothing is counted."""
         self.pinned_bytes = 0
         """Pinned host memory that forward allocated."""
-        self._temporaries = 0
-
-    def __enter__(self) -> FakeTracker:
-        self.fake_mode = active_fake_mode()
-        super().__enter__()
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,11 +70,9 @@ class FakeTracker(StorageTracker):
 
     def _take(self, buffers: list[int]) -> int:
         sizes = [-(-size // self.granule_bytes) * self.granule_bytes for size in buffers]
-        if self.trace is not None:
-            keys = range(self._temporaries - len(sizes), self._temporaries)  # below zero: no storage has such a key
-            self._temporaries -= len(sizes)
-            self.trace += zip(keys, sizes, strict=True)
-            self.trace += [(key, -size) for key, size in zip(keys, sizes, strict=True)]
+        if self.trace is not None:  # below zero: no storage has such a key
+            self.trace += [(-number, size) for number, size in enumerate(sizes, 1)]
+            self.trace += [(-number, -size) for number, size in enumerate(sizes, 1)]
         return sum(sizes)
 
     def _scalar(self, func: Any, tensor: Tensor) -> Any:
@@ -146,29 +138,27 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
+def fake_tensors() -> Iterator[None]:
     """Inside it, new tensors are fake, and libraries treat them as real ones."""
     import torch.optim.optimizer as optimizer
     import torch.utils._foreach_utils as foreach
     from transformers.utils import import_utils
 
-    with ExitStack() as stack:
+    mode, is_fake = FakeTensorMode(allow_non_fake_inputs=True), import_utils.is_fake_tensor
+    types = [*optimizer._foreach_supported_types, FakeTensor]
+    with (
         # or AdamW and clipping would not use their foreach forms
-        for module in (optimizer, foreach):
-            types = [*module._foreach_supported_types, FakeTensor]
-            stack.enter_context(patch.object(module, "_foreach_supported_types", types))
+        patch.object(optimizer, "_foreach_supported_types", types),
+        patch.object(foreach, "_foreach_supported_types", types),
         # accelerate tells tensors apart by address when it shards; a fake tensor's own would be zero
-        stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata))
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         # or transformers would behave as under tracing, and build masks that a run does not build
-        is_fake = import_utils.is_fake_tensor
-        differs = patch.object(
-            import_utils, "is_fake_tensor", lambda tensor: active_fake_mode() is not mode and is_fake(tensor)
-        )
-        stack.enter_context(differs)
+        patch.object(import_utils, "is_fake_tensor", lambda t: active_fake_mode() is not mode and is_fake(t)),
         # tensors without data cannot be copied in the background
-        stack.enter_context(patched(offload, "make_link", lambda device, num_bytes: offload.DirectLink()))
-        yield stack.enter_context(mode)
+        patched(offload, "make_link", lambda device, num_bytes: offload.DirectLink()),
+        mode,
+    ):
+        yield
 
 
 @contextmanager
@@ -177,8 +167,7 @@ def fake_adapters(adapter: str) -> Iterator[None]:
 
     def in_4_bits(data: Tensor, requires_grad: bool = False, **attributes: Any) -> nn.Parameter:
         parameter = nn.Parameter(data, requires_grad)  # bitsandbytes' own class cannot hold a fake tensor
-        for name, value in attributes.items():
-            setattr(parameter, name, value)
+        vars(parameter).update(attributes)
         return parameter
 
     with ExitStack() as stack:

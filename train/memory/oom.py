@@ -8,8 +8,15 @@ asked for is read.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+_SIZE = r"(\d+(?:\.\d+)?)(bytes?|[KMGTPE]i?B)"
+
+
+def _figure(pattern: str) -> Any:
+    """A field that is read at SIZE of ``pattern``, in text without white space, see :func:`_squeezed`."""
+    return field(default=None, metadata={"pattern": pattern})
 
 
 @dataclass(frozen=True)
@@ -21,21 +28,21 @@ class OutOfMemory:
     device_index: int | None = None
     library: str | None = None
     """Who asked, where it was not PyTorch's allocator: the driver, cuBLAS, cuDNN or NCCL."""
-    requested_bytes: int | None = None
-    total_bytes: int | None = None
-    free_bytes: int | None = None
-    process_bytes: int | None = None
+    requested_bytes: int | None = _figure("(?:Triedtoallocate(?:morethan)?|Requested:)SIZE")
+    total_bytes: int | None = _figure("(?:totalcapacityof|Devicelimit:)SIZE")
+    free_bytes: int | None = _figure(r"ofwhichSIZEisfree|accordingtoCUDA\):SIZE")
+    process_bytes: int | None = _figure("thisprocesshasSIZEmemoryinuse")
     """This process: what PyTorch reserved, the driver's context and libraries."""
-    allocated_bytes: int | None = None
+    allocated_bytes: int | None = _figure("SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE")
     """In tensors."""
-    reserved_unallocated_bytes: int | None = None
+    reserved_unallocated_bytes: int | None = _figure("SIZEisreservedbyPyTorchbutunallocated")
     """Held by PyTorch, in no tensor."""
-    private_pools_bytes: int | None = None
+    private_pools_bytes: int | None = _figure("SIZEallocatedinprivatepools")
     """The share of ``allocated_bytes`` that CUDA graphs keep."""
+    allowed_bytes: int | None = _figure(r"SIZEallowed|memoryfraction\):SIZE")
+    """A limit below the whole device: torch's memory fraction."""
     other_processes: tuple[tuple[int, int], ...] = ()
     """(process id, bytes) of each process that the message names."""
-    allowed_bytes: int | None = None
-    """A limit below the whole device: torch's memory fraction."""
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -83,22 +90,11 @@ _LOG_PREFIX = re.compile(
       | (?:\d{4}-)?\d\d-\d\d[T\s] | \d\d:\d\d:\d\d[.,\d]*Z? | (?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b:? )+""",
     re.VERBOSE,
 )
-_SIZE = r"(\d+(?:\.\d+)?)(bytes?|[KMGTPE]i?B)"
 # All patterns are for text without white space, see _squeezed.
 _CUDA_STARTS = (
     r"CUDAoutofmemory\.Triedtoallocate|Allocationondevice\d+wouldexceedallowedmemory",
     r"CUDAoutofmemory(?:\.|$)",
 )
-_FIGURES = {  # of the caching allocator, and after the bar of the asynchronous one
-    "requested_bytes": "(?:Triedtoallocate(?:morethan)?|Requested:)SIZE",
-    "total_bytes": "(?:totalcapacityof|Devicelimit:)SIZE",
-    "free_bytes": r"ofwhichSIZEisfree|accordingtoCUDA\):SIZE",
-    "process_bytes": "thisprocesshasSIZEmemoryinuse",
-    "allocated_bytes": "SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE",
-    "reserved_unallocated_bytes": "SIZEisreservedbyPyTorchbutunallocated",
-    "private_pools_bytes": "SIZEallocatedinprivatepools",
-    "allowed_bytes": r"SIZEallowed|memoryfraction\):SIZE",
-}
 _HOST = r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
 _ANY = (  # not the bare words: advice about memory is not a message about it
     rf"{_HOST}|(?:[:\])]|(?i:error|failure)\d*)(?i:outofmemory)|(?:^|[A-Z.]|backend)(?i:outofmemory)(?![a-z])"
@@ -115,9 +111,9 @@ def parse_oom(message: str) -> OutOfMemory | None:
     """
     text = _squeezed(message)
     for pattern in _CUDA_STARTS:
-        starts = [found.start() for found in re.finditer(pattern, text)]
-        if starts:
-            return _read_cuda(text[starts[0] : starts[1] if len(starts) > 1 else None])
+        _, *messages = re.split(f"(?={pattern})", text)
+        if messages:
+            return _read_cuda(messages[0])
     found = re.search(_ANY, text)
     return None if found is None else _read_any(text[max(0, found.start() - 80) : found.start() + 400])
 
@@ -136,24 +132,23 @@ def _bytes(number: str, unit: str) -> int:
     return round(float(number) * 2 ** (10 * "bKMGTPE".index("b" if unit.startswith("b") else unit[0].upper())))
 
 
-def _sizes(text: str, patterns: dict[str, str]) -> dict[str, Any]:
-    """By name the size at ``SIZE`` of each of ``patterns`` that ``text`` holds."""
-    found = {name: re.search(pattern.replace("SIZE", _SIZE), text, re.I) for name, pattern in patterns.items()}
-    return {name: _bytes(*filter(None, match.groups())) for name, match in found.items() if match}
+def _size(pattern: str, text: str) -> int | None:
+    """The size at ``SIZE`` of ``pattern``, which may have it in one of several places."""
+    found = re.search(pattern.replace("SIZE", _SIZE), text, re.I)
+    return _bytes(*filter(None, found.groups())) if found else None
 
 
 def _read_cuda(text: str) -> OutOfMemory:
     device = re.search(r"GPU(\d+)has|device(\d+)would", text)
     processes = re.findall(rf"Process(\d+)has{_SIZE}memoryinuse", text)
-    oom = OutOfMemory(
-        "CUDA",
-        int(device[1] or device[2]) if device else None,
-        other_processes=tuple((int(process), _bytes(*size)) for process, *size in processes),
-        **_sizes(text, _FIGURES),
-    )
-    if (oom.allowed_bytes or 0) >= (oom.total_bytes or 0):  # 2^64 stands for no limit
-        oom = replace(oom, allowed_bytes=None)
-    return _own_process_found(oom)
+    figures: dict[str, Any] = {
+        f.name: _size(f.metadata["pattern"], text) for f in fields(OutOfMemory) if "pattern" in f.metadata
+    }
+    if (figures["allowed_bytes"] or 0) >= (figures["total_bytes"] or 0):  # 2^64 stands for no limit
+        figures["allowed_bytes"] = None
+    others = tuple((int(process), _bytes(*size)) for process, *size in processes)
+    index = int(device[1] or device[2]) if device else None
+    return _own_process_found(OutOfMemory("CUDA", index, other_processes=others, **figures))
 
 
 def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
@@ -162,12 +157,11 @@ def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
     In a container the driver knows it by another process id than it knows itself, so that the message lists it as a
     stranger. It must be among them if what no listed process holds is too little for what PyTorch has reserved.
     """
-    if oom.process_bytes is not None or oom.outside_bytes is None:
-        return oom
     reserved = oom.reserved_bytes or 0
     large_enough = [entry for entry in oom.other_processes if entry[1] >= 0.99 * reserved]
-    unlisted = oom.outside_bytes + reserved - sum(size for _, size in oom.other_processes)
-    if not large_enough or unlisted >= 0.9 * reserved:
+    if oom.process_bytes is not None or oom.outside_bytes is None or not large_enough:
+        return oom
+    if oom.outside_bytes + reserved - sum(size for _, size in oom.other_processes) >= 0.9 * reserved:
         return oom
     own = min(large_enough, key=lambda entry: entry[1])
     return replace(oom, process_bytes=own[1], other_processes=tuple(e for e in oom.other_processes if e is not own))
@@ -175,12 +169,12 @@ def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
 
 def _read_any(text: str) -> OutOfMemory:
     """A message of another allocator or library, with a little of what stands around it."""
-    requested = _sizes(text, {"requested_bytes": _ANY_REQUEST})
+    requested = _size(_ANY_REQUEST, text)
     if re.search(_HOST, text):
-        return OutOfMemory("host", **requested)
+        return OutOfMemory("host", requested_bytes=requested)
     named = re.search("cublas|cudnn|nccl|cuda|triton", text, re.I)
     if named is None:  # the message may not say which device
-        return OutOfMemory("GPU" if re.search("outofmemory|GPU", text, re.I) else "host", **requested)
+        return OutOfMemory("GPU" if re.search("outofmemory|GPU", text, re.I) else "host", requested_bytes=requested)
     libraries = {"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL"}
     word = next((word for word in libraries if word in text.lower()), "")
-    return OutOfMemory("CUDA", library=libraries.get(word, "the driver"), **requested)
+    return OutOfMemory("CUDA", library=libraries.get(word, "the driver"), requested_bytes=requested)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from train.config import Config, to_values
+from train.config import Config
+from train.evaluation import reshard
 from train.extras.host_memory import free_host_bytes
 from train.figures import gib
 from train.memory import Options
@@ -17,12 +22,11 @@ from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, post_mortem
 from train.memory.ladder import cheaper, choose, largest_fitting
 from train.memory.predict import Job, Prediction, Predictor
-from train.memory.question import target_of
-from train.memory.rehearsal import rehearse
-from train.records import Batches, Run, UserError
+from train.memory.question import job_of, target_of
+from train.records import BatchArithmetic, Batches, MicroBatch, Run, UserError
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
 
     from train.data import PreparedData
     from train.loop import Parts
@@ -37,28 +41,15 @@ class MemorySession:
     """Memory of one run on one rank; starts the process that predicts, because its imports take seconds."""
 
     def __init__(self, run: Run, data: PreparedData) -> None:
-        self._run, self._predictor = run, None
+        self._run, self._data = run, data
+        self._own, self._device = run.config.of(Options), run.accelerator.device
+        self._predictor: Predictor | None = None
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
-        special = (data.tokenizer.bos_token_id, data.tokenizer.eos_token_id, data.tokenizer.pad_token_id)
-        start, end, padding = (i if isinstance(i, int) else None for i in special)
-        self._base = Job(
-            values=self._values(run.config),
-            target=target_of(this_device()),
-            task=data.task.name,
-            vocab_size=len(data.tokenizer),
-            micro_batch_size=1,
-            length=run.config.data.max_length,
-            num_labels=len(data.examples.label_names),
-            special_tokens=(start, end, padding),
-            world_size=run.launch.world_size,
-            sharding=sharding_of(run.accelerator),
-        )
-        self._data = data
-        wanted = run.config.of(Options).predict_memory or is_left_open(run.config)
+        is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
         # A rank's share of a layer or a sequence is not predicted.
-        self._is_predictable = run.launch.copies == 1 and run.accelerator.device.type in ("cpu", "cuda")
-        if run.accelerator.is_main_process and wanted and self._is_predictable:
+        self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda")
+        if run.accelerator.is_main_process and self._is_predictable and (self._own.predict_memory or is_open):
             self._predictor = Predictor()
             self._predictor.start()
 
@@ -68,10 +59,19 @@ class MemorySession:
             self._predictor.close()
             self._predictor = None
 
-    def _values(self, config: Config) -> dict[str, Any]:
-        """``config`` with the precision that the launcher chose where it leaves that open."""
-        values = to_values(config)
-        return {**values, "mixed_precision": values["mixed_precision"] or self._run.launch.precision}
+    def _job(self, config: Config, **seen: Any) -> Job:
+        """The step of ``config`` in this run; ``seen``: fields of the job that its data decides."""
+        run, tokenizer = self._run, self._data.tokenizer
+        num_labels = len(self._data.examples.label_names)
+        job = job_of(config, target_of(this_device()), len(tokenizer), num_labels, world_size=run.launch.world_size)
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        return replace(
+            job,
+            values={**job.values, "mixed_precision": job.values["mixed_precision"] or run.launch.precision},
+            special_tokens=tuple(i if isinstance(i, int) else None for i in ids),
+            sharding=sharding_of(run),
+            **seen,
+        )
 
     def settle(self) -> Config:
         """The configuration with what it leaves to ``auto`` chosen, the same on every rank.
@@ -82,80 +82,61 @@ class MemorySession:
         Raises:
             UserError: nothing fits, or this model cannot be predicted.
         """
-        from train.batching import arithmetic_of
-
-        run = self._run
-        pair = self._data.training_batches(run, arithmetic_of(run.config, 1, size_for_auto=2)).longest()
+        run, config = self._run, self._run.config
+        pair = self._data.training_batches(run, BatchArithmetic(2, 1, 1)).longest()
         self._has_padding = "attention_mask" in pair.inputs
-        config = run.config
         if config.get("gradient_checkpointing") == "auto":
-            chosen = run.outputs.from_main(lambda: self._least_recomputation(config))
-            config = config.changed(**chosen)
+            config = config.changed(**run.outputs.from_main(self._least_recomputation))
         if config.optimization.micro_batch_size == "auto":
-            size = run.outputs.from_main(lambda: self._largest_fitting(config))
-            config = config.changed(micro_batch_size=size)
+            config = config.changed(micro_batch_size=run.outputs.from_main(lambda: self._largest_fitting(config)))
         return config
 
-    def _least_recomputation(self, config: Config) -> dict[str, Any]:
-        needs = self._needs("gradient_checkpointing")
-        size = config.optimization.micro_batch_size
-        one = config.changed(micro_batch_size=1 if size == "auto" else size)
-        offload, device = config.get("gradient_checkpointing_offload"), self._run.accelerator.device
-        room = self._room_bytes()
-        chosen, line = choose(lambda changes: needs(one.changed(**changes)), room, device.type, offload)
+    def _needs(self, name: str, config: Config) -> int:
+        """Bytes that a step of ``config`` is predicted to need; ``name`` is what is left to auto."""
+        if self._predictor is None:
+            raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
+        job = self._job(config)
+        job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
+        return self._predictor.predict(job).reserved_bytes
+
+    def _room_bytes(self) -> int:
+        """What may be taken of the device; of a CPU, this process's share of what is available."""
+        free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
+        budget = self._own.memory_budget_gib
+        return int((free if budget is None else min(free, budget * 2**30)) * (1 - MARGIN))
+
+    def _least_recomputation(self) -> dict[str, Any]:
+        name, config = "gradient_checkpointing", self._run.config
+        if config.optimization.micro_batch_size == "auto":
+            config = config.changed(micro_batch_size=1)
+        chosen, line = choose(
+            lambda changes: self._needs(name, config.changed(**changes)),
+            self._room_bytes(),
+            self._device.type,
+            config.get("gradient_checkpointing_offload"),
+        )
         self._run.outputs.say(line)
         return chosen
 
-    def _room_bytes(self) -> int:
-        """What may be taken of the device."""
-        free, budget = free_bytes(self._run.accelerator.device), self._run.config.of(Options).memory_budget_gib
-        return int((free if budget is None else min(free, budget * 2**30)) * (1 - MARGIN))
-
-    def _needs(self, name: str) -> Callable[[Config], int]:
-        """Predicts the bytes that a step of a configuration needs; ``name`` is what is left to auto."""
-        predictor, dp_size = self._predictor, self._run.launch.dp_size
-        if predictor is None:
-            kind = self._run.accelerator.device.type
-            raise UserError(f"{name}: auto is not known for {kind}: choose it yourself.")
-
-        def needs(config: Config) -> int:
-            optim, size = config.optimization, config.optimization.micro_batch_size
-            assert size != "auto"
-            share = (optim.global_batch_size or 0) // dp_size // size
-            job = replace(
-                self._base,
-                values=self._values(config),
-                micro_batch_size=size,
-                accumulates=(optim.gradient_accumulation_steps or share) > 1,
-                padded=self._has_padding and size > 1,
-                eval_batch_size=config.output.eval_batch_size or size,
-            )
-            return predictor.predict(job).reserved_bytes
-
-        return needs
-
     def _largest_fitting(self, config: Config) -> int:
-        optim, needs_of, sizes = config.optimization, self._needs("micro_batch_size"), SIZES
-        if optim.global_batch_size is not None:
-            share = optim.global_batch_size // self._run.launch.dp_size
+        name, global_batch_size, sizes = "micro_batch_size", config.optimization.global_batch_size, SIZES
+        if global_batch_size is not None:
+            share = global_batch_size // self._run.launch.dp_size
             sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
-        room = self._room_bytes()
-        needed: dict[int, int] = {}
+        room, needed = self._room_bytes(), {}
 
         def needs(size: int) -> int:
-            needed[size] = needs_of(config.changed(micro_batch_size=size))
+            needed[size] = self._needs(name, config.changed(micro_batch_size=size))
             return needed[size]
 
         best = largest_fitting(sizes, needs, room, first=sizes[0])
         if best is None:
             raise UserError(
-                f"micro_batch_size: auto: one example of {config.data.max_length:,} tokens is predicted to need "
+                f"{name}: auto: one example of {config.data.max_length:,} tokens is predicted to need "
                 f"{gib(needed[sizes[0]])}, and {gib(room)} may be taken. python -m train.memory plan finds settings "
                 "that fit."
             )
-        self._run.outputs.say(
-            f"micro_batch_size: {best}, predicted to take {gib(needed[best])} of {gib(room)} that may be taken"
-        )
+        self._run.outputs.say(f"{name}: {best}, predicted to take {gib(needed[best])} of {gib(room)} that may be taken")
         return best
 
     def ask(self, batches: Batches, accumulates: bool) -> None:
@@ -166,9 +147,8 @@ class MemorySession:
         size, length = longest.shape
         documents = longest.inputs.get("documents")
         not_shaped = ("attention_mask", "position_ids", "documents")
-        self._asked = replace(
-            self._base,
-            values=self._values(self._run.config),
+        self._asked = self._job(
+            self._run.config,
             micro_batch_size=size,
             length=length,
             accumulates=accumulates,
@@ -178,28 +158,26 @@ class MemorySession:
             documents=documents.lengths if documents is not None else (),
             eval_batch_size=self._run.config.output.eval_batch_size or size,
         )
-        if self._predictor is not None and self._run.config.of(Options).predict_memory:
+        if self._predictor is not None and self._own.predict_memory:
             self._predictor.ask(self._asked)
 
     def rehearse(self, parts: Parts) -> None:
         """Makes the most expensive step once, without a trace, and shows measured next to predicted."""
-        run, own = self._run, self._run.config.of(Options)
-        said = "memory: not rehearsed"
-        if own.rehearse and run.launch.engine != "deepspeed":
-            meter, accumulates = run.extras.by_name["meter"], parts.arithmetic.accumulation_steps > 1
-            rehearse(run, parts, [self._longest] * (2 if accumulates else 1))
+        run, said = self._run, "memory: not rehearsed"
+        if self._own.rehearse and run.launch.engine != "deepspeed":
+            rehearse(run, parts, [self._longest] * (2 if parts.arithmetic.accumulation_steps > 1 else 1))
             size, length = self._longest.shape
             figures: dict[str, Any] = {"tokens_per_second": 0.0, "peak_allocated_bytes": 0}
-            meter.measured(run, figures)
-            said = f"memory: the longest step ({size} × {length:,} tokens) peaks at "
-            said += gib(figures["peak_allocated_bytes"])
+            run.extras.by_name["meter"].measured(run, figures)
+            peak = gib(figures["peak_allocated_bytes"])
+            said = f"memory: the longest step ({size} × {length:,} tokens) peaks at {peak}"
             if figures.get("peak_reserved_bytes"):
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
-        if self._predictor is not None and self._asked is not None and own.predict_memory:
+        if self._predictor is not None and self._own.predict_memory:
             try:
                 self._prediction = self._predictor.answer()
                 said += f", predicted {gib(self._prediction.peak_bytes)}"
-                if run.accelerator.device.type == "cuda":
+                if self._device.type == "cuda":
                     said += f" allocated, {gib(self._prediction.reserved_bytes)} reserved"
             except UserError as error:
                 said += f", not predicted: {error}"
@@ -208,10 +186,10 @@ class MemorySession:
 
     def summary(self) -> dict[str, Any]:
         """Figures for ``summary.json``."""
-        if self._prediction is None:
+        found = self._prediction
+        if found is None:
             return {}
-        reserved = self._prediction.reserved_bytes
-        return {"predicted_peak_bytes": self._prediction.peak_bytes, "predicted_reserved_bytes": reserved}
+        return {"predicted_peak_bytes": found.peak_bytes, "predicted_reserved_bytes": found.reserved_bytes}
 
     def explain(self, error: Any) -> str:
         """The post-mortem of a run that ended with ``error``, of memory that ran out.
@@ -223,13 +201,12 @@ class MemorySession:
         fault = getattr(error, "fault", None)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         predicted, changes = self._cheaper_settings(shape)
-        kinds = predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {})
         situation = Situation(
             phase=fault.phase if fault else getattr(meter, "phase", "") or "outside a step",
             micro_batch_shape=shape,
-            bytes_by_kind=kinds,
+            bytes_by_kind=predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {}),
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
-            vocab_size=self._base.vocab_size,
+            vocab_size=len(self._data.tokenizer),
         )
         text = post_mortem(fault.error if fault else str(error), situation, changes)
         if self._run.config.get("memory_snapshot") and torch.cuda.is_available():
@@ -257,25 +234,77 @@ class MemorySession:
         return now, changes
 
 
-def is_left_open(config: Config) -> bool:
-    """Whether something is to be chosen by what is predicted."""
-    return "auto" in (config.optimization.micro_batch_size, config.get("gradient_checkpointing"))
-
-
-def sharding_of(accelerator: Accelerator) -> str:
-    """How this run is spread over processes, in the words of :class:`train.memory.predict.Job`."""
-    from accelerate.utils import DistributedType
-
-    if accelerator.num_processes == 1:
+def sharding_of(run: Run) -> str:
+    """How ``run`` is spread over processes, in the words of :class:`train.memory.predict.Job`."""
+    if run.launch.world_size == 1:
         return "none"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        plugin = accelerator.state.deepspeed_plugin
-        return {2: "zero2", 3: "zero3"}.get(plugin.zero_stage if plugin else 0, "ddp")
-    return "fsdp2" if accelerator.is_fsdp2 else "ddp"
+    if run.launch.engine != "deepspeed":
+        return run.launch.engine
+    plugin = run.accelerator.state.deepspeed_plugin
+    return {2: "zero2", 3: "zero3"}.get(plugin.zero_stage if plugin else 0, "ddp")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still take on ``device``; on a CPU, its share of what is available."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_bytes()
+def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
+    """Makes one whole step of ``micro_batches``, and evaluates a batch; afterwards everything is as it was.
+
+    To be called on every rank before the first step, when the optimizer has no state yet. The update is a real one at
+    a learning rate of zero, so no weight moves.
+    """
+    with _leaving_no_trace(run, parts.model, parts.optimizer):
+        # First the optimizer's state, which every step but the first finds there; and a first step whose gradients
+        # overflow, as at the first loss scale they may, would not make it.
+        make_optimizer_state(run, parts.model, parts.optimizer)
+        micro_batches = _with_targets(micro_batches)
+        with run.extras.stepping(micro_batches):
+            parts.engine.step(parts.model, parts.optimizer, micro_batches)
+        evaluated = next(parts.data.evaluation_batches(run, parts.data.examples.validation), None)
+        if evaluated is not None:
+            parts.model.eval()
+            parts.evaluator.score(evaluated)
+            reshard(parts.model)
+            parts.model.train()
+
+
+def make_optimizer_state(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> None:
+    """Makes the optimizer's state by gradients of zeros: all together, or one parameter at a time, as a run will."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for some in [[parameter] for parameter in trained] if run.config.get("optimizer_in_backward") else [trained]:
+        for parameter in some:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.optimizer.step()
+        optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+def _with_targets(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """``micro_batches``; if no example has a target, with one: memory does not depend on how many there are."""
+    if any(batch.num_targets for batch in micro_batches):
+        return micro_batches
+    labels = micro_batches[0].labels.clone()
+    labels.view(-1)[0] = 0
+    return [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
+
+
+@contextmanager
+def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
+    scaler, device = run.accelerator.scaler, run.accelerator.device
+    scale = scaler.state_dict() if scaler is not None else {}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.optimizer.state.clear()
+        optimizer.optimizer.zero_grad(set_to_none=True)
+        if scaler is not None:
+            scaler.load_state_dict(scale)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -19,7 +19,7 @@ from train.memory.building import build, run_of
 from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
 from train.memory.kernels import Attention, Costs, library_losses, library_workspace_bytes
 from train.memory.predict import Job, Prediction, Target, random_batch
-from train.memory.rehearsal import make_optimizer_state
+from train.memory.session import make_optimizer_state
 from train.model import parameter_counts
 from train.step import Engine
 
@@ -48,9 +48,8 @@ def predict(job: Job) -> Prediction:
         stack.enter_context(fake_tensors())
         # Made before anything is counted: on the device only the step's own copies count.
         batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
-        tracker = stack.enter_context(_tracker(job, costs))
+        tracker, attention = _enter_stand_ins(stack, job, costs)
         tracker.ignore([*batch.inputs.values(), batch.labels, *evaluated.inputs.values(), evaluated.labels])
-        attention = _enter_stand_ins(stack, tracker, job, costs)
         model, optimizer, network = _built(job, run, tracker, asked)
         num_trained, num_parameters = parameter_counts(network)
         tracker.mark("idle")
@@ -108,9 +107,10 @@ def _costs_on(target: Target) -> Costs | None:
     return Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
 
 
-def _tracker(job: Job, costs: Costs | None) -> FakeTracker:
+def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[FakeTracker, Attention]:
+    """The counter of allocations, and the kernels of the card in place of torch's."""
     on_cuda = job.target.device_type == "cuda"
-    return FakeTracker(
+    tracker = FakeTracker(
         job.target.device_type,
         granule_bytes=ROUNDING_BYTES if on_cuda else 1,
         num_classes=job.num_labels or job.vocab_size,
@@ -118,14 +118,12 @@ def _tracker(job: Job, costs: Costs | None) -> FakeTracker:
         padded=job.padded,
         costs=costs,
     )
-
-
-def _enter_stand_ins(stack: ExitStack, tracker: FakeTracker, job: Job, costs: Costs | None) -> Attention:
+    stack.enter_context(tracker)
     if ranks.shards_weights(job.sharding):
         stack.enter_context(ranks.shapes_uncounted(tracker))
     stack.enter_context(few_pieces(tracker))
     stack.enter_context(library_losses(job.target.capability, costs))
-    return stack.enter_context(Attention(job.target.capability, job.target.prefers_cudnn))
+    return tracker, stack.enter_context(Attention(job.target.capability, job.target.prefers_cudnn))
 
 
 def _built(

@@ -45,12 +45,10 @@ class Room(Extra):
         given = [f.name for f in fields(Options) if f.name != "adapter" and getattr(own, f.name) != f.default]
         if own.adapter == "none" and given:
             raise UsageError(f"{given[0]}: {getattr(own, given[0])} needs adapter: lora or qlora.")
-        if not own.lora_target_modules:
-            raise UsageError("lora_target_modules: names no layer: give all-linear or names such as q_proj v_proj.")
-        if len(own.lora_target_modules) > 1 and "all-linear" in own.lora_target_modules:
-            raise UsageError(
-                "lora_target_modules: all-linear already means every layer: give it alone, or leave it out."
-            )
+        names = own.lora_target_modules
+        if not names or (len(names) > 1 and "all-linear" in names):
+            said = " ".join(names) or "no layer"
+            raise UsageError(f"lora_target_modules: {said}: give all-linear alone, or names such as q_proj v_proj.")
         missing = [name for name in PACKAGES.get(own.adapter, ()) if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(

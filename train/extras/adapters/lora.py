@@ -131,8 +131,7 @@ def _quantize(model: nn.Module, auto_class: str, compute_dtype: torch.dtype) -> 
 
     whole = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     for name in _outside(_heads(model, auto_class), whole):
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _quantized(cast("nn.Linear", model.get_submodule(name))))
+        model.set_submodule(name, _quantized(cast("nn.Linear", model.get_submodule(name))))
     quantized = [module for module in model.modules() if isinstance(module, Linear4bit)]
     if not quantized:
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
@@ -245,34 +244,21 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once."""
+    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once; none in 4 bits any more."""
     from peft.tuners.lora import LoraLayer
 
-    layers: list[tuple[str, Any]] = list(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "quant_state", None) is not None:
+            from bitsandbytes.functional import dequantize_4bit
+
+            whole[name] = dequantize_4bit(parameter.detach(), cast("Any", parameter).quant_state).cpu()
+    layers: list[tuple[str, Any]] = [(n, layer) for n, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     for name, layer in layers:
-        if not isinstance(layer, LoraLayer):
-            continue
         down, up = (whole.pop(f"{name}.lora_{part}.{ADAPTER}.weight") for part in "AB")
-        delta = layer.scaling[ADAPTER] * (up @ down)
-        weight = _dequantized(cast("Any", layer.get_base_layer()).weight, whole.pop(f"{name}.base_layer.weight"))
+        delta, weight = layer.scaling[ADAPTER] * (up @ down), whole.pop(f"{name}.base_layer.weight")
         delta = delta.T if getattr(layer, "fan_in_fan_out", False) else delta
         whole[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
         if f"{name}.base_layer.bias" in whole:
             whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
-    for name, layer in layers:  # in 4 bits, but without an adapter
-        if not isinstance(layer, LoraLayer) and f"{name}.weight" in whole:
-            whole[f"{name}.weight"] = _dequantized(layer.weight, whole[f"{name}.weight"])
-    of_scales = [name for name in whole if ".weight." in name]  # what a layer in 4 bits adds to the names of a model
-    for name in of_scales:
-        del whole[name]
-    return whole
-
-
-def _dequantized(parameter: Tensor, whole: Tensor) -> Tensor:
-    """The ``whole`` tensor of ``parameter`` on the CPU; if that is in 4 bits, in the type it had before."""
-    state = getattr(parameter, "quant_state", None)
-    if state is None:
-        return whole
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(parameter.detach(), state).cpu()
+    # without what a layer in 4 bits adds to the names of a model
+    return {name: tensor for name, tensor in whole.items() if ".weight." not in name}
