@@ -122,17 +122,11 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         for rows in some(chunked.rows_by_chunk(len(hidden), len(weight))):
             yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
 
-    def some_tiles(tokens: int, size: int) -> Iterator[slice]:
-        return some(list(all_tiles(tokens, size)))
-
-    def whole(num_bytes: int) -> int:
-        return -(-num_bytes // recompute.PIECE_BYTES) * recompute.PIECE_BYTES
-
     all_tiles: Any = getattr(tiling, "tiles", None)
     with (
         patched(chunked, "logits_by_chunk", some_logits),
-        patched(tiling, "tiles", some_tiles),
-        patched(recompute, "piece_bytes_for", whole),
+        patched(tiling, "tiles", lambda tokens, size: some(list(all_tiles(tokens, size)))),
+        patched(recompute, "piece_bytes_for", lambda n: -(-n // recompute.PIECE_BYTES) * recompute.PIECE_BYTES),
     ):
         yield
 
