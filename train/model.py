@@ -67,7 +67,7 @@ def _from_transformers(
 
     config, max_length = run.config.architecture, run.config.data.max_length
     stored, factory = config.model is not None, getattr(transformers, task.auto_class)
-    model_config = _stored_config(config) if stored else _new_config(config, task, tokenizer, max_length)
+    model_config = stored_config(config) if stored else _new_config(config, task, tokenizer, max_length)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
     options |= {"trust_remote_code": config.trust_remote_code} if stored else {}
@@ -120,7 +120,8 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
         raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
 
 
-def _stored_config(config: Architecture) -> PretrainedConfig:
+def stored_config(config: Architecture) -> PretrainedConfig:
+    """transformers' configuration of the model that ``config`` names; raises UserError if it cannot be loaded."""
     from transformers import AutoConfig
 
     assert config.model is not None

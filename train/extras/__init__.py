@@ -28,29 +28,17 @@ if TYPE_CHECKING:
     from train.step import Engine
     from train.tasks import Task
 
-ORDER = {
-    "readers": "train.extras.readers",
-    "long_sequences": "train.extras.long_sequences",
-    "adapters": "train.extras.adapters",
-    "activations": "train.extras.activations",
-    "losses": "train.extras.losses",
-    "parallelism": "train.extras.parallelism",
-    "optimizers": "train.extras.optimizers",
-    "meter": "train.extras.meter",
-    "memory": "train.memory",
-    "endurance": "train.extras.endurance",
-    "report": "train.extras.report",
-}
-"""By name; the order in which they change a run."""
+NAMES = "readers long_sequences adapters activations losses parallelism optimizers meter memory endurance report"
+ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
+"""Where each is, in the order in which they change a run."""
 
 
 class Extra:
     """What an extra may do. Every method does nothing until a subclass overrides it."""
 
+    # A frozen dataclass made of train.config.option; its fields become flags and recipe keys.
     Options: ClassVar[type | None] = None
-    """A frozen dataclass made of :func:`train.config.option`; its fields become flags and recipe keys."""
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Extras without which this one counts as missing."""
+    needs: ClassVar[tuple[str, ...]] = ()  # extras without which this one counts as missing
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:

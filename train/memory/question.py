@@ -140,18 +140,11 @@ def _own_positions(config: Config) -> int | None:
 
 def _stored_config(config: Config) -> Any:
     """transformers' configuration of a model by name, None for others."""
-    name = config.architecture.model
-    if name is None or ":" in name:
+    if config.architecture.model is None or ":" in config.architecture.model:
         return None
-    from transformers import AutoConfig
+    from train.model import stored_config
 
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=config.architecture.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model {name!r}: its configuration cannot be loaded: {' '.join(str(error).split())[:300]} Give a folder "
-            "with a model, a Hub name (and a connection; weights are not needed), or a model_config."
-        ) from None
+    return stored_config(config.architecture)
 
 
 @dataclass(frozen=True, kw_only=True)
