@@ -20,7 +20,7 @@ Write = Callable[..., str]
 
 
 def load(path: str | Path, labelled: bool = False, **options: Any) -> Any:
-    return load_corpus(Source(dataset=str(path), **options), labelled)
+    return load_corpus(Source(dataset=str(path), labelled=labelled, **options))
 
 
 def all_documents(corpus: Any) -> dict[str, dict[str, Any]]:

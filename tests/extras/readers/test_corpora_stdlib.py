@@ -29,7 +29,7 @@ def write(library: Path, files: dict[str, str | bytes]) -> None:
 
 
 def load(dataset: str, labelled: bool = False, **options: Any) -> Any:
-    return load_corpus(Source(dataset=dataset, **options), labelled)
+    return load_corpus(Source(dataset=dataset, labelled=labelled, **options))
 
 
 def test_which_files_are_read(library: Path) -> None:

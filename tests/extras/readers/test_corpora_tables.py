@@ -44,7 +44,7 @@ def write(folder: Path, split: str, records: list[dict[str, Any]]) -> None:
 
 
 def load(labelled: bool = False, dataset: str = "user/name", **options: Any) -> Any:
-    return load_corpus(Source(dataset=dataset, **options), labelled)
+    return load_corpus(Source(dataset=dataset, labelled=labelled, **options))
 
 
 def message(labelled: bool = False, **options: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,11 +40,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Source(Options):
-    """What the readers are asked for: the options above and those of the core."""
+    """What the readers are asked for, by the options above and those of the core, and what they note meanwhile."""
 
     dataset: str = ""
     dataset_options: dict[str, Any] | None = None
     validation_fraction: float = 0.05
+    labelled: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def held_out_of_stream(self) -> int:
+        """Documents at the head of a stream that become the validation split."""
+        return self.max_eval_samples or 100
 
 
 class Room(Extra):
@@ -68,7 +75,7 @@ class Room(Extra):
         from train.extras.readers.corpus import load_corpus
 
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
-        return load_corpus(Source(**vars(config.of(Options)), **core), labelled)
+        return load_corpus(Source(**vars(config.of(Options)), **core, labelled=labelled))
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         if spec not in ("bytes", "words") and not spec.startswith("train:"):

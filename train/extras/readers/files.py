@@ -1,4 +1,7 @@
-"""Local data: a file, a folder of files whose names may say which split they are, or the standard library."""
+"""Local data: a file, a folder of files whose names may say which split they are, or the standard library.
+
+All functions raise UserError where there is nothing to read, or its content cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from train.extras.readers import readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
-from train.extras.readers.rows import Documents, Splits
 from train.records import UserError
 
 if TYPE_CHECKING:
+    import datasets
+
     from train.extras.readers import Source
 
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_SPLIT_NAMES: dict[str, str] = dict.fromkeys(("train", "training"), "train")
+_SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLIT_NAMES |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-_SPLIT_NAMES |= dict.fromkeys(("test", "testing"), "test")
 _SHARD = re.compile(r"[-_.]\d.*$")  # the number of a shard
 _WORD = re.compile(r"[^\W\d_]+")
-
-STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".html")
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -38,18 +39,14 @@ def may_be_on_hub(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and not is_path
 
 
-def load(path: Path, data: Source, labelled: bool) -> Splits:
-    """The splits of a file or folder; only the training split of it is a stream.
-
-    Raises:
-        UserError: nothing to read there, or its content cannot be used.
-    """
-    found, notes = _find(path)
+def load(path: Path, data: Source) -> dict[str, Any]:
+    """The splits of a file or folder; only the training split can be a stream."""
+    found = _find(path, data)
     if None in found:
         found["train"] = found.pop(None)
         if len(found) > 1:
             count = len(found["train"])
-            notes += (f"{path}: no file is named train; the {count} that name no split are for training",)
+            data.notes.append(f"{path}: no file is named train; the {count} that name no split are for training")
     if "train" not in found:
         names = [str(Path(key[0]).relative_to(path)) for keys in found.values() for key in keys]
         raise UserError(
@@ -59,63 +56,41 @@ def load(path: Path, data: Source, labelled: bool) -> Splits:
     loaded: dict[Any, Any] = {}
     for split, keys in found.items():
         what = str(path) if len(found) == 1 else f"the {split} split of {path}"
-        loaded[split], skipped = _documents(keys, data, labelled, what, split == "train" and data.streaming)
-        notes += skipped
-    return loaded, notes
+        loaded[split] = _documents(keys, data, what, split == "train" and data.streaming)
+    return loaded
 
 
-def load_validation(path: Path, data: Source, labelled: bool) -> Documents:
-    """The documents of ``data.validation_dataset``, and notes: of files that are named so, where there are, else all.
-
-    Raises:
-        UserError: nothing to read there, or its content cannot be used.
-    """
+def load_validation(path: Path, data: Source) -> datasets.Dataset:
+    """The documents of ``data.validation_dataset``: of files that are named so where there are some, else of all."""
     if not path.exists():
         raise UserError(f"--validation_dataset {path}: no such file or folder.")
     if tables.is_saved(path):
-        return tables.load_saved_validation(path, data, labelled)
-    found, notes = _find(path)
+        return tables.load_saved_validation(path, data)
+    found = _find(path, data)
     if len(found) > 1 and "validation" in found:
-        notes += (f"{path}: only its files that are for validation by their names were read",)
+        data.notes.append(f"{path}: only its files that are for validation by their names were read")
         found = {"validation": found["validation"]}
-    keys = tuple(key for members in found.values() for key in members)
-    documents, skipped = _documents(keys, data, labelled, str(path), False)
-    return documents, notes + skipped
+    return _documents(tuple(key for members in found.values() for key in members), data, str(path))
 
 
-def _documents(files: tuple[FileKey, ...], data: Source, labelled: bool, what: str, streams: bool) -> Documents:
-    from datasets import IterableDataset
-
-    if labelled and not readers.has_records(files[0][1]):
+def _documents(files: tuple[FileKey, ...], data: Source, what: str, streams: bool = False) -> Any:
+    if data.labelled and not readers.has_records(files[0][1]):
+        suffixes = " ".join(RECORD_SUFFIXES)
         raise UserError(
-            f"{files[0][0]}: a text file carries no label. Classification needs records with a label "
-            f"({' '.join(RECORD_SUFFIXES)})."
+            f"{files[0][0]}: a text file carries no label. Classification needs records with a label ({suffixes})."
         )
-    # The generator's arguments are also the key in the cache.
-    key: dict[str, Any] = {
-        "files": files,
-        "text_column": data.text_column,
-        "label_column": data.label_column if labelled else None,
-        "sample_by": data.sample_by,
-        "version": rows.FORMAT,
-    }
-    if not streams:
-        found = rows.cached(readers.file_rows, rows.features(), **key)
-    else:
-        key["files"] = list(files)  # datasets divides a list among the workers of a loader, file by file
-        found = IterableDataset.from_generator(readers.file_rows, features=rows.features(), gen_kwargs=key)
-    return rows.settle(found, data, labelled, what)
+    return rows.documents(readers.file_rows, data, what, streams, files=files, sample_by=data.sample_by)
 
 
-def _find(path: Path) -> tuple[dict[str | None, tuple[FileKey, ...]], tuple[str, ...]]:
-    """A single file, or the files of each split that a folder's names tell; and notes about files that are not read."""
+def _find(path: Path, data: Source) -> dict[str | None, tuple[FileKey, ...]]:
+    """A single file, or the files of each split that a folder's names tell."""
     if not path.is_dir():
         suffix = path.suffix.lower()
         if suffix in _PACKED:
             raise UserError(f"{path}: archives are not read. Unpack it first.")
         if suffix not in SUFFIXES:
             raise UserError(f"{path}: cannot tell what it is. It must end in one of {' '.join(SUFFIXES)}.")
-        return {"train": (readers.file_key(path),)}, ()
+        return {"train": (readers.file_key(path),)}
     files, outside = _walk(path)
     records = [file for file in files if readers.has_records(file)]
     chosen = records or [file for file in files if file.suffix.lower() in TEXT_SUFFIXES]
@@ -123,11 +98,11 @@ def _find(path: Path) -> tuple[dict[str | None, tuple[FileKey, ...]], tuple[str,
         links = f" {outside} links lead out of the folder and are not followed." if outside else ""
         raise UserError(f"{path}: no file in it ends in one of {' '.join(SUFFIXES)}.{links}")
     splits = _by_split(path, chosen, bool(records))
-    used = sum(map(len, splits.values()))
-    notes = [f"{path}: ignored {len(files) - used} other files, read {used}"] if used < len(files) else []
+    if (used := sum(map(len, splits.values()))) < len(files):
+        data.notes.append(f"{path}: ignored {len(files) - used} other files, read {used}")
     if outside:
-        notes.append(f"{path}: {outside} links lead out of the folder and were not followed")
-    return {name: tuple(map(readers.file_key, members)) for name, members in splits.items()}, tuple(notes)
+        data.notes.append(f"{path}: {outside} links lead out of the folder and were not followed")
+    return {name: tuple(map(readers.file_key, members)) for name, members in splits.items()}
 
 
 def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> tuple[list[Path], int]:
@@ -166,25 +141,21 @@ def _split_in_words(file: Path) -> str | None:
     return None
 
 
-def load_stdlib() -> Splits:
-    """The source and texts of this Python's standard library, all for training.
-
-    Raises:
-        UserError: this Python comes without its library as files.
-    """
+def load_stdlib(data: Source) -> datasets.Dataset:
+    """The source and texts of this Python's standard library, all for training."""
     from datasets import Features, Value
 
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, _ = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
-    texts = [file for file in found if file.suffix in STDLIB_SUFFIXES]
+    texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html")]
     keys = tuple(readers.file_key(file, file.relative_to(folder).as_posix()) for file in texts)
     columns = Features({name: Value("string") for name in ("text", "source")})
     documents = rows.cached(stdlib_rows, columns, files=keys, version=rows.FORMAT)
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
     size, python = sum(key[2] for key in keys) / 1e6, platform.python_version()
-    note = f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {python}"
-    return {"train": documents}, (note,)
+    data.notes.append(f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {python}")
+    return documents
 
 
 def stdlib_rows(files: Sequence[FileKey], version: int) -> Iterator[dict[str, str]]:

@@ -6,7 +6,6 @@ A bad record is a row with a ``problem``. So a cached corpus still knows which r
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +19,10 @@ if TYPE_CHECKING:
 
     from train.extras.readers import Source
 
-Documents = tuple[Any, tuple[str, ...]]
-"""A Dataset, or an IterableDataset under ``streaming``, and notes on the records that were left out."""
-
-Splits = tuple[dict[str, Any], tuple[str, ...]]
-"""Such datasets by the split (train, validation, test) that they are for, and the notes on all."""
-
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column."
 
-HELD_OUT_OF_STREAM = 100
-"""Documents at the head of a stream that become the validation split, unless max_eval_samples says otherwise."""
-
-FORMAT = 3
+FORMAT = 4
 """Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
 
 ROWS_IN_MEMORY = 64
@@ -50,10 +40,10 @@ class Problem:
 
 
 def features() -> datasets.Features:
-    """Columns of a row; ``file``, ``problem`` and ``detail`` are null in a good one."""
+    """Columns of a row: ``label_number`` is null where the label is text, ``file`` to ``detail`` in a good row."""
     from datasets import Features, Value
 
-    text = ("text", "label_text", "source", "file", "problem", "detail")
+    text = ("text", "label", "source", "file", "problem", "detail")
     return Features({name: Value("string") for name in text} | {"label_number": Value("int64")})
 
 
@@ -64,7 +54,7 @@ def row(
     source = file if position is None else f"{file}:{position}"
     found = record if isinstance(record, Problem) else _check(record, text_column, label_column)
     if isinstance(found, Problem):
-        empty = dict.fromkeys(("text", "label_text", "label_number"))
+        empty = dict.fromkeys(("text", "label", "label_number"))
         return empty | {"source": source, "file": file, "problem": found.reason, "detail": found.detail}
     return found | {"source": source, "file": None, "problem": None, "detail": None}
 
@@ -91,8 +81,11 @@ def _check(record: Any, text_column: str, label_column: str | None) -> dict[str,
         return label
     if not text.strip():
         return Problem(EMPTY)
-    number = label if isinstance(label, int) else None
-    return {"text": text, "label_text": label if number is None else None, "label_number": number}
+    return {
+        "text": text,
+        "label": None if label is None else str(label),
+        "label_number": label if isinstance(label, int) else None,
+    }
 
 
 def _label(value: Any, column: str) -> str | int | Problem:
@@ -115,32 +108,43 @@ def _encodable(value: str) -> bool:
     return True
 
 
+def documents(
+    generator: Callable[..., Iterator[Any]], data: Source, what: str, streams: bool = False, **key: Any
+) -> Any:
+    """The good rows of ``generator`` as documents (``text``, ``label`` if labelled, ``source``); the bad are noted.
+
+    In a stream (an IterableDataset), a bad row raises when it is reached, or is logged and left out.
+
+    Args:
+        what: how to call these rows in a message, such as "train.jsonl" or "the validation split of data/".
+        key: arguments of ``generator``, to which the columns and the format of rows are added.
+
+    Raises:
+        UserError: a bad record under ``on_bad_record: error``, a column that no record has, or nothing left.
+    """
+    label_column = data.label_column if data.labelled else None
+    key |= {"text_column": data.text_column, "label_column": label_column, "version": FORMAT}
+    if streams:
+        return _stream(generator, key, data, what)
+    return _settle(cached(generator, features(), **key), data, what)
+
+
 def cached(generator: Callable[..., Iterator[Any]], columns: datasets.Features, **key: Any) -> datasets.Dataset:
     """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when they were built before.
 
-    Raises:
-        UserError: the one that the generator raised, or a file that cannot be read or written.
+    ``key`` holds no list: datasets would split it into shards. Raises the UserError that the generator raised, or one
+    for a file that cannot be read or written.
     """
     from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
 
     try:
-        with user_errors():
-            # datasets would split a list into shards; keys are therefore made of tuples.
-            return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
+        return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
     except ValueError:
         # The library raises this for an empty dataset.
         if next(iter(generator(**key)), None) is not None:
             raise
         return Dataset.from_dict({name: [] for name in columns}, features=columns)
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns the library's error into the UserError that caused it, or into one if a file or disk did."""
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        yield
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, UserError):
@@ -150,22 +154,9 @@ def user_errors() -> Iterator[None]:
         raise
 
 
-def settle(rows: Any, data: Source, labelled: bool, what: str) -> Documents:
-    """The good rows as documents (``text``, ``label`` if labelled, ``source``), and notes on those left out.
-
-    Of an IterableDataset, a bad row raises when it is reached, or is logged and left out.
-
-    Args:
-        what: how to call these rows in a message, such as "train.jsonl" or "the validation split of data/".
-
-    Raises:
-        UserError: a bad record under ``on_bad_record: error``, a column that no record has, or nothing left.
-    """
+def _settle(rows: datasets.Dataset, data: Source, what: str) -> datasets.Dataset:
     import numpy as np
-    from datasets import IterableDataset
 
-    if isinstance(rows, IterableDataset):
-        return _settle_stream(rows, data, labelled, what), ()
     bad = ~rows.data.column("problem").is_null().to_numpy()
     problems = rows.select_columns(["source", "file", "problem", "detail"]).select(np.flatnonzero(bad)).to_list()
     missing = next((problem for problem in problems if problem["problem"].startswith("without ")), None)
@@ -175,12 +166,45 @@ def settle(rows: Any, data: Source, labelled: bool, what: str) -> Documents:
     for problem in problems:
         _refuse(problem, data)
     notes = _notes(problems)
+    data.notes.extend(notes)
     if bad.all():
         raise UserError(f"{what}: no document to learn from. {' '.join(f'{note}.' for note in notes)}".rstrip())
-    if labelled:
-        rows = _with_one_label(rows)
-    documents = rows.select_columns(["text", *(["label"] if labelled else []), "source"])
-    return (documents.select(np.flatnonzero(~bad)) if bad.any() else documents), notes
+    columns = ["text", "source"]
+    if data.labelled:
+        if rows.data.column("label_number").null_count == bad.sum():
+            rows = rows.remove_columns("label").rename_column("label_number", "label")
+        columns.insert(1, "label")
+    documents = rows.select_columns(columns)
+    return documents.select(np.flatnonzero(~bad)) if bad.any() else documents
+
+
+def _stream(
+    generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source, what: str
+) -> datasets.IterableDataset:
+    from datasets import Features, IterableDataset, Value
+
+    options = {"generator": generator, "key": key, "data": data}
+    first = next(_good(**options), None)
+    if first is None:
+        raise UserError(f"{what}: no document to learn from; --text_column and --label_column name what to read.")
+    columns = Features({name: Value("int64" if isinstance(value, int) else "string") for name, value in first.items()})
+    return IterableDataset.from_generator(_good, features=columns, gen_kwargs=options)
+
+
+def _good(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source) -> Iterator[dict[str, Any]]:
+    """The documents among the rows of ``generator(**key)``; labels are all text or all numbers, as the first is."""
+    label = None
+    for found in generator(**key):
+        own = "label" if found["label_number"] is None else "label_number"
+        if found["problem"] is None and own != (label := label or own):
+            found |= {"problem": "labels are text in some records and numbers in others", "detail": None}
+        if found["problem"] is None:
+            labels = {"label": found[label]} if data.labelled else {}
+            yield {"text": found["text"], **labels, "source": found["source"]}
+            continue
+        _refuse(found, data)
+        if found["problem"] != EMPTY:
+            logger.warning("skipped %s: %s", found["source"], found["problem"])
 
 
 def _refuse(problem: Mapping[str, Any], data: Source) -> None:
@@ -196,54 +220,18 @@ def _refuse(problem: Mapping[str, Any], data: Source) -> None:
         )
 
 
-def _notes(problems: list[dict[str, Any]]) -> tuple[str, ...]:
+def _notes(problems: list[dict[str, Any]]) -> list[str]:
     """One line for each file: how many records were left out, why, and where the first of them are."""
     sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for problem in problems:
         sources[problem["file"]][problem["problem"]].append(problem["source"])
-    return tuple(
+    return [
         f"skipped {(total := sum(map(len, reasons.values())))} record{'s' if total > 1 else ''} of {file}: "
         + ", ".join(f"{len(where)} {reason} ({some(where)})" for reason, where in reasons.items())
         for file, reasons in sources.items()
-    )
+    ]
 
 
 def some(names: Sequence[str]) -> str:
     """The first three of ``names``, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _with_one_label(rows: datasets.Dataset) -> datasets.Dataset:
-    """The rows with one column ``label``: numbers if all labels are numbers, else text."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    numbers, texts = rows.data.column("label_number"), rows.data.column("label_text")
-    if texts.null_count == len(texts):
-        return rows.rename_column("label_number", "label")
-    both = pc.coalesce(texts, numbers.cast(pa.string()))  # pyright: ignore[reportAttributeAccessIssue]
-    return rows.add_column("label", both.combine_chunks())  # pyright: ignore[reportCallIssue]
-
-
-def _settle_stream(rows: datasets.IterableDataset, data: Source, labelled: bool, what: str) -> datasets.IterableDataset:
-    usable = rows.filter(_is_usable, fn_kwargs={"data": data, "label": None})
-    first = next(iter(usable), None)
-    if first is None:
-        raise UserError(f"{what}: no document to learn from; --text_column and --label_column name what to read.")
-    if not labelled:
-        return usable.select_columns(["text", "source"])
-    label = "label_number" if first["label_text"] is None else "label_text"
-    usable = rows.filter(_is_usable, fn_kwargs={"data": data, "label": label})
-    return usable.rename_column(label, "label").select_columns(["text", "label", "source"])
-
-
-def _is_usable(found: Mapping[str, Any], data: Source, label: str | None) -> bool:
-    problem = dict(found)
-    if problem["problem"] is None:
-        if label is None or problem[label] is not None:
-            return True
-        problem |= {"problem": "labels are text in some records and numbers in others", "detail": None}
-    _refuse(problem, data)
-    if problem["problem"] != EMPTY:
-        logger.warning("skipped %s: %s", problem["source"], problem["problem"])
-    return False

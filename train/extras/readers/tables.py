@@ -1,12 +1,14 @@
 """Datasets that 🤗 Datasets loads itself: by name on the Hub, or from a folder that ``save_to_disk`` wrote.
 
-Code that comes with a dataset never runs.
+Code that comes with a dataset never runs. All functions raise UserError for a dataset that cannot be reached or read,
+or lacks the configuration, split or column; and for a bad record.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
@@ -22,40 +24,39 @@ if TYPE_CHECKING:
 _SECRET = re.compile(r"hf_\w+|(?<=\?)\S+|(?i:(?<=bearer )\S+)")
 
 
-def load_named(data: Source, labelled: bool) -> rows.Splits:
-    """The splits of the dataset ``data.dataset`` on the Hub; under ``data.streaming`` nothing is downloaded ahead.
-
-    Raises:
-        UserError: it cannot be reached or lacks the configuration, split or column; or a bad record.
-    """
+def load_named(data: Source) -> dict[str, Any]:
+    """The splits of the dataset ``data.dataset`` on the Hub; under ``data.streaming`` nothing is downloaded ahead."""
     from datasets import Dataset, get_dataset_split_names, load_dataset
 
     name, configuration = data.dataset, data.dataset_config
-    chosen = _choose(_ask(data, lambda: get_dataset_split_names(name, configuration)), data, name)
+    with _advice(name):
+        chosen = _choose(get_dataset_split_names(name, configuration), data, name)
     if data.streaming:
         # Its validation split comes over the network too, so it is cut short; a test split is not worth the wait.
         chosen.pop("test", None)
 
-    def load_split(role: str, split: str) -> rows.Documents:
-        loaded = _ask(data, lambda: load_dataset(name, configuration, split=split, streaming=data.streaming))
-        if not data.streaming:
-            return _documents(loaded, data, labelled, name, split)
-        documents, _ = _ask(data, lambda: _documents(loaded, data, labelled, name, split))
-        if role == "train":
-            return documents, ()
-        head = _ask(data, lambda: list(islice(documents, data.max_eval_samples or rows.HELD_OUT_OF_STREAM)))
-        note = f"streaming: validating on the first {len(head)} documents of {name}[{split}]"
-        return Dataset.from_list(head), (note,)
+    def load_split(role: str, split: str) -> Any:
+        with _advice(name):
+            loaded = load_dataset(name, configuration, split=split, streaming=data.streaming)
+            if data.streaming:
+                stream = _documents(loaded, data, name, split, streams=True)
+                if role == "train":
+                    return stream
+                head = list(islice(stream, data.held_out_of_stream))
+                data.notes.append(f"streaming: validating on the first {len(head)} documents of {name}[{split}]")
+                return Dataset.from_list(head)
+        return _documents(loaded, data, name, split)
 
-    return _gather(chosen, load_split)
+    return _gather(chosen, load_split, data)
 
 
-def _ask(data: Source, question: Callable[[], Any]) -> Any:
-    """The answer to ``question``, or a UserError that tells, with advice, what kept the dataset from being loaded."""
+@contextmanager
+def _advice(name: str) -> Iterator[None]:
+    """Turns whatever keeps the dataset ``name`` from being loaded into a UserError with advice."""
     from datasets import config
 
     try:
-        return question()
+        yield
     except UserError:
         raise
     except Exception as error:
@@ -68,7 +69,7 @@ def _ask(data: Source, question: Callable[[], Any]) -> Any:
             advice = "Without a network, set HF_HUB_OFFLINE=1 for what is cached, or give a local file or folder."
         elif "gated" in reason.lower() or "authent" in reason.lower():
             advice = "A private or gated dataset needs `hf auth login` by someone who was granted access."
-    raise UserError(f"the dataset {data.dataset!r} on the Hub: {reason.rstrip('.')}. {advice}")
+        raise UserError(f"the dataset {name!r} on the Hub: {reason.rstrip('.')}. {advice}") from None
 
 
 def is_saved(path: Path) -> bool:
@@ -77,38 +78,23 @@ def is_saved(path: Path) -> bool:
     return has_info or (path / "dataset_dict.json").is_file()
 
 
-def load_saved(path: Path, data: Source, labelled: bool) -> rows.Splits:
-    """The splits of a folder written by ``save_to_disk``; only the training split of it is a stream.
-
-    Raises:
-        UserError: the folder cannot be loaded or lacks the split or column; or a bad record.
-    """
+def load_saved(path: Path, data: Source) -> dict[str, Any]:
+    """The splits of a folder written by ``save_to_disk``; only the training split can be a stream."""
     saved = _from_disk(path)
 
-    def load_split(role: str, split: str) -> rows.Documents:
-        loaded = _split_of(saved, split, path)
+    def load_split(role: str, split: str) -> Any:
         streams = role == "train" and data.streaming
-        return _documents(loaded.to_iterable_dataset() if streams else loaded, data, labelled, path, split)
+        return _documents(_split_of(saved, split, path), data, path, split, streams)
 
-    return _gather({"train": ""} if "" in saved else _choose(list(saved), data, str(path)), load_split)
+    return _gather({"train": ""} if "" in saved else _choose(list(saved), data, str(path)), load_split, data)
 
 
-def load_saved_validation(path: Path, data: Source, labelled: bool) -> rows.Documents:
-    """The documents to validate on of a folder written by ``save_to_disk``, and notes.
-
-    Raises:
-        UserError: as :func:`load_saved`.
-    """
+def load_saved_validation(path: Path, data: Source) -> Any:
+    """The documents to validate on of a folder written by ``save_to_disk``."""
     saved = _from_disk(path)
     split = data.validation_split or next((name for name in ("validation", *saved) if name in saved), "validation")
     split = "" if "" in saved else split
-    return _documents(_split_of(saved, split, path), data, labelled, path, split)
-
-
-def _split_of(saved: dict[Any, Any], split: str, path: Path) -> Any:
-    if split not in saved:  # an expression such as train[:10%] is for the Hub
-        raise UserError(f"{path}: no split {split!r}; it has {', '.join(saved)}. Name one of these.")
-    return saved[split]
+    return _documents(_split_of(saved, split, path), data, path, split)
 
 
 def _from_disk(path: Path) -> dict[Any, Any]:
@@ -123,50 +109,37 @@ def _from_disk(path: Path) -> dict[Any, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {"": loaded}
 
 
-def _documents(loaded: Any, data: Source, labelled: bool, name: Any, split: str) -> rows.Documents:
-    """The good records of a Dataset or an IterableDataset as documents, and notes on those left out."""
-    from datasets import Dataset, config
-    from datasets.fingerprint import Hasher
+def _split_of(saved: dict[Any, Any], split: str, path: Path) -> Any:
+    if split not in saved:  # an expression such as train[:10%] is for the Hub
+        raise UserError(f"{path}: no split {split!r}; it has {', '.join(saved)}. Name one of these.")
+    return saved[split]
 
+
+def _documents(table: Any, data: Source, name: Any, split: str, streams: bool = False) -> Any:
+    """The good records of a Dataset or an IterableDataset as documents."""
     what = f"{name}[{split}]" if split else str(name)
-    label_column = data.label_column if labelled else None
-    names = getattr((loaded.features or {}).get(label_column), "names", None)
-    key = {"text_column": data.text_column, "label_column": label_column, "names": names, "what": what}
-    wanted = None
-    if loaded.column_names is not None:  # a stream may not know them
-        wanted = [column for column in (data.text_column, label_column) if column is not None]
-        if missing := [column for column in wanted if column not in loaded.column_names]:
-            known = ", ".join(loaded.column_names)
+    if table.column_names is not None:  # a stream may not know them
+        wanted = [data.text_column, *([data.label_column] if data.labelled else [])]
+        if missing := [column for column in wanted if column not in table.column_names]:
+            known = ", ".join(table.column_names)
             raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {rows.NAME_COLUMNS}")
-        loaded = loaded.select_columns(wanted)
-    options: dict[str, Any] = {}
-    if isinstance(loaded, Dataset):
-        if len(loaded) == 0:
-            raise UserError(f"{what}: no document to learn from.")
-        # By default the rows of a saved dataset would be written into its folder, and a fingerprint that was saved
-        # with it would stand for its content.
-        files = [file_key(Path(file["filename"])) for file in loaded.cache_files]
-        digest = Hasher.hash([loaded._fingerprint, files, key, rows.FORMAT])
-        folder = Path(config.HF_DATASETS_CACHE) / "documents"
-        folder.mkdir(parents=True, exist_ok=True)
-        options = {"cache_file_name": str(folder / f"{digest}.arrow"), "new_fingerprint": digest}
-        options |= {"writer_batch_size": rows.ROWS_IN_MEMORY, "desc": f"Checking {what}"}
-    with rows.user_errors():
-        judged = loaded.map(
-            judge, with_indices=True, remove_columns=wanted, features=rows.features(), fn_kwargs=key, **options
-        )
-    return rows.settle(judged, data, labelled, what)
+        table = table.select_columns(wanted)
+    # The fingerprint that a dataset was saved with need not stand for its content.
+    files = () if streams else tuple(file_key(Path(file["filename"])) for file in table.cache_files)
+    return rows.documents(table_rows, data, what, streams, table=table, shown=what, files=files)
 
 
-def judge(
-    record: Mapping[str, Any], index: int, text_column: str, label_column: str | None, names: Any, what: str
-) -> dict[str, Any]:
-    """One record of a dataset as a row, its class by name; a class out of range (-1: a hidden label) is empty."""
-    if names is not None and label_column is not None:
-        number = record[label_column]
-        known = isinstance(number, int) and 0 <= number < len(names)
-        record = {**record, label_column: names[number] if known else None}
-    return rows.row(record, what, index, text_column, label_column)
+def table_rows(
+    table: Any, shown: str, files: Any, text_column: str, label_column: str | None, version: int
+) -> Iterator[dict[str, Any]]:
+    """The records of ``table`` as rows, a class by its name; one out of range (-1: a hidden label) is empty."""
+    names = getattr((table.features or {}).get(label_column), "names", None)
+    for index, record in enumerate(table):
+        if names is not None and label_column is not None:
+            number = record[label_column]
+            known = isinstance(number, int) and 0 <= number < len(names)
+            record = {**record, label_column: names[number] if known else None}
+        yield rows.row(record, shown, index, text_column, label_column)
 
 
 def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
@@ -192,17 +165,15 @@ def _names_in(split: str) -> list[str]:
     return re.sub(r"\[.*?\]", "", split).split("+")
 
 
-def _gather(chosen: Mapping[str, str], load_split: Callable[[str, str], rows.Documents]) -> rows.Splits:
+def _gather(chosen: Mapping[str, str], load_split: Callable[[str, str], Any], data: Source) -> dict[str, Any]:
     """The splits that ``load_split(role, split)`` gives; one to test on that it refuses is left out with a note."""
     loaded: dict[str, Any] = {}
-    notes: tuple[str, ...] = ()
     for role, split in chosen.items():
         try:
-            loaded[role], more = load_split(role, split)
+            loaded[role] = load_split(role, split)
         except UserError as error:
             # The test split of many public datasets has no labels; that must not stop a training.
             if role != "test":
                 raise
-            more = (f"left out the test split: {error}",)
-        notes += more
-    return loaded, notes
+            data.notes.append(f"left out the test split: {error}")
+    return loaded
