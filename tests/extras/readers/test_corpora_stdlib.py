@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from train.extras.readers import Source, files
+from train.extras.readers import Source, corpus
 from train.extras.readers.corpus import load_corpus
 from train.records import UserError
 
@@ -18,7 +18,7 @@ LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small library instead of this Python's."""
-    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     return tmp_path
 
 

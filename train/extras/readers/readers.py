@@ -61,11 +61,7 @@ def file_rows(
 
 
 def read_records(path: Path, columns: Sequence[str]) -> Found:
-    """The records of a file by its suffix; ``columns`` are the needed ones, others may be left out.
-
-    Raises:
-        UserError: the header of the file cannot be used.
-    """
+    """The records of a file by its suffix, with these columns at least; UserError for a header that cannot be used."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return _read_parquet(path, columns)
@@ -137,14 +133,10 @@ def _read_json(path: Path) -> Found:
         elif text.strip():
             yield getattr(error, "lineno", None), Problem("not JSON; the whole file is lost", str(error))
         return
-    if isinstance(value, list):
-        lists = {"": value}
-    else:
-        lists = {
-            name: items
-            for name, items in (value.items() if isinstance(value, dict) else ())
-            if isinstance(items, list) and items and all(isinstance(item, dict) for item in items)
-        }
+    lists: dict[str, list[Any]] = {"": value} if isinstance(value, list) else {}
+    if isinstance(value, dict):
+        lists = {name: items for name, items in value.items() if items and isinstance(items, list)}
+        lists = {name: items for name, items in lists.items() if all(isinstance(item, dict) for item in items)}
     if len(lists) > 1:
         yield None, Problem("an object with several lists of records", ", ".join(lists))
     elif lists:
@@ -231,10 +223,9 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
                 for index in range(batch.num_rows):
                     number += 1
                     try:
-                        record: Any = batch.slice(index, 1).to_pylist()[0]
+                        yield number, batch.slice(index, 1).to_pylist()[0]
                     except UnicodeDecodeError as error:
-                        record = Problem("not UTF-8", f"byte 0x{error.object[error.start]:02x}")
-                    yield number, record
+                        yield number, Problem("not UTF-8", f"byte 0x{error.object[error.start]:02x}")
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files raise them
         if isinstance(error, OSError) and error.errno:
             raise
