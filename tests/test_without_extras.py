@@ -16,7 +16,7 @@ from support import ROOT, write_recipe
 
 from train import extras
 from train.extras.readers.own_tokenizers import build_tokenizer
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE
+from train.records import EXIT_DONE, EXIT_USAGE
 
 # An editable installation of this repository would lend the copy what was deleted from it.
 OWN_IMPORTS = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
@@ -97,7 +97,7 @@ def joined(lines: Sequence[str]) -> list[str]:
 
 AUTO = {
     f"--micro_batch_size=auto {EXIT_USAGE}": "micro_batch_size: auto needs train/memory/",
-    f"--gradient_checkpointing=auto {EXIT_ERROR}": "give none, selective or full",
+    f"--gradient_checkpointing=auto {EXIT_USAGE}": "give none, selective or full",
 }
 """What memory would choose, the exit status without it, and the message."""
 

@@ -14,7 +14,7 @@ from support import ROOT
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
-from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
+from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, OffloadedInputs, enable_checkpointing
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
@@ -83,7 +83,10 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
     elsewhere = Elsewhere()
     if rest_on_host:
         mode, every = case.values["gradient_checkpointing"], case.values["gradient_checkpointing_every_n_layers"]
-        enable_checkpointing(network, mode, every, offload=True, transfers_for=lambda device: elsewhere)
+        enable_checkpointing(network, mode, every, offload=True)
+        found = [getattr(module, "_gradient_checkpointing_func", None) for module in network.modules()]
+        offloaded = next(function for function in found if isinstance(function, OffloadedInputs))
+        offloaded.transfers = {torch.device("cpu"): elsewhere}  # pyright: ignore[reportAttributeAccessIssue]
     marks: list[Mark] = [unmarked]
     engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, lambda phase: marks[-1](phase)))
     engine.step(model, optimizer, window)

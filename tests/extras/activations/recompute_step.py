@@ -15,6 +15,7 @@ from test_step import batch, rows
 
 from train.batching import micro_batches, without_targets
 from train.config import Config, Optimization
+from train.extras.activations import recompute
 from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
 from train.loss import ModelWithLoss
 from train.state import TrainingState
@@ -32,6 +33,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
 
 
 def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
+    recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES = 1, 4096
     launch = read_launch()
     init_gloo(launch)
     accelerator = Accelerator(**accelerator_options(launch, "no", torch.device("cpu")))

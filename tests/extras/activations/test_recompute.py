@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from train.config import check, from_values
+from train.extras.activations import recompute
 from train.extras.activations.recompute import OffloadedInputs, StreamTransfers, enable_checkpointing
 from train.loss import ModelWithLoss
 from train.records import UsageError
 
-PIECE_BYTES = 4096
 DEEP = {**LLAMA, "num_hidden_layers": 4}
 DROPPING = {**GPT2, "n_positions": 128, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
 
@@ -80,12 +80,12 @@ def _held(tensor: Tensor) -> Callable[[], Tensor | None]:
 
 
 def offloaded(model: nn.Module, transfers: LazyCopies, mode: str = "full", every: int = 1) -> OffloadedInputs:
-    """Switches offload on, with small pieces so that a tensor takes several."""
-    enable_checkpointing(model, mode, every, offload=True, transfers_for=lambda device: transfers)
+    """Switches offload on."""
+    enable_checkpointing(model, mode, every, offload=True)
     found = {m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")}
     (offload,) = found
     assert isinstance(offload, OffloadedInputs)
-    offload._min_bytes, offload._piece_bytes = 1, PIECE_BYTES
+    offload.transfers = {torch.device("cpu"): transfers}  # pyright: ignore[reportAttributeAccessIssue]
     return offload
 
 
@@ -123,7 +123,7 @@ def test_offload_changes_neither_loss_nor_gradients(config: dict[str, Any], mode
         assert loss == expected[0]
         assert_same(found, expected[1])
     layers = -(-built(config).config.num_hidden_layers // every)
-    per_input = -(-2 * 100 * 16 * 8 // PIECE_BYTES)
+    per_input = -(-2 * 100 * 16 * 8 // recompute.PIECE_BYTES)
     assert len(transfers.buffers) == len(offload._free) == layers * per_input  # of one micro-batch, made once
     assert transfers.log.count("out") == layers * 4
     assert transfers.log.count("in") == (layers - 1) * 4  # the last one is still there
@@ -177,14 +177,14 @@ def test_a_layer_is_recomputed_with_what_it_was_given_whatever_became_of_it() ->
         torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-12, atol=1e-14)
 
 
-def test_small_tensors_and_evaluation_stay() -> None:
+def test_small_tensors_and_evaluation_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model, transfers = built(DEEP), LazyCopies()
-    offload = offloaded(model, transfers)
+    offloaded(model, transfers)
     inputs, labels = batch(100)
     with torch.no_grad():
         ModelWithLoss(model.train())(inputs, labels)
     ModelWithLoss(model.eval())(inputs, labels).backward()
-    offload._min_bytes = 10**6
+    monkeypatch.setattr(recompute, "MIN_OFFLOADED_BYTES", 10**6)
     step(model)
     assert transfers.log == []
 
@@ -197,7 +197,8 @@ def test_an_input_of_several_layers_is_copied_once_and_masks_never() -> None:
     def checkpoint(function: Any, *inputs: Any) -> Any:
         return checkpoint_of_torch(function, *inputs, use_reentrant=False)
 
-    offload = OffloadedInputs(checkpoint, lambda device: transfers, min_bytes=1, piece_bytes=PIECE_BYTES)
+    offload = OffloadedInputs(checkpoint)
+    offload.transfers = {torch.device("cpu"): transfers}  # pyright: ignore[reportAttributeAccessIssue]
     out, encoded = shared * 1, shared * 3
     for _ in range(3):
         out = offload(lambda x, e, m, w: (x * e * m * w).sin(), out, encoded, mask, weights)

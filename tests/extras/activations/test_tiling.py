@@ -13,7 +13,7 @@ from test_recompute import LazyCopies, offloaded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, describe, mlps, norms, tile_mlps
+from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, mlps, norms, tile_mlps
 from train.loss import ModelWithLoss
 from train.records import UserError
 
@@ -245,8 +245,8 @@ def test_mixtures_of_experts_are_left_whole_and_a_model_of_nothing_else_is_refus
     with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile.*Qwen2MoeSparseMoeBlock.*Use False"):
         built(moe, tiled_mlp=True)
     model = built({**moe, "mlp_only_layers": [0]}, tiled_mlp=True, mlp_tile_tokens=40)
-    assert describe(model, 40) == [
+    assert tile_mlps(model, 40) == (
         "tiled_mlp: 1 MLPs and 3 norms compute in tiles of 40 tokens; 1 other blocks are left whole"
-    ]
+    )
     with pytest.raises(UserError, match=r"none of its layers is known to have an mlp"):
         built({"model_type": "bert", **SHAPE}, MASKED, tiled_mlp=True)

@@ -671,9 +671,9 @@ class _ByPosition(nn.Module):
 
 
 @pytest.mark.parametrize("fail_at", [2, 5])
-def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int) -> None:
+def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy runs out of memory in the first forward or backward: the update is the same, no memory stays taken."""
-    pytest.importorskip("train.extras.activations.recompute")
+    monkeypatch.setattr(pytest.importorskip("train.extras.activations.recompute"), "MIN_OFFLOADED_BYTES", 1)
     from test_model import LLAMA, built
     from test_recompute import LazyCopies, offloaded  # pyright: ignore[reportMissingImports]
 

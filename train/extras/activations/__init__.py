@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
-from train.extras import Extra
+from train.extras import Extra, missing
 from train.launch import refuse
 from train.records import UsageError, UserError
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.config import Config
-    from train.data import PreparedData
     from train.launch import Launch
     from train.loop import Parts
     from train.loss import ModelWithLoss
@@ -54,11 +53,12 @@ class Room(Extra):
             raise UsageError("gradient_checkpointing_every_n_layers needs gradient_checkpointing: full or selective.")
         if kind == "none" and own.gradient_checkpointing_offload:
             raise UsageError("gradient_checkpointing_offload needs gradient_checkpointing: full, selective or auto.")
+        if kind == "auto" and "memory" in missing():
+            raise UsageError("gradient_checkpointing: auto needs train/memory/: give none, selective or full.")
         if kind == "auto" and every > 1:
             raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers itself.")
         if own.mlp_tile_tokens is not None and not own.tiled_mlp:
             raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
-        divides = launch.engine == "deepspeed" or launch.copies > 1
         refuse(
             f"{launch} in the launch file",
             (
@@ -69,7 +69,7 @@ class Room(Extra):
             ),
             (
                 "compile: true",
-                own.compile and divides,
+                own.compile and (launch.engine == "deepspeed" or launch.copies > 1),
                 "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out",
             ),
         )
@@ -87,14 +87,6 @@ class Room(Extra):
         with self._compilation.listening():
             yield
 
-    def change_config(self, run: Run, data: PreparedData) -> Config:
-        if run.config.of(Options).gradient_checkpointing == "auto" and "memory" not in run.extras.by_name:
-            raise UserError(
-                "gradient_checkpointing: auto needs train/memory/, which is not in this copy: give none, selective or "
-                "full."
-            )
-        return run.config
-
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         from train.extras.activations import compilation, recompute, tiling
 
@@ -102,11 +94,9 @@ class Room(Extra):
         if own.gradient_checkpointing_offload and run.accelerator.device.type == "cpu":
             lines.append("gradient_checkpointing_offload: does nothing on a CPU, which computes in host memory")
         if own.tiled_mlp:
-            tiling.tile_mlps(network, own.mlp_tile_tokens)
-            lines += tiling.describe(network, own.mlp_tile_tokens)
-        kind = own.gradient_checkpointing
+            lines.append(tiling.tile_mlps(network, own.mlp_tile_tokens))
         every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
-        recompute.enable_checkpointing(network, kind, every, offload)
+        recompute.enable_checkpointing(network, own.gradient_checkpointing, every, offload)
         if own.compile and not run.is_planned:
             compilation.compile_layers(network)
         return lines

@@ -25,15 +25,10 @@ from train.records import UsageError, UserError
 
 
 def check_compiler(device: torch.device) -> None:
-    """Checks that this machine can compile for ``device``.
-
-    Raises:
-        UsageError: a compiler or Triton is missing.
-    """
+    """Raises UsageError where this machine cannot compile for ``device``: a compiler or Triton is missing."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UsageError("compile: needs Triton on CUDA, which is not installed: pip install triton, or leave it out.")
-    given = os.environ.get("CXX")
-    compilers = [given] if given else ["g++", "clang++", "c++", "cl"]
+    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++", "cl"]
     if not any(shutil.which(name) for name in compilers):
         raise UsageError(
             f"compile: needs a C++ compiler, and there is no {' or '.join(compilers)} here: install one (apt-get "
@@ -70,14 +65,15 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-class Compilation:
-    """Counts what ``torch.compile`` does inside :meth:`listening`.
+class Compilation(logging.Handler):
+    """Counts what ``torch.compile`` does inside :meth:`listening`, and catches its warning that it gave a function up.
 
     Attributes:
-        tell: shown the one warning there may be, with its cause.
+        tell: shown that warning once, with its cause.
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:
+        super().__init__(logging.WARNING)
         self.tell = tell
         self.compilations = self.recompilations = 0
         self.seconds = 0.0
@@ -89,14 +85,14 @@ class Compilation:
         """Counts while the context is open."""
         from torch._dynamo.callback import callback_handler
 
-        handler, logger = _Limit(self._reached), logging.getLogger("torch._dynamo.convert_frame")
+        logger = logging.getLogger("torch._dynamo.convert_frame")
         callback_handler.register_start_callback(self._started)
         callback_handler.register_end_callback(self._ended)
-        logger.addHandler(handler)
+        logger.addHandler(self)
         try:
             yield self
         finally:
-            logger.removeHandler(handler)
+            logger.removeHandler(self)
             callback_handler.remove_end_callback(self._ended)
             callback_handler.remove_start_callback(self._started)
 
@@ -110,8 +106,9 @@ class Compilation:
     def _ended(self, call: Any) -> None:
         self.seconds += time.perf_counter() - self._clock
 
-    def _reached(self, message: str) -> None:
-        if self.limit_reached is None:
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "recompile_limit" in message and self.limit_reached is None:
             reason = re.search(r"last reason: (.*)", message)
             self.limit_reached = " ".join((reason[1] if reason else message).split())[:300]
             self.tell(
@@ -130,20 +127,5 @@ class Compilation:
 
     def line(self) -> str:
         """How often torch compiled, in a sentence."""
-        return (
-            f"compile: {self.compilations} compilations, {self.recompilations} of them for other shapes or modes, "
-            f"{self.seconds:.1f} s"
-        )
-
-
-class _Limit(logging.Handler):
-    """Catches torch's warning that a function was compiled too often."""
-
-    def __init__(self, reached: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._reached_limit = reached
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if "recompile_limit" in message:
-            self._reached_limit(message)
+        again = f"{self.recompilations} of them for other shapes or modes"
+        return f"compile: {self.compilations} compilations, {again}, {self.seconds:.1f} s"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,7 @@ PIECE_BYTES = 8 * 2**20
 torch's allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round."""
 
 
-def enable_checkpointing(
-    model: nn.Module,
-    mode: str,
-    every_n_layers: int = 1,
-    offload: bool = False,
-    transfers_for: Callable[[torch.device], Transfers | None] | None = None,
-) -> None:
+def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
     """Recompute activations in backward instead of keeping them (arXiv 1604.06174).
 
     Args:
@@ -40,8 +34,6 @@ def enable_checkpointing(
             (arXiv 2205.05198).
         every_n_layers: checkpoint only layers 0, n, 2n ...
         offload: keep the inputs of checkpointed layers in host memory; on a CPU it does nothing.
-        transfers_for: how to copy between a device and the host, None for a CPU; default:
-            :class:`StreamTransfers` for accelerators.
 
     Raises:
         UserError: the model does not support it.
@@ -67,8 +59,14 @@ def enable_checkpointing(
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
-    if offload:
-        _offload_inputs(model, transfers_for or stream_transfers)
+    if not offload:
+        return
+    offloaded = None
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")  # where transformers' own switch puts it
+        if checkpoint is not None:
+            offloaded = offloaded or OffloadedInputs(checkpoint)
+            vars(module)["_gradient_checkpointing_func"] = offloaded
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,36 +79,22 @@ def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> A
 # ---- inputs that are kept in host memory -----------------------------------------------------------------------------
 
 
-class Transfers(Protocol):
-    """Copies between a device and the host, concurrent with the computation."""
-
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8 of host memory, to be reused."""
-        ...
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Starts copying each (target, source) after what is queued for computation so far; an event for the end.
-
-        Copies run one after the other, in the order in which they were started.
-        """
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Everything queued for computation from now on waits for ``event``."""
-        ...
-
-
 class StreamTransfers:
-    """:class:`Transfers` of an accelerator, on one stream of their own; the host never waits for it."""
+    """Copies between an accelerator and the host, on one stream of their own; the host never waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
+        """(num_bytes,) uint8 of host memory, to be reused."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Starts copying each (target, source) after what is queued for computation so far; an event for the end.
+
+        Copies run one after the other, in the order in which they were started.
+        """
         # The current stream is looked up each time: under FSDP2, and in backward's thread, it may be another one. And
         # before entering ``stream``, inside which the current stream is that one.
         self._stream.wait_stream(self._module.current_stream(self._device))
@@ -120,25 +104,12 @@ class StreamTransfers:
         return self._stream.record_event()
 
     def wait(self, event: Any) -> None:
+        """Everything queued for computation from now on waits for ``event``."""
         self._module.current_stream(self._device).wait_event(event)
 
 
-def stream_transfers(device: torch.device) -> Transfers | None:
-    """:class:`StreamTransfers`, or None for a CPU, which computes in host memory."""
-    return None if device.type == "cpu" else StreamTransfers(device)
-
-
-def _offload_inputs(model: nn.Module, transfers_for: Callable[[torch.device], Transfers | None]) -> None:
-    offload = None
-    for module in model.modules():
-        checkpoint = vars(module).get("_gradient_checkpointing_func")  # where transformers' own switch puts it
-        if checkpoint is not None:
-            offload = offload or OffloadedInputs(checkpoint, transfers_for)
-            vars(module)["_gradient_checkpointing_func"] = offload
-
-
 class OffloadedInputs:
-    """torch's ``checkpoint`` with inputs kept in host memory from a layer's forward to its backward.
+    """torch's ``checkpoint(function, *inputs)`` with inputs kept in host memory from a layer's forward to its backward.
 
     Only positional tensors that need a gradient: the hidden states. Masks, position embeddings and parameters belong
     to all layers and stay; an input that several layers share (encoder states) is copied once.
@@ -148,22 +119,12 @@ class OffloadedInputs:
     after the computing stream was told to wait for the copy that reads it, and the target of a copy is allocated on
     the computing stream. So memory is never reused too early, without ``record_stream``, whose effect depends on
     timing. (This, the reuse of pinned memory and looking up the stream each time are lessons from torchtune and TRL.)
-
-    Args:
-        checkpoint: called as ``checkpoint(function, *inputs)``.
-        transfers_for: see :func:`enable_checkpointing`.
     """
 
-    def __init__(
-        self,
-        checkpoint: Callable[..., Any],
-        transfers_for: Callable[[torch.device], Transfers | None],
-        min_bytes: int = MIN_OFFLOADED_BYTES,
-        piece_bytes: int | None = None,
-    ) -> None:
-        self._checkpoint, self._transfers_for = checkpoint, transfers_for
-        self._min_bytes, self._piece_bytes = min_bytes, piece_bytes
-        self._transfers: dict[torch.device, Transfers | None] = {}
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self._checkpoint = checkpoint
+        self.transfers: dict[torch.device, StreamTransfers | None] = {torch.device("cpu"): None}
+        """By device, made when it is first seen; None: its memory is the host's."""
         self._free: list[Tensor] = []
         self._last: weakref.ref[_Resting] | None = None
 
@@ -190,11 +151,11 @@ class OffloadedInputs:
                 moved.clear()  # autograd may keep the hooks, which must not keep what they moved away
 
     def _moves(self, tensor: Tensor) -> bool:
-        if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < self._min_bytes:
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
-        if tensor.device not in self._transfers:
-            self._transfers[tensor.device] = self._transfers_for(tensor.device)
-        return self._transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
+        if tensor.device not in self.transfers:
+            self.transfers[tensor.device] = StreamTransfers(tensor.device)
+        return self.transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
 
     @torch.no_grad()
     def _rest(self, tensor: Tensor) -> _Resting:
@@ -205,10 +166,9 @@ class OffloadedInputs:
         before = self._last() if self._last is not None else None
         if before is not None:
             before.leave()
-        transfers = self._transfers[tensor.device]
+        transfers = self.transfers[tensor.device]
         assert transfers is not None
-        piece_bytes = self._piece_bytes or piece_bytes_for(tensor.nbytes)
-        resting = _Resting(tensor, transfers, self._free, piece_bytes, before)
+        resting = _Resting(tensor, transfers, self._free, before)
         self._last = weakref.ref(resting)
         tensor._rests_as = (tensor._version, self._last)  # pyright: ignore[reportAttributeAccessIssue]
         return resting
@@ -229,16 +189,14 @@ class _Resting:
     It is deleted when autograd releases it, after backward or an exception; then its pinned memory can be reused.
     """
 
-    def __init__(
-        self, tensor: Tensor, transfers: Transfers, free: list[Tensor], piece_bytes: int, before: _Resting | None
-    ) -> None:
+    def __init__(self, tensor: Tensor, transfers: StreamTransfers, free: list[Tensor], before: _Resting | None) -> None:
         self._on_device: Tensor | None = None
-        self._event: Any = None
         self._transfers, self._free = transfers, free
         self._before = weakref.ref(before) if before is not None else None
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
         self._pieces: list[Tensor] = []
         whole = tensor.detach().contiguous()  # before the copy is queued, so that it waits for this
+        piece_bytes = piece_bytes_for(whole.nbytes)
         while piece_bytes * len(self._pieces) < whole.nbytes:
             self._pieces.append(free.pop() if free else transfers.host_buffer(piece_bytes))
         self._event = transfers.copy([(piece, part) for part, piece in self._parts(whole)])

@@ -26,8 +26,8 @@ MIN_TILE_TOKENS = 512
 """With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size."""
 
 
-def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> None:
-    """Makes MLPs and the norms next to them compute in tiles. Parameters, their names and module hooks stay.
+def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> str:
+    """Makes MLPs and the norms next to them compute in tiles; a line about it. Names of weights and hooks stay.
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
     alone. Mixtures of experts are left whole: the routing of a token depends on others, and each expert already gets a
@@ -44,9 +44,14 @@ def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> None:
         blocks = sorted({type(m.mlp).__name__ for m in _layers(model)})
         reason = f"its blocks are {', '.join(blocks)}" if blocks else "none of its layers is known to have an mlp"
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
-    for part in [*found, *norms(model)]:
+    around = norms(model)
+    for part in [*found, *around]:
         part.__class__ = _tiled(type(part))
         cast("Tiled", part).tile_tokens = tile_tokens
+    blocks = len(list(_layers(model)))
+    left = f"; {blocks - len(found)} other blocks are left whole" if blocks > len(found) else ""
+    size = tile_tokens or "about hidden-size"
+    return f"tiled_mlp: {len(found)} MLPs and {len(around)} norms compute in tiles of {size} tokens{left}"
 
 
 def mlps(model: nn.Module) -> list[nn.Module]:
@@ -61,14 +66,6 @@ def norms(model: nn.Module) -> list[nn.Module]:
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
     return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
-
-
-def describe(network: nn.Module, tile_tokens: int | None) -> list[str]:
-    """How many modules compute in tiles, and which do not."""
-    tiled, blocks = len(mlps(network)), len(list(_layers(network)))
-    left = f"; {blocks - tiled} other blocks are left whole" if blocks > tiled else ""
-    size = tile_tokens or "about hidden-size"
-    return [f"tiled_mlp: {tiled} MLPs and {len(norms(network))} norms compute in tiles of {size} tokens{left}"]
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
@@ -247,15 +244,8 @@ def _same(one: list[Tensor] | None, other: list[Tensor]) -> bool:
 @contextmanager
 def _drawing_again(states: list[Tensor], device: torch.device) -> Iterator[None]:
     """Inside it, what is drawn is what was drawn from ``states``; afterwards the random state is as before."""
-    now = _random_state(device)
-    _set_random_state(states, device)
-    try:
+    with torch.random.fork_rng([device] * (len(states) - 1), device_type=device.type):
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.get_device_module(device).set_rng_state(states[1], device)
         yield
-    finally:
-        _set_random_state(now, device)
-
-
-def _set_random_state(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -1,0 +1,14 @@
+"""Settings of the tests of what layers keep."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.extras.activations import recompute
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small inputs are offloaded too, and take several pieces of pinned memory."""
+    monkeypatch.setattr(recompute, "MIN_OFFLOADED_BYTES", 1)
+    monkeypatch.setattr(recompute, "PIECE_BYTES", 4096)
