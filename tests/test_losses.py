@@ -26,8 +26,7 @@ from train.extras.losses import Room, chunked
 from train.extras.losses.choice import MIN_CHUNKED_CLASSES, choose_loss
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place
-from train.extras.losses.in_head import use_loss_in_head
-from train.extras.losses.loss_head import obstacle_to_chunks
+from train.extras.losses.in_head import obstacle_to_chunks, use_loss_in_head
 from train.loss import (
     PLAIN,
     ModelWithLoss,

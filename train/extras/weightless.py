@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> str | None:
+    """What ``trial`` says of a copy of ``model`` without weights, or why it failed.
+
+    So it costs little, leaves the model and all generators alone, and gives the same answer on every device and
+    process, with fake weights too.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    try:
+        # What a prediction counts, and the device that it builds on, do not matter here.
+        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+            return trial(without_weights(model).eval())
+    except Exception as error:  # models fail in their own ways
+        return f"trying it failed ({type(error).__name__}: {one_line(error, 200)})"
 
 
 def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | None = None) -> Any:

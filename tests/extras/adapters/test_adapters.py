@@ -15,8 +15,7 @@ from support import run_for
 from torch import Tensor, nn
 
 from train.config import Config, parse
-from train.extras.losses.in_head import use_loss_in_head
-from train.extras.losses.loss_head import obstacle_to_chunks
+from train.extras.losses.in_head import obstacle_to_chunks, use_loss_in_head
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.loss import ModelWithLoss
 from train.main import main

@@ -48,30 +48,30 @@ class Room(Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        own, model, labelled = config.of(Options), config.architecture, _is_labelled(config)
+        own, model, length = config.of(Options), config.architecture, config.data.max_length
         if own.rope_scaling_factor is not None and own.rope_scaling == "none":
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
         if model.model is not None and ":" in model.model and (own.rope_scaling != "none" or own.sliding_window):
-            raise UsageError(
-                "rope_scaling and sliding_window change a transformers configuration; module:function has none."
-            )
-        if own.packing and labelled:
-            raise UsageError(f"packing: {config.data.task} has one label a row: use another task.")
+            raise UsageError("rope_scaling and sliding_window change a transformers config; module:function has none.")
         if own.packing and model.attn_implementation == "eager":
             raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
         _check_tokens(config)
-        if own.sequence_length_warmup_steps == 0:
-            return
-        if labelled:
+        warmup, start = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
+        if warmup and start >= length:
             raise UsageError(
-                f"sequence_length_warmup_steps: {own.sequence_length_warmup_steps} would cut examples into pieces, and "
-                f"{config.data.task} has one label for each: set it to 0."
+                f"sequence_length_warmup_start: {start} is not below max_length {length}: give less, or "
+                "sequence_length_warmup_steps: 0."
             )
-        if own.sequence_length_warmup_start >= config.data.max_length:
-            raise UsageError(
-                f"sequence_length_warmup_start: {own.sequence_length_warmup_start} is not below max_length "
-                f"{config.data.max_length}: give less, or sequence_length_warmup_steps: 0."
-            )
+        if own.packing or warmup:
+            from train.tasks import load_task  # which takes seconds
+
+            if load_task(config.data.task).labelled:
+                one_label = f"{config.data.task} has one label a row"
+                if own.packing:
+                    raise UsageError(f"packing: {one_label}: use another task.")
+                raise UsageError(
+                    f"sequence_length_warmup_steps: {warmup} would cut examples into pieces: {one_label}: set it to 0."
+                )
 
     def identity(self, config: Config) -> dict[str, Any]:
         own = config.of(Options)
@@ -131,31 +131,20 @@ class Room(Extra):
 
 
 def _check_tokens(config: Config) -> None:
-    optim, max_tokens = config.optimization, config.of(Options).max_tokens_per_micro_batch
-    if max_tokens is None:
+    optim, length, tokens = config.optimization, config.data.max_length, config.of(Options).max_tokens_per_micro_batch
+    if tokens is None:
         return
+    given = f"max_tokens_per_micro_batch: {tokens}"
     if optim.micro_batch_size != 1:
         raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} and micro_batch_size: {optim.micro_batch_size} both form "
-            "micro-batches: give one of them."
+            f"{given} and micro_batch_size: {optim.micro_batch_size} both form micro-batches: give one of them."
         )
     if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
         raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} makes as many micro-batches as it takes: give "
-            "global_batch_size, the examples of a step, and no gradient_accumulation_steps."
+            f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, and no "
+            "gradient_accumulation_steps."
         )
-    if max_tokens < config.data.max_length:
+    if tokens < length:
         raise UsageError(
-            f"max_tokens_per_micro_batch: {max_tokens} does not hold one example of max_length "
-            f"{config.data.max_length}: give {config.data.max_length} or more, or a smaller max_length."
+            f"{given} does not hold one example of max_length {length}: give {length} or more, or a smaller max_length."
         )
-
-
-def _is_labelled(config: Config) -> bool:
-    """Whether the task has one label for a whole example; looked up only where it matters."""
-    own = config.of(Options)
-    if not own.packing and own.sequence_length_warmup_steps == 0:
-        return False
-    from train.tasks import load_task
-
-    return load_task(config.data.task).labelled

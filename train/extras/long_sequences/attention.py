@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from train.extras.long_sequences.documents import Documents
-from train.extras.weightless import without_weights
+from train.extras.weightless import obstacle_on_trial
 from train.records import UserError
 
 NAME = "documents"
@@ -28,9 +31,6 @@ MIN_QUERIES = 256
 
 def register() -> str:
     """Makes the implementation known to transformers; its name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
@@ -41,7 +41,7 @@ def set_document_boundaries(model: Any) -> None:
 
     Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
     """
-    if isinstance(model, _transformers_model()) and model.config._attn_implementation == "sdpa":
+    if isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(register())
     model.register_forward_pre_hook(_arguments, with_kwargs=True)
 
@@ -93,8 +93,6 @@ def attend(  # fixed by transformers
         ValueError: the model asks for something in its attention that this cannot do.
     """
     if documents is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
         )
@@ -223,16 +221,10 @@ def _attend_at_once(
 # Whether a model takes document boundaries
 
 
-def _transformers_model() -> type[Any]:
-    from transformers import PreTrainedModel
-
-    return PreTrainedModel
-
-
 def can_slide_without_mask(model: Any, max_length: int) -> bool:
     """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S and
     :func:`set_document_boundaries` avoids it."""
-    if not isinstance(model, _transformers_model()) or model.config._attn_implementation != "sdpa":
+    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return False
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -256,15 +248,8 @@ def check_documents(model: nn.Module) -> None:
 
 
 def obstacle_to_documents(model: Any) -> str | None:
-    """Why documents in one row would not be kept apart, or None where they are.
-
-    Tried on eight tokens with a copy without weights, see :func:`train.loss.obstacle_to_chunks`.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second to import
-    from torch.utils._python_dispatch import _disable_current_modes
-    from transformers import AttentionInterface
-
-    if not isinstance(model, _transformers_model()):
+    """Why documents in one row would not be kept apart, or None where they are; tried on eight tokens."""
+    if not isinstance(model, PreTrainedModel):
         return "it is not a transformers model"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return "it numbers positions in its own way"
@@ -275,19 +260,17 @@ def obstacle_to_documents(model: Any) -> str | None:
             told.add(module)
         return attend(module, *args, **kwargs)
 
+    def trial(copied: Any) -> None:
+        set_document_boundaries(copied)
+        copied.set_attn_implementation(NAME)
+        AttentionInterface.register(NAME, watched)
+        ids, documents = torch.zeros((1, 8), dtype=torch.long), Documents.of([[3, 5]])
+        copied(input_ids=ids, position_ids=documents.position_ids(), documents=documents)
+
     register()
     try:
-        # What a prediction counts, and the device that it builds on, do not matter here.
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
-            trial = without_weights(model).eval()
-            set_document_boundaries(trial)
-            trial.set_attn_implementation(NAME)
-            AttentionInterface.register(NAME, watched)
-            ids, documents = torch.zeros((1, 8), dtype=torch.long), Documents.of([[3, 5]])
-            trial(input_ids=ids, position_ids=documents.position_ids(), documents=documents)
-    except Exception as error:  # models fail in their own ways
-        return f"trying it failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        failure = obstacle_on_trial(model, trial)
     finally:
         register()
     layers = model.config.get_text_config().num_hidden_layers
-    return None if len(told) == layers else f"{len(told)} of {layers} layers get the document boundaries"
+    return failure or (None if len(told) == layers else f"{len(told)} of {layers} layers get the document boundaries")

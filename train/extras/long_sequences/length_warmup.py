@@ -35,10 +35,7 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     """``batch`` (B, S) in rows of ``length`` tokens; rows of nothing but padding are left out.
 
     The last tokens of a piece keep their targets, which for a causal model are the next tokens. Tokens see only those
-    of their piece.
-
-    Args:
-        causal: whether padding at the end needs no mask, because no token sees what follows it.
+    of their piece. ``causal``: padding at the end needs no mask, because no token sees what follows it.
     """
     width = batch.shape[1]  # labels may be one a row
     if width <= length:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from train.data import PreparedData
 from train.extras.long_sequences.documents import Documents
-from train.records import IGNORE, Examples, MicroBatch, UserError, column
+from train.records import IGNORE, MicroBatch, UserError, column
 
 SUMMED = ("length", "num_bytes")
 """Columns of which a row has the sum of its members'; of the others it has a list."""
@@ -29,47 +29,33 @@ LAYOUT = "1"
 
 
 def packed(data: PreparedData, max_length: int) -> PreparedData:
-    """``data`` with packed examples, and the ``collate`` for them."""
+    """``data`` with all splits in rows of at most ``max_length`` tokens, and the ``collate`` for them."""
+    splits: dict[str, Any] = {}
+    notes = list(data.examples.notes)
+    for name in ("train", "validation", "test"):
+        split = getattr(data.examples, name)
+        if isinstance(split, datasets.Dataset):
+            rows = splits[name] = pack_split(split, max_length)
+            empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
+            size = f"{len(rows):,} rows of {max_length:,} tokens"
+            notes.append(f"packing: {len(split):,} {name} examples in {size}, {empty:.1%} empty")
+        elif split is not None:
+            splits[name] = pack_stream(split, max_length)
+            notes.append(f"packing: the {name} stream in rows of up to {max_length:,} tokens, in its order")
     pad_id = data.loading.collate.keywords["pad_id"]  # pyright: ignore[reportFunctionMemberAccess]
     collate = partial(collate_packed, pad_id=pad_id, collate=data.task.collate)
-    loading = replace(data.loading, collate=collate)
-    return replace(data, examples=pack(data.examples, max_length), loading=loading)
-
-
-def pack(examples: Examples, max_length: int) -> Examples:
-    """All splits in rows of at most ``max_length`` tokens, cached on disk like what they are made of."""
-    packed: dict[str, Any] = {}
-    notes = []
-    for name in ("train", "validation", "test"):
-        split = getattr(examples, name)
-        if isinstance(split, datasets.Dataset):
-            packed[name] = pack_split(split, max_length)
-            notes.append(_describe(name, split, packed[name], max_length))
-        elif split is not None:
-            packed[name] = pack_stream(split, max_length)
-            notes.append(f"packing: the {name} stream in rows of up to {max_length:,} tokens, in its order")
-    return replace(examples, **packed, notes=(*examples.notes, *notes))
-
-
-def _describe(name: str, split: datasets.Dataset, packed: datasets.Dataset, max_length: int) -> str:
-    tokens = int(column(packed, "length").sum())
-    empty = 1 - tokens / (len(packed) * max_length)
-    rows = f"{len(packed):,} rows of {max_length:,} tokens"
-    return f"packing: {len(split):,} {name} examples in {rows}, {empty:.1%} empty"
+    examples = replace(data.examples, **splits, notes=tuple(notes))
+    return replace(data, examples=examples, loading=replace(data.loading, collate=collate))
 
 
 # Which examples share a row
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
-    """The numbers of the examples in each row: the longest first, each where it leaves the least room.
+    """The numbers of the examples in each row of ``room`` tokens: the longest first, each where it leaves the least.
 
     Best-fit decreasing needs at most 11/9 of the fewest rows possible (Johnson 1973), and depends on nothing but the
     lengths and their order.
-
-    Args:
-        lengths: of each example, at most ``room``.
-        room: tokens of a row.
     """
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}  # by the room that is left
@@ -132,7 +118,7 @@ def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
     }
     packed = datasets.Dataset.from_generator(
         _rows,
-        features=datasets.Features({**features, "member_ids": datasets.Sequence(datasets.Value("int64"))}),
+        features=datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))}),
         gen_kwargs={"examples": examples, "room": room},
         fingerprint=fingerprint,
     )
@@ -161,10 +147,7 @@ def _stream_of_rows(examples: datasets.IterableDataset, room: int) -> Iterator[d
 
 
 def collate_packed(
-    rows: Sequence[Mapping[str, Any]],
-    seed: Sequence[int],
-    pad_id: int,
-    collate: Callable[..., MicroBatch],
+    rows: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int, collate: Callable[..., MicroBatch]
 ) -> MicroBatch:
     """Packed rows, each with its ``id``, as one batch of (B, S), with positions that start at 0 in each document.
 

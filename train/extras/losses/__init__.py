@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from train.config import option
 from train.extras import Extra
@@ -67,5 +67,4 @@ class Room(Extra):
             use_loss_in_head(model, "chunked")
             return True
 
-        measures: list[tuple[str, Any]] = [("the loss never holds all logits from now on", chunk)]
-        return measures
+        return [("the loss never holds all logits from now on", chunk)]

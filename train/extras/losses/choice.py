@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from train.extras.losses.fused import Place, best_kernel, cce_sums_in_fp32, obstacle_to
-from train.extras.losses.loss_head import head_of, obstacle_to_chunks
+from train.extras.losses.in_head import head_of, obstacle_to_chunks
 from train.loss import ModelWithLoss, Objective, cross_entropy_scores, cross_entropy_sum
 from train.records import UserError
 from train.tasks import Task

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,47 +26,35 @@ MIN_CHUNK_TOKENS = 512
 per element and token. With fewer tokens a device that does 150 operations per byte would mostly wait."""
 
 
-class Head(NamedTuple):
-    """An output embedding: weight (V, H), bias (V,) if it has one, and which classes they are for, if not all."""
-
-    weight: Tensor
-    bias: Tensor | None
+@dataclass(frozen=True)
+class _How:
+    dtype: torch.dtype
+    """Of the matrix products."""
+    objective: Objective = PLAIN
     part: Any = None
+    """Which classes weight and bias are for, if not all."""
 
 
 def chunked_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    num_targets: int | None = None,
-    objective: Objective = PLAIN,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None, **options: Any
 ) -> Tensor:
     """() what :func:`train.loss.cross_entropy_sum` says of the logits, which are never all there.
 
     Args:
         hidden: (B, S, H) what the output embedding is given.
-        weight: (V, H) of the output embedding.
-        bias: (V,) of the output embedding, if it has one.
+        weight, bias: (V, H) and, if it has one, (V,) of the output embedding.
         labels: (B, S).
         num_targets: how many labels are targets; None: not known.
+        options: ``objective``, and ``part`` where weight and bias have only a part of the classes.
     """
-    return head_sum(hidden, Head(weight, bias), labels, num_targets, objective)
-
-
-def head_sum(
-    hidden: Tensor, head: Head, labels: Tensor, num_targets: int | None = None, objective: Objective = PLAIN
-) -> Tensor:
-    """() the loss of :func:`chunked_sum`, also where ``head`` has only a part of the classes."""
-    weight, bias, part = head
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
-    how = _How(product_dtype(hidden), objective, part)
+    how = _How(product_dtype(hidden), **options)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
     prepares = learns and how.dtype != torch.float16
     one_chunk = len(labels) <= _tokens_per_chunk(len(weight))  # nothing to save by computing it twice
-    if learns and not prepares and one_chunk and part is None:
-        return cross_entropy_sum(F.linear(hidden, weight, bias), labels, objective)
+    if learns and not prepares and one_chunk and how.part is None:
+        return cross_entropy_sum(F.linear(hidden, weight, bias), labels, how.objective)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
 
 
@@ -77,23 +65,11 @@ def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: 
     losses = hidden.new_empty(targets.shape, dtype=wide_dtype(dtype))
     predictions = torch.empty_like(targets)
     with own_dtypes(hidden.device):
-        for rows, logits in logits_by_chunk(flat, weight.to(dtype), _to(bias, dtype)):
+        for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype)):
             losses[rows] = (part.cross_entropy if part else cross_entropy)(logits, targets[rows])
             predictions[rows] = part.argmax(logits) if part else logits.argmax(-1)
             del logits
     return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
-
-
-@dataclass(frozen=True)
-class _How:
-    dtype: torch.dtype
-    """Of the matrix products."""
-    objective: Objective
-    part: Any
-
-
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden states (N, H), weight (V, H) and bias (V,)."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -130,20 +106,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             *tensors, labels = ctx.saved_tensors
             dtypes = [None if t is None else t.dtype for t in tensors]
             _, gradients = _in_chunks(tensors, labels, ctx.how, ctx.needs_input_grad[:3], grad_loss)
-        return *(_to(g, dtype) for g, dtype in zip(gradients, dtypes, strict=True)), None, None, None
+        return *(to_dtype(g, dtype) for g, dtype in zip(gradients, dtypes, strict=True)), None, None, None
 
 
 def _in_chunks(
     tensors: Sequence[Any],
     labels: Tensor,
     how: _How,
-    wanted: tuple[bool, bool, bool] = (False, False, False),
+    wanted: Sequence[bool] = (False, False, False),
     scale: Tensor | None = None,
-) -> tuple[Tensor, Gradients]:
+) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
 
-    ``tensors`` are hidden states (N, H), weight (V, H) and bias (V,) or None. The gradients of weight and bias come in
-    fp32 or better, that of the hidden states in their own type.
+    Both are for ``tensors``: hidden states (N, H), weight (V, H) and bias (V,) or None. The gradients of weight and
+    bias come in fp32 or better, that of the hidden states in their own type.
     """
     hidden, weight, bias = tensors
     dtype, wide = how.dtype, wide_dtype(how.dtype)
@@ -156,7 +132,7 @@ def _in_chunks(
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     with own_dtypes(hidden.device):
         cast_weight = weight.to(dtype)
-        for rows, logits in logits_by_chunk(hidden, cast_weight, _to(bias, dtype)):
+        for rows, logits in logits_by_chunk(hidden, cast_weight, to_dtype(bias, dtype)):
             losses, grad = _of_chunk(logits, classes[rows], how, any(wanted))
             del logits  # before the next chunk's
             loss += losses.masked_fill_(ignored[rows], 0).sum()
@@ -260,5 +236,6 @@ def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
-def _to(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def to_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:
+    """``tensor`` of another type, or the None that it is."""
     return None if tensor is None else tensor.to(dtype)

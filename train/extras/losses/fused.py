@@ -8,7 +8,9 @@ logits outside the chip; ``liger`` Liger Kernel's fused loss (arXiv 2410.10989).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.extras.losses.chunked import own_dtypes, product_dtype, rows_to_compute
+from train.extras.losses.chunked import own_dtypes, product_dtype, rows_to_compute, to_dtype
 from train.loss import PLAIN, Objective, wide_dtype
 from train.records import IGNORE
 
@@ -101,45 +103,43 @@ def _cce_parameters() -> Any:
     return inspect.signature(linear_cross_entropy).parameters
 
 
-def torch_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
+def _sum(
+    kernel: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    num_targets: int | None = None,
 ) -> Tensor:
-    """() the summed loss by ``torch.nn.functional.linear_cross_entropy``.
-
-    By position and summed here: its own sum is one of half-precision numbers, prepares gradients before loss scaling
-    reaches them, and takes twice the gradients' memory in backward.
-    """
+    """() the sum of what ``kernel`` gives for hidden states (N, H), weight and bias in their type, and labels (N,)."""
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     dtype = product_dtype(hidden)
     with own_dtypes(hidden.device):
-        losses = F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue] - torch ≥ 2.13
-            hidden.to(dtype),
-            weight.to(dtype),
-            labels,
-            linear_bias=None if bias is None else bias.to(dtype),
-            ignore_index=IGNORE,
-            reduction="none",
-            options=nn.LinearCrossEntropyOptions(),  # pyright: ignore[reportAttributeAccessIssue]
-        )
+        losses = kernel(hidden.to(dtype), weight.to(dtype), to_dtype(bias, dtype), labels)
         return losses.to(wide_dtype(dtype)).sum()
 
 
-def cce_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
-) -> Tensor:
-    """() the summed loss by Cut Cross-Entropy.
+def _by_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    # By position: its own sum is one of half-precision numbers, prepares gradients before loss scaling reaches them,
+    # and takes twice the gradients' memory in backward.
+    own: Any = nn.LinearCrossEntropyOptions()  # pyright: ignore[reportAttributeAccessIssue] - torch ≥ 2.13
+    options = {"linear_bias": bias, "ignore_index": IGNORE, "reduction": "none", "options": own}
+    return F.linear_cross_entropy(hidden, weight, labels, **options)  # pyright: ignore[reportAttributeAccessIssue]
 
-    By position: so the gradient from above, loss scaling included, is applied before anything is rounded.
-    """
-    hidden, labels = rows_to_compute(hidden, labels, num_targets)
-    dtype = product_dtype(hidden)
-    with own_dtypes(hidden.device):
-        bias = None if bias is None else bias.to(dtype)
-        return cut_cross_entropy(hidden.to(dtype), weight.to(dtype), bias, labels).float().sum()
+
+torch_sum = partial(_sum, _by_torch)
+
+
+def cce_sum(*tensors: Any, **options: Any) -> Tensor:
+    """() the summed loss by Cut Cross-Entropy."""
+    return _sum(cut_cross_entropy, *tensors, **options)
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """(N,) losses of hidden states (N, H) and labels (N,), all in half precision, by the package."""
+    """(N,) losses of hidden states (N, H) and labels (N,), all in half precision, by the package.
+
+    By position: so the gradient from above, loss scaling included, is applied before anything is rounded.
+    """
     from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
     # an early version sums in half precision; that none is left out as too small, at least, can be had of it
@@ -158,15 +158,11 @@ def liger_sum(
     objective: Objective = PLAIN,
 ) -> Tensor:
     """() the summed loss by Liger Kernel, which prepares gradients in forward: not for fp16."""
-    hidden, labels = rows_to_compute(hidden, labels, num_targets)
-    dtype = product_dtype(hidden)
-    if dtype == torch.float16:
+    if product_dtype(hidden) == torch.float16:
         raise ValueError("loss: liger is wrong under fp16")  # refused before, where the precision is chosen
     if weight.requires_grad and not hidden.requires_grad and torch.is_grad_enabled():
         hidden = hidden.detach().requires_grad_()  # it prepares no gradient at all where the input needs none
-    with own_dtypes(hidden.device):
-        bias = None if bias is None else bias.to(dtype)
-        return liger_cross_entropy(hidden.to(dtype), weight.to(dtype), bias, labels, objective)
+    return _sum(partial(liger_cross_entropy, objective=objective), hidden, weight, bias, labels, num_targets)
 
 
 def liger_cross_entropy(

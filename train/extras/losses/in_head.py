@@ -1,27 +1,65 @@
-"""The loss computed inside the model's output embedding, where the hidden states and the weight are."""
+"""The loss computed inside the output embedding, where hidden states and weight are, and which models allow that."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from train.extras.losses.chunked import Head, chunked_scores, head_sum
+from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
-from train.extras.losses.loss_head import Answer, LossHead, head_of
+from train.extras.weightless import obstacle_on_trial
 from train.loss import ModelWithLoss, Scores, logits_of
 
+Answer: TypeAlias = Callable[..., Any]
+"""Computed from hidden states (..., H), weight (V, H) and bias (V,) of an output embedding, and where these are only
+those of a part of the classes, ``part``."""
 
-def use_loss_in_head(model: ModelWithLoss, kind: str) -> None:
-    """From now on ``model`` computes its loss without holding all logits.
 
-    Args:
-        kind: chunked, torch, cce or liger; the model is one that
-            :func:`train.extras.losses.loss_head.obstacle_to_chunks` finds nothing against.
+def head_of(model: nn.Module) -> Any:
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
+class LossHead(nn.Linear):
+    """An output embedding that can be asked for something else than its logits.
+
+    It is computed within this module's forward, where sharded weights are gathered. Asked by one thread, other
+    callers of the model get logits as ever.
     """
-    LossHead.adopt(head_of(model.model))
-    model.loss_in_head = LossInHead(kind)
+
+    answers: dict[int, Answer]
+    part: Any
+    """Which classes this rank computes, or None for all; weight and bias are then sharded DTensors."""
+
+    @classmethod
+    def adopt(cls, head: Any) -> None:
+        """Makes ``head`` one of these, with the same weights and hooks."""
+        head.__class__ = cls
+        head.answers, head.part = {}, getattr(head, "part", None)
+
+    @contextmanager
+    def answering(self, answer: Answer) -> Iterator[None]:
+        """Gives this thread's callers ``answer`` while the context is open."""
+        thread = threading.get_ident()
+        self.answers[thread] = answer
+        try:
+            yield
+        finally:
+            del self.answers[thread]
+
+    def forward(self, input: Tensor) -> Any:
+        answer = self.answers.get(threading.get_ident())
+        if (part := self.part) is None:
+            return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
+        if answer is None:
+            return part.all_logits(input, self.weight, self.bias)
+        weight, bias = (None if p is None else p.to_local() for p in (self.weight, self.bias))  # pyright: ignore
+        return answer(input, weight, bias, part=part)
 
 
 class LossInHead:
@@ -35,15 +73,47 @@ class LossInHead:
     ) -> Tensor | Scores:
         answer: Answer = partial(chunked_scores, labels=labels)
         if not scored:
-            answer = partial(self._training_loss(model), labels=labels, num_targets=num_targets)
+            loss = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}[self.kind]
+            answer = partial(loss, labels=labels, num_targets=num_targets)
+            if self.kind in ("chunked", "liger"):
+                answer = partial(answer, objective=model.objective)
         with head_of(model.model).answering(answer):
             return logits_of(model.model(**inputs))
 
-    def _training_loss(self, model: ModelWithLoss) -> Answer:
-        if self.kind in ("torch", "cce"):
-            return torch_sum if self.kind == "torch" else cce_sum
-        return partial(liger_sum if self.kind == "liger" else _in_chunks, objective=model.objective)
+
+def use_loss_in_head(model: ModelWithLoss, kind: str) -> None:
+    """From now on ``model``, against which :func:`obstacle_to_chunks` finds nothing, never holds all logits.
+
+    Args:
+        kind: chunked, torch, cce or liger.
+    """
+    LossHead.adopt(head_of(model.model))
+    model.loss_in_head = LossInHead(kind)
 
 
-def _in_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, part: Any = None, **rest: Any) -> Tensor:
-    return head_sum(hidden, Head(weight, bias, part), **rest)
+def obstacle_to_chunks(model: nn.Module) -> str | None:
+    """Why the loss of ``model`` cannot come from its output embedding, or None where it can.
+
+    A model may scale or cap what its output embedding gives; then it has to compute its logits itself. This is tried on
+    eight tokens.
+    """
+    if type(head_of(model)) not in (nn.Linear, LossHead):
+        return "its output embedding is not a plain nn.Linear"
+    return obstacle_on_trial(model, _trial)
+
+
+def _trial(model: Any) -> str | None:
+    if hasattr(model, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
+        model.set_attn_implementation("eager")
+        model.set_experts_implementation("batched_mm")
+    head, given = head_of(model), []
+    ids = head.weight.new_zeros((1, 8), dtype=torch.long)
+
+    def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        given.append(chunked_sum(hidden, weight, bias, ids))
+        return given[-1]
+
+    LossHead.adopt(head)
+    with head.answering(answer):
+        out = logits_of(model(input_ids=ids))
+    return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
