@@ -27,12 +27,11 @@ torch's allocator of pinned memory, which rounds sizes up to powers of two, has 
 
 
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
-    """Recompute activations in backward instead of keeping them (arXiv 1604.06174).
+    """Recompute activations of layers 0, n, 2n ... in backward instead of keeping them (arXiv 1604.06174).
 
     Args:
         mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the most expensive to recompute
             (arXiv 2205.05198).
-        every_n_layers: checkpoint only layers 0, n, 2n ...
         offload: keep the inputs of checkpointed layers in host memory; on a CPU it does nothing.
 
     Raises:
@@ -115,10 +114,9 @@ class OffloadedInputs:
     to all layers and stay; an input that several layers share (encoder states) is copied once.
 
     The device holds at a time: in forward only the input of the current layer; in backward the inputs of the current
-    layer and of the next one to be recomputed. A tensor on the device is released only
-    after the computing stream was told to wait for the copy that reads it, and the target of a copy is allocated on
-    the computing stream. So memory is never reused too early, without ``record_stream``, whose effect depends on
-    timing. (This, the reuse of pinned memory and looking up the stream each time are lessons from torchtune and TRL.)
+    layer and of the next one to be recomputed. A tensor on the device is released only after the computing stream was
+    told to wait for the copy that reads it, and the target of a copy is allocated on the computing stream. So memory is
+    never reused too early, without ``record_stream``, whose effect depends on timing.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:

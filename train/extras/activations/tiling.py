@@ -3,9 +3,6 @@
 An MLP treats each token by itself. Its activations are about I / H times as wide as the hidden states, and in a model
 that recomputes its layers those of one layer outgrow everything else at long sequences (arXiv 2506.13996, ALST). A norm
 keeps copies of the hidden states in fp32, and makes more of them in backward: after the MLP they are the largest.
-
-Other parts that treat tokens one by one are not tiled: attention needs queries, keys and values whole;
-the loss has chunks of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -32,9 +29,6 @@ def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> str:
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
     alone. Mixtures of experts are left whole: the routing of a token depends on others, and each expert already gets a
     part of the tokens.
-
-    Args:
-        tile_tokens: see :class:`Tiled`.
 
     Raises:
         UserError: the model does not have any.
@@ -156,7 +150,9 @@ class _Tiles(torch.autograd.Function):
         ctx.part, ctx.size, ctx.keeper = part, size, keeper
         if keeper is None:
             ctx.save_for_backward(hidden)
-        ctx.autocast = _autocast_of(hidden)
+        kind = hidden.device.type
+        now = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+        ctx.autocast = partial(torch.autocast, kind, **now)  # for backward, which runs outside it
         ctx.draws = []
         return _in_tiles(part, hidden, size, ctx.draws)
 
@@ -185,8 +181,7 @@ class _Tiles(torch.autograd.Function):
                 sums[place] = _added(sums[place], part)
             del found
         to_weights = [s if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True)]
-        to_hidden = to_hidden.view(hidden.shape) if to_hidden is not None else None
-        return None, None, None, to_hidden, *to_weights
+        return None, None, None, None if to_hidden is None else to_hidden.view(hidden.shape), *to_weights
 
 
 def _in_tiles(part: Tiled, hidden: Tensor, size: int, draws: list[Any] | None) -> Tensor:
@@ -220,13 +215,6 @@ def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     if total is None:
         return part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
     return total.add_(part)
-
-
-def _autocast_of(hidden: Tensor) -> Any:
-    """Makes the autocast of now, for backward, which runs outside it."""
-    kind = hidden.device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

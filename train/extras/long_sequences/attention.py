@@ -60,26 +60,17 @@ def _arguments(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
             return args, {**kwargs, "attention_mask": unread, "documents": documents}
     elif documents is not None and "flash" in implementation:
         cuts, longest = documents.boundaries, documents.longest
-        return args, {
-            **kwargs,
-            "cu_seq_lens_q": cuts,
-            "cu_seq_lens_k": cuts,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        lengths = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": longest, "max_length_k": longest}
+        return args, kwargs | lengths
     return args, kwargs  # flex_attention: transformers finds the documents by their positions
 
 
-def attend(  # fixed by transformers
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
     documents: Documents | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -87,21 +78,22 @@ def attend(  # fixed by transformers
 
     Args:
         attention_mask: not looked at where there are documents.
-        sliding_window: how many tokens one sees to its left, itself included, and where it is not causal to its right.
+        options: among them ``sliding_window``: how many tokens one sees to its left, itself included, and where it is
+            not causal to its right.
 
     Raises:
         ValueError: the model asks for something in its attention that this cannot do.
     """
     if documents is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window = None if sliding_window is None or sliding_window >= documents.longest else sliding_window
-    return _attend_within(query, key, value, documents, _How(dropout, scaling, causal, window)), None
+    causal, window = options.get("is_causal"), options.get("sliding_window")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    window = None if window is None or window >= documents.longest else window
+    how = _How(options.get("dropout", 0.0), options.get("scaling"), causal, window)
+    return _attend_within(query, key, value, documents, how), None
 
 
 class _How(NamedTuple):

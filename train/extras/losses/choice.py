@@ -18,12 +18,11 @@ MIN_CHUNKED_CLASSES = 4096
 def choose_loss(asked: str, model: ModelWithLoss, place: Place, installed: bool | None = None) -> str:
     """The loss that ``model`` will use: full, chunked, torch, cce or liger.
 
-    Args:
-        asked: one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
-        installed: whether the package of the one that is asked for is; None: look.
+    ``asked`` is one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
 
     Raises:
-        UserError: what is asked for does not work with this model, on this device or without its package.
+        UserError: what is asked for does not work with this model, on this device or without its package, of which
+            ``installed`` says whether it is there (None: look).
     """
     head = head_of(model.model)
     many = isinstance(head, nn.Linear) and len(head.weight) >= MIN_CHUNKED_CLASSES
@@ -51,12 +50,7 @@ def obstacle_to_loss_in_head(model: ModelWithLoss) -> str | None:
 
 
 def place_of(model: nn.Module, device: torch.device, precision: str, divides_classes: bool = False) -> Place:
-    """Where the loss of ``model`` is computed.
-
-    Args:
-        precision: no, fp16 or bf16, as accelerate says.
-        divides_classes: whether tensor parallelism divides the model.
-    """
+    """Where the loss of ``model`` is computed; ``precision`` is no, fp16 or bf16, as accelerate says."""
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, own)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -65,13 +59,10 @@ def place_of(model: nn.Module, device: torch.device, precision: str, divides_cla
 
 def describe_loss(kind: str, objective: Objective, asked: str) -> str:
     """A line about the loss that a run uses."""
-    how = {
-        "full": "all logits at once",
-        "chunked": "never all logits, in chunks",
-        "torch": "never all logits, by torch's linear_cross_entropy",
-        "cce": "never all logits, by Cut Cross-Entropy",
-        "liger": "never all logits, by Liger Kernel",
-    }[kind]
+    names = {"torch": "torch's linear_cross_entropy", "cce": "Cut Cross-Entropy", "liger": "Liger Kernel"}
+    how = "all logits at once" if kind == "full" else "never all logits, in chunks"
+    if kind in names:
+        how = f"never all logits, by {names[kind]}"
     if kind == "cce" and not cce_sums_in_fp32():
         how += " of a version that sums gradients in half precision (pip install '.[cce]' brings another)"
     terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]

@@ -45,18 +45,14 @@ def obstacle_to(
 ) -> str | None:
     """Why ``kernel`` cannot compute the loss here, with what to do about it, or None where it can.
 
-    Args:
-        kernel: ``chunked``, ``torch``, ``cce`` or ``liger``.
-        has_bias: whether the output embedding has one.
-        installed: whether its package is; None: look.
+    ``installed`` says whether its package is; None: look.
     """
     if kernel == "chunked":
         return None
     if place.divides_classes:
         return "computes all classes on one rank, which tensor parallelism divides: use chunked or auto"
     if kernel == "torch":
-        known = hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
-        if not known:
+        if not hasattr(F, "linear_cross_entropy"):
             return f"needs torch 2.13 or newer, and this is {torch.__version__}: use chunked or auto"
         return "does not support label smoothing and z-loss: use chunked or auto" if objective != PLAIN else None
     if place.device_type != "cuda":
@@ -69,10 +65,7 @@ def obstacle_to(
         if objective != PLAIN:
             return "does not support label smoothing and z-loss here: use chunked or auto"
     elif place.dtype == torch.float16:
-        return (
-            "rounds its gradients to fp16 before loss scaling can save the small ones: use bf16, or --loss chunked or "
-            "auto"
-        )
+        return "rounds gradients to fp16 before loss scaling can save the small ones: use bf16, or chunked or auto"
     if installed is None:
         installed = all(find_spec(name) is not None for name in (PACKAGES[kernel], "triton"))
         if installed and kernel == "cce" and has_bias and "bias" not in _cce_parameters():

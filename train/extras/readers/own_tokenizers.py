@@ -47,14 +47,12 @@ def build_tokenizer(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
         trainer = trainers.WordLevelTrainer(special_tokens=[*special, UNKNOWN], show_progress=False)
         names["unk_token"] = UNKNOWN
     else:
-        pieces = {piece: i for i, piece in enumerate([*special, *sorted(alphabet)])} if spec == "bytes" else None
-        tokenizer = Tokenizer(models.BPE() if pieces is None else models.BPE(vocab=pieces, merges=[]))
+        pieces = {piece: i for i, piece in enumerate([*special, *sorted(alphabet)])}
+        tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]) if spec == "bytes" else models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        size = int(spec.removeprefix("train:")) if pieces is None else 0
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
+        options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+        trainer = trainers.BpeTrainer(vocab_size=int(spec.partition(":")[2] or len(pieces)), **options)
     if spec == "bytes":
         tokenizer.add_special_tokens(special)
     else:
