@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from train.records import one_line
+
 
 def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> str | None:
     """What ``trial`` says of a copy of ``model`` without weights, or why it failed.
