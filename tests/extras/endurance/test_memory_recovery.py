@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from train.config import Config, Optimization
 from train.extras import Extras
-from train.extras.endurance.agreement import BUCKET_BYTES, buckets
 from train.extras.endurance.recovery import (
     Measure,
     OutOfMemoryError,
@@ -539,14 +538,6 @@ def test_split_stops_at_single_examples() -> None:
     assert split(window, None) == window
     assert [b.inputs["input_ids"].shape[0] for b in split(window, 27)] == [2, 1, 1]
     assert [b.inputs["input_ids"].shape[0] for b in split(window, 1)] == [1, 1, 1, 1]
-
-
-def test_gradients_travel_in_buckets_of_one_dtype_and_bounded_size() -> None:
-    small = [torch.zeros(2), torch.zeros(3, dtype=torch.float64), torch.zeros(1, 2)]
-    assert [[t.dtype for t in b] for b in buckets(small)] == [[torch.float32] * 2, [torch.float64]]
-    sizes = [[t.numel() for t in b] for b in buckets([torch.zeros(n) for n in (3, 3, 9, 1, 1, 1, 4)], size_bytes=24)]
-    assert sizes == [[3, 3], [9], [1, 1, 1], [4]]
-    assert BUCKET_BYTES < 32 * 2**20
 
 
 def test_sharded_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

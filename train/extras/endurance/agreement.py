@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,11 +26,10 @@ class Ranks:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.size, self.rank = accelerator.num_processes, accelerator.process_index
-        self._group = None
+        self.size, self.rank, self._group = accelerator.num_processes, accelerator.process_index, None
         if self.size > 1:
             timeout = accelerator.init_handler.timeout if accelerator.init_handler is not None else None
-            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Of each flag, whether some rank has it; as many flags on every rank."""
@@ -47,28 +47,15 @@ class Ranks:
             dist.all_gather_object(everyone, own, group=self._group)
         return next(value for value in everyone if value is not None)
 
-    def room_for(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-        """(bytes,) uint8, enough for :meth:`average`; gives zeros to parameters without a gradient."""
-        if self.size == 1:
-            return torch.empty(0, dtype=torch.uint8)
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        packed = [b for b in buckets([p.grad for p in parameters if p.grad is not None]) if not _is_sent_directly(b)]
-        size_bytes = max((sum(g.nbytes for g in bucket) for bucket in packed), default=0)
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-
     def average(self, gradients: Sequence[Tensor], room: Tensor) -> None:
         """Sets each gradient to its mean over the ranks, without allocating on the device.
 
         Args:
             gradients: as many, and of the same shapes, on every rank.
-            room: of :meth:`room_for`.
+            room: of :func:`room_for`.
         """
-        if self.size == 1:
-            return
-        for bucket in buckets(gradients):
-            if _is_sent_directly(bucket):
+        for bucket, is_sent_directly in _buckets(gradients):
+            if is_sent_directly:
                 dist.all_reduce(bucket[0].div_(self.size))
                 continue
             flat = room[: sum(g.nbytes for g in bucket)].view(bucket[0].dtype)
@@ -79,18 +66,17 @@ class Ranks:
             torch._foreach_copy_(bucket, parts)
 
 
-def buckets(gradients: Sequence[Tensor], size_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Gradients in groups of one dtype and at most ``size_bytes``; a larger one alone."""
-    done: list[list[Tensor]] = []
-    filling: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        bucket = filling.get(gradient.dtype, [])
-        if bucket and sum(g.nbytes for g in bucket) + gradient.nbytes > size_bytes:
-            done.append(bucket)
-            bucket = []
-        filling[gradient.dtype] = [*bucket, gradient]
-    return [*done, *filling.values()]
+def room_for(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """(bytes,) uint8, enough for :meth:`Ranks.average`; gives zeros to parameters without a gradient."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    buckets = _buckets([p.grad for p in parameters if p.grad is not None])
+    size_bytes = max((sum(g.nbytes for g in bucket) for bucket, directly in buckets if not directly), default=0)
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
-def _is_sent_directly(bucket: Sequence[Tensor]) -> bool:
-    return len(bucket) == 1 and bucket[0].is_contiguous()
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], bool]]:
+    """Gradients in groups of one dtype; a large one alone, which needs no copy to be sent."""
+    for bucket in _take_tensors(gradients, BUCKET_BYTES):
+        yield bucket, len(bucket) == 1 and bucket[0].is_contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -18,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.extras.endurance.agreement import Ranks
+from train.extras.endurance.agreement import Ranks, room_for
 from train.extras.endurance.rewind import Start, Writes, free_memory, persistent_buffers, reset_scaler
-from train.records import IGNORE, Mark, MicroBatch, StepError, StepOutcome
+from train.records import IGNORE, MicroBatch, StepError, StepOutcome
 from train.step import Counts, Engine, count
 
 if TYPE_CHECKING:
@@ -52,44 +53,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Fault:
     """Where memory ran out: text and numbers, because the exception itself would keep the activations alive."""
 
-    phase: str
-    """forward, backward, clip or optimizer."""
-    shape: tuple[int, int]
-    """(B, S) of the micro-batch at work; after the last backward, of the step's largest."""
-    error: str
-    """The library's own words."""
-    rank: int = 0
-
-    def place(self, num_processes: int) -> str:
-        """Phase, shape and, where there are several, rank."""
-        batch_size, length = self.shape
-        rank = f", rank {self.rank}" if num_processes > 1 else ""
-        return f"{self.phase}, micro-batch of {batch_size:,} × {length:,}{rank}"
+    phase: str  # forward, backward, clip or optimizer
+    shape: tuple[int, int]  # (B, S) of the micro-batch at work; after the last backward, of the step's largest
+    where: str  # both, and the rank, for a person
+    error: str  # the library's own words
 
 
 class OutOfMemoryError(StepError):
-    """A step that does not fit in memory, whatever was tried.
+    """A step that does not fit in memory, whatever was tried; ``fault`` has the words of its first error."""
 
-    Attributes:
-        fault: where it ended, with the words of the step's first error.
-        weights_intact: whether weights, optimizer and random state are, on every rank, as they were before the step.
-    """
-
-    def __init__(self, fault: Fault, weights_intact: bool, num_processes: int = 1) -> None:
+    def __init__(self, fault: Fault, weights_intact: bool) -> None:
         self.fault, self.weights_intact = fault, weights_intact
-        where = f"out of memory in {fault.place(num_processes)}"
         if fault.phase in ("forward", "backward"):
-            where += ", which cannot be split"
-            remedy = "Try gradient_checkpointing, a smaller max_length or a smaller model"
+            what = ", which cannot be split"
+            remedy = "gradient_checkpointing, a smaller max_length or a smaller model"
         else:
-            remedy = "Try optimizer_offload, an optimizer with less state (adamw_8bit, adafactor), or several processes"
-        state = (
-            "Weights and optimizer are as before this step."
-            if weights_intact
-            else "Some weights may already be updated: resume from the last checkpoint, do not use these."
-        )
-        words = " ".join(fault.error.split())
-        super().__init__(f"{where}. {state} {remedy}. The first error was: {words[:500]}")
+            what = ""
+            remedy = "optimizer_offload, an optimizer with less state (adamw_8bit, adafactor), or several processes"
+        state = "Some weights may already be updated: resume from the last checkpoint, do not use these."
+        if weights_intact:
+            state = "Weights and optimizer are as before this step."
+        words = " ".join(fault.error.split())[:500]
+        super().__init__(f"out of memory in {fault.where}{what}. {state} Try {remedy}. The first error was: {words}")
 
 
 def can_recover(accelerator: Accelerator) -> bool:
@@ -100,12 +85,9 @@ def can_recover(accelerator: Accelerator) -> bool:
     """
     from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 
-    if accelerator.distributed_type == DistributedType.NO:
-        return True
-    plain = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
-    handler, compiler = accelerator.ddp_handler, accelerator.state.dynamo_plugin
-    return (
-        accelerator.distributed_type in plain
+    kind, handler, compiler = accelerator.distributed_type, accelerator.ddp_handler, accelerator.state.dynamo_plugin
+    return kind == DistributedType.NO or (
+        kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
         and accelerator.parallelism_config is None
         and (compiler is None or compiler.backend == DynamoBackend.NO)
         and (handler is None or handler.comm_hook == DDPCommunicationHookType.NO)
@@ -137,7 +119,7 @@ class Recovering(Engine):
         say: Callable[[str], None],
         find_measures: Callable[[Any], Sequence[Measure]] = lambda model: (),
     ) -> None:
-        super().__init__(engine.accelerator, engine.config, engine.mark)
+        super().__init__(engine.accelerator, engine.config, self._enter)
         self.recoveries = 0
         """Faults of this rank after which the step, or its update, was made again."""
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark
@@ -170,33 +152,43 @@ class Recovering(Engine):
         self._totals = super().total(count(micro_batches, stop))
         try:
             while True:
-                pieces = split(micro_batches, self._too_many)
-                self._writes, self.mark = None, _Where(self._tell, pieces)
-                result = self._guarded(partial(super().step, self._network, optimizer, pieces, stop), self.mark)
+                pieces, self._writes = split(micro_batches, self._too_many), None
+                self._phase, self._shape = "forward", pieces[0].shape
+                result = self._guarded(partial(super().step, self._network, optimizer, pieces, stop))
                 if not isinstance(result, Fault):
                     return result
+                if self._writes is not None:  # once the ranks have averaged, none can go back to the start alone
+                    raise OutOfMemoryError(result, weights_intact=False)
                 first_words = first_words or result.error
                 self._rewind()
                 self._prepare_another(replace(result, error=first_words))
         finally:
-            self._totals, self.mark = None, self._tell
+            self._totals = None
 
     def _prepare_another(self, fault: Fault) -> None:
-        batch_size, length = fault.shape
-        if batch_size > 1:  # this rank alone: the others wait for its vote
+        if fault.shape[0] > 1:  # this rank alone: the others wait for its vote
             # A piece of several examples has fewer positions than ever failed, so this number falls until it fits.
-            self._too_many = batch_size * length
+            self._too_many = math.prod(fault.shape)
             remedy = "the step is made again, and micro-batches of this size or larger are made in halves from now on"
             self._recovered(fault, remedy)
-            return
-        self._vote(None)
-        self._apply_next_measure(fault)
+        else:
+            self._vote(None)
+            self._apply_next_measure(fault)
 
     # What the step asks of its engine
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._tell(phase)
 
     def total(self, counts: Sequence[float]) -> Counts:
         """The totals of the step that is being made, however often."""
         return super().total(counts) if self._totals is None else self._totals
+
+    def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
+        """The whole micro-batch, whose shape is remembered."""
+        self._shape = micro_batch.shape
+        return super().share(micro_batch)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         """The last one of a step also averages over ranks."""
@@ -207,14 +199,14 @@ class Recovering(Engine):
 
     def clip(self, model: nn.Module) -> float:
         """The norm before clipping; NaN where memory ran out, which :meth:`update` then reports."""
-        norm = self._once_more("clip", lambda: Engine.clip(self, model))
+        norm = self._once_more(partial(super().clip, model))
         self._fault_in_clip = norm if isinstance(norm, Fault) else None
         return math.nan if isinstance(norm, Fault) else norm
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
         """Updates, and agrees with the other ranks on whether all could."""
         assert self._writes is not None
-        result = self._fault_in_clip or self._once_more("optimizer", lambda: Engine.update(self, optimizer, norm))
+        result = self._fault_in_clip or self._once_more(partial(super().update, optimizer, norm))
         fault = result if isinstance(result, Fault) else None
         wrote = self._fault_in_clip is None and (fault is None or self._writes.to_weights_or_state())
         failed, some_rank_wrote = self._ranks.any([fault is not None, wrote])
@@ -222,14 +214,14 @@ class Recovering(Engine):
             return result
         self._rewind()
         reset_scaler(self.accelerator.scaler)
-        raise OutOfMemoryError(self._ranks.first(fault), not some_rank_wrote, self._ranks.size)
+        raise OutOfMemoryError(self._ranks.first(fault), weights_intact=not some_rank_wrote)
 
     # Inside
 
     def _average(self) -> None:
         """Waits until every rank has its gradients, and leaves their means in the parameters."""
         had = [p.grad is not None for p in self._shared]
-        room = self._ranks.room_for(self._shared, self.accelerator.device)  # may run out: a fault of this backward
+        room = room_for(self._shared, self.accelerator.device)  # may run out: a fault of this backward
         while (used := self._vote(had)) is None:
             self._apply_next_measure(None)
         self._ranks.average([p.grad for p in self._shared if p.grad is not None], room)
@@ -242,7 +234,7 @@ class Recovering(Engine):
         Args:
             had: this rank's; None if it failed.
         """
-        failed, *used = self._ranks.any([had is None, *([False] * len(self._shared) if had is None else had)])
+        failed, *used = self._ranks.any([had is None, *(had or [False] * len(self._shared))])
         return None if failed else used
 
     def _apply_next_measure(self, fault: Fault | None) -> None:
@@ -257,37 +249,34 @@ class Recovering(Engine):
                     self._recovered(fault, f"{description}, and the step is made again")
                 return
         self._rewind()
-        raise OutOfMemoryError(self._ranks.first(fault), weights_intact=True, num_processes=self._ranks.size)
+        raise OutOfMemoryError(self._ranks.first(fault), weights_intact=True)
 
-    def _once_more(self, phase: str, work: Callable[[], T]) -> T | Fault:
+    def _once_more(self, work: Callable[[], T]) -> T | Fault:
         """``work()``, and again if it ran out of memory before it had written anything."""
-        writes, first = self._writes, None
-        assert writes is not None
-        gradients = writes.gradient_versions()
-        while True:
-            result = self._guarded(work, phase)
-            if not isinstance(result, Fault):
-                return result
-            if writes.to_weights_or_state():
-                return first or result
-            writes.forget_new_state()
-            if first is not None or writes.gradient_versions() != gradients:
-                return first or result
-            first = result
-            free_memory(self.accelerator.device)
-            self._recovered(first, "nothing had been written yet, so it is tried once more")
+        assert self._writes is not None
+        gradients = self._writes.gradient_versions()
+        first = self._guarded(work)
+        if not isinstance(first, Fault) or not self._writes.undone(gradients):
+            return first
+        free_memory(self.accelerator.device)
+        self._recovered(first, "nothing had been written yet, so it is tried once more")
+        second = self._guarded(work)
+        if isinstance(second, Fault):
+            self._writes.undone(gradients)
+            return first
+        return second
 
-    def _guarded(self, work: Callable[[], T], where: _Where | str) -> T | Fault:
-        """``work()``, or the fault where memory ran out, in a whole attempt or in a phase after its last backward."""
+    def _guarded(self, work: Callable[[], T]) -> T | Fault:
+        """``work()``, or the fault where memory ran out."""
         try:
             return work()
         except Exception as error:
-            # Once the ranks have averaged, none can go back to the start alone.
-            is_too_late = isinstance(where, _Where) and self._writes is not None
-            if is_too_late or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            phase, shape = (where.phase, where.shape) if isinstance(where, _Where) else (where, self._largest)
-            return Fault(phase, shape, str(error) or type(error).__name__, self._ranks.rank)
+            batch_size, length = shape = self._largest if self._phase in ("clip", "optimizer") else self._shape
+            rank = f", rank {self._ranks.rank}" if self._ranks.size > 1 else ""
+            where = f"{self._phase}, micro-batch of {batch_size:,} × {length:,}{rank}"
+            return Fault(self._phase, shape, where, str(error) or type(error).__name__)
 
     def _rewind(self) -> None:
         """Back to the start: no gradients, the random state and the persistent buffers of then."""
@@ -298,35 +287,15 @@ class Recovering(Engine):
 
     def _recovered(self, fault: Fault, remedy: str) -> None:
         self.recoveries += 1
-        self._say(f"out of memory in {fault.place(self._ranks.size)}: {remedy}")
-
-
-class _Where:
-    """Passes marks on, and remembers where the attempt at these micro-batches is."""
-
-    def __init__(self, mark: Mark, pieces: Sequence[MicroBatch]) -> None:
-        self._mark, self._pieces = mark, pieces
-        self.phase, self._forwards = "forward", 0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, S) of the micro-batch at work."""
-        return self._pieces[max(self._forwards, 1) - 1].shape
-
-    def __call__(self, phase: str) -> None:
-        self.phase = phase
-        self._forwards += phase == "forward"
-        self._mark(phase)
+        self._say(f"out of memory in {fault.where}: {remedy}")
 
 
 def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[MicroBatch]:
     """The examples, in their order, in micro-batches of fewer than ``too_many`` positions or of one example."""
     pieces: list[MicroBatch] = []
     for batch in micro_batches:
-        if too_many is None or batch.shape[0] == 1 or math.prod(batch.shape) < too_many:
-            pieces.append(batch)
-        else:
-            pieces += split(halves(batch), too_many)
+        fits = too_many is None or batch.shape[0] == 1 or math.prod(batch.shape) < too_many
+        pieces += [batch] if fits else split(halves(batch), too_many)
     return pieces
 
 
@@ -338,22 +307,14 @@ def halves(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
     """
     batch_size, _ = batch.shape
     middle = (batch_size + 1) // 2
-    ids, share = batch.example_ids, batch.num_tokens * middle // batch_size  # of tokens only the sum is known
+    share = batch.num_tokens * middle // batch_size  # of tokens only the sum is known
 
     def has_rows(value: Any) -> bool:
         return getattr(value, "ndim", 1) > 0 and hasattr(value, "__len__") and len(value) == batch_size
 
-    def part(rows: slice, example_ids: tuple[int, ...], num_tokens: int) -> MicroBatch:
+    def part(rows: slice, num_tokens: int) -> MicroBatch:
         labels = batch.labels[rows]
-        return MicroBatch(
-            inputs={name: value[rows] if has_rows(value) else value for name, value in batch.inputs.items()},
-            labels=labels,
-            num_targets=int((labels != IGNORE).sum()),
-            example_ids=example_ids,
-            num_tokens=num_tokens,
-        )
+        inputs = {name: value[rows] if has_rows(value) else value for name, value in batch.inputs.items()}
+        return MicroBatch(inputs, labels, int((labels != IGNORE).sum()), batch.example_ids[rows], num_tokens)
 
-    return (
-        part(slice(middle), ids[:middle], share),
-        part(slice(middle, None), ids[middle:], batch.num_tokens - share),
-    )
+    return part(slice(middle), share), part(slice(middle, None), batch.num_tokens - share)

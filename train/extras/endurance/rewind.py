@@ -64,9 +64,8 @@ class Writes:
             isinstance(optimizer, torch.optim.Adam) or not any(g.get("fused") for g in optimizer.param_groups)
         )
         self._weights = [p for group in optimizer.param_groups for p in group["params"]]
-        self._had_state = [p for p, state in optimizer.state.items() if state]
-        self._tensors = self._weights_and_state()
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._had_state = {p for p, state in optimizer.state.items() if state}
+        self._versions = {tensor: tensor._version for tensor in self._weights_and_state()}
 
     def _weights_and_state(self) -> list[Tensor]:
         states = self._optimizer.state.values()
@@ -77,16 +76,19 @@ class Writes:
         return [p.grad._version for p in self._weights if p.grad is not None]
 
     def to_weights_or_state(self) -> bool:
-        """Whether a weight, or state that was there before, may have changed."""
-        if not self._counted or [tensor._version for tensor in self._tensors] != self._versions:
-            return True
-        known = set(map(id, self._tensors))
-        return any(tensor._version > 0 for tensor in self._weights_and_state() if id(tensor) not in known)
+        """Whether a weight, or state that was there before or begun since, may have changed."""
+        return not self._counted or any(t._version > self._versions.get(t, 0) for t in self._weights_and_state())
 
-    def forget_new_state(self) -> None:
-        """Removes state that was begun and perhaps not finished: the optimizer would take it as complete."""
-        for parameter in self._optimizer.state.keys() - set(self._had_state):
+    def undone(self, gradient_versions: list[int]) -> bool:
+        """Whether nothing is left of an update that failed: neither was written, nor gradients since those versions.
+
+        Removes state that was begun and perhaps not finished: the optimizer would take it as complete.
+        """
+        if self.to_weights_or_state():
+            return False
+        for parameter in self._optimizer.state.keys() - self._had_state:
             del self._optimizer.state[parameter]
+        return self.gradient_versions() == gradient_versions
 
 
 def reset_scaler(scaler: torch.amp.GradScaler | None) -> None:
