@@ -18,7 +18,7 @@ from train.figures import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 FOLLOWS = (
-    "from train.extras.endurance.parent import follow_launcher; import time; follow_launcher(); "
+    "from train.extras.endurance.lost_rank import follow_launcher; import time; follow_launcher(); "
     "print('on', flush=True); "
 )
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none"}
@@ -55,7 +55,7 @@ def test_process_of_a_launcher_gets_sigterm_when_that_is_killed_and_others_live_
 def test_launcher_that_was_gone_before_is_noticed() -> None:
     """The parent dies while the process looks: nothing would tell it later."""
     code = (
-        "import os; import train.extras.endurance.parent as p; answers = [4711, 1]; "
+        "import os; import train.extras.endurance.lost_rank as p; answers = [4711, 1]; "
         "p.os.getppid = lambda: answers.pop(0); p.follow_launcher(); print('lives')"
     )
     process = python(code, **LAUNCHED)
@@ -66,7 +66,7 @@ def test_launcher_that_was_gone_before_is_noticed() -> None:
 @pytest.mark.parametrize(("first", "lives"), [("/usr/bin/python3\0launch", True), ("/sbin/init\0", False)])
 def test_child_of_process_1_is_an_orphan_unless_that_may_be_the_launcher(first: str, lives: bool) -> None:
     code = (
-        "import pathlib; import train.extras.endurance.parent as p; p.os.getppid = lambda: 1; "
+        "import pathlib; import train.extras.endurance.lost_rank as p; p.os.getppid = lambda: 1; "
         f"pathlib.Path.read_bytes = lambda path: {first.encode()!r}; p.follow_launcher(); print('lives')"
     )
     process = python(code, **LAUNCHED)

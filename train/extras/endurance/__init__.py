@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import Config, option
 from train.extras import Extra
-from train.extras.endurance.parent import follow_launcher
+from train.figures import show_error
 from train.launch import Launch, target_device
 from train.records import DivergenceError, Progress, Run, UsageError
 
 if TYPE_CHECKING:
-    from train.extras.endurance.background import Saving
+    from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
     from train.state import TrainingState
@@ -67,19 +67,15 @@ class Room(Extra):
     @contextmanager
     def open(self, config: Config, launch: Launch) -> Iterator[None]:
         """Watches over the ranks; at the end a checkpoint that is being written gets a moment to be completed."""
-        from train.extras.endurance.lost_rank import RankWatch
+        from train.extras.endurance.lost_rank import RankWatch, follow_launcher
 
         def remedy() -> str:
             from train.outputs import how_to_resume
 
             return how_to_resume(config)
 
-        def tell(message: str) -> None:
-            rank = f" (rank {launch.rank})" if launch.rank else ""
-            print(f"error{rank}: {message}", file=sys.stderr, flush=True)
-
         follow_launcher()
-        with RankWatch(launch, config.optimization.distributed_timeout_seconds, remedy, tell) as self._watch:
+        with RankWatch(launch, config.optimization.distributed_timeout_seconds, remedy, show_error) as self._watch:
             try:
                 yield
             finally:
@@ -107,11 +103,10 @@ class Room(Extra):
         from train.extras.endurance.recovery import Recovering, can_recover
         from train.step import Engine
 
-        on_oom = run.config.of(Options).on_oom
-        if on_oom == "auto":
-            may_repeat = run.accelerator.num_processes == 1 and not run.config.get("optimizer_in_backward")
-            on_oom = "split" if may_repeat else "stop"
-        if on_oom == "stop" or type(engine) is not Engine or not can_recover(run.accelerator):
+        on_oom, accelerator = run.config.of(Options).on_oom, run.accelerator
+        if on_oom == "auto" and (accelerator.num_processes > 1 or run.config.get("optimizer_in_backward")):
+            return engine
+        if on_oom == "stop" or type(engine) is not Engine or not can_recover(accelerator):
             return engine
 
         def measures(model: Any) -> list[Any]:
@@ -122,12 +117,11 @@ class Room(Extra):
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> None:
         """Raises DivergenceError where the loss is far above the usual."""
-        from train.extras.endurance.rollback import is_spike
-
-        if is_spike(progress.usual_loss, loss, run.config.of(Options).loss_spike_factor):
-            usual = "unknown" if progress.usual_loss is None else f"{progress.usual_loss:.4g}"
+        usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
+        if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
+            known = "unknown" if usual is None else f"{usual:.4g}"
             raise DivergenceError(
-                f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {usual}. Lower the "
+                f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {known}. Lower the "
                 "learning rate, warm up longer, look at the data, or raise --loss_spike_factor.",
                 progress,
                 since_step,
@@ -135,22 +129,24 @@ class Room(Extra):
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         """Writes a checkpoint, in the background where that is possible."""
-        from train.extras.endurance.background import Saving
+        from train.extras.endurance.checkpoints import Saving
 
-        self._saving = self._saving or Saving(run.config.of(Options).save_in_background)
+        if self._saving is None:
+            assert self._watch is not None
+            self._saving = Saving(run.config.of(Options).save_in_background, self._watch.gather)
         self._saving.save(run, state, progress, wait)
         return True
 
     def steps_to_keep(self, run: Run, progress: Progress) -> list[int]:
-        """The step that a rollback would go back to."""
-        from train.extras.endurance.rollback import sound_step
-
-        options = run.config.of(Options)
-        return [sound_step(progress, options.loss_spike_factor)] if options.max_rollbacks else []
+        """The last step after which, as far as is known, everything was in order: what a rollback would go back to."""
+        options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
+        if options.loss_spike_factor is not None:
+            sound = min(sound, progress.interval.since_step)
+        return [sound] if options.max_rollbacks else []
 
     def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Goes back, unless that was done as often as allowed."""
-        from train.extras.endurance.rollback import go_back
+        from train.extras.endurance.checkpoints import go_back
 
         if error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
             return None

@@ -1,28 +1,31 @@
-"""Which rank was lost, when the processes of a run no longer reach each other.
+"""Which rank was lost, when the processes of a run no longer reach each other; and the end of those without launcher.
 
 Every rank counts up a key in the store through which the processes met, from a thread, so that it answers even while
 a collective blocks it. A rank whose collective fails, or whose next neighbour has not counted for too long, calls the
-roll; whoever does not answer is lost. So a rank is named that can say nothing itself: killed, stopped, or on a host
-that is gone. Or one that never came: the watch begins before the processes meet. This does not depend on the backend;
-docs/multi_node.md tells what is seen under which.
+roll; whoever does not answer is lost. So a rank is named that can say nothing itself: killed, stopped, on a host that
+is gone, or one that never came. This does not depend on the backend; docs/multi_node.md tells what is seen under which.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import itertools
 import os
 import re
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, TimeoutError
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.distributed import DistError, DistNetworkError, TCPStore
+from torch.distributed import DistError, DistNetworkError, PrefixStore, TCPStore
 
 from train.launch import Launch
 from train.records import EXIT_ERROR
@@ -33,21 +36,21 @@ ANSWER_SECONDS = 6.0
 STORE_SECONDS = 10.0
 """How long the store may take to answer before its host counts as gone."""
 LEFT = "left"
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+"""Variables that torchrun and ``accelerate launch`` always set for the processes that they start."""
 T = TypeVar("T")
 
 # gloo has no type of its own for these and raises RuntimeError; NCCL and the store raise a DistError, which is one too.
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|broken pipe", re.IGNORECASE)
 
 
+class RankLeftError(DistNetworkError):
+    """A rank that is waited for has ended of itself."""
+
+
 def is_broken_connection(error: BaseException) -> bool:
     """Whether a collective failed for want of another rank, or of an answer from it."""
-    return isinstance(error, DistError | RankLeftError) or (
-        isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
-    )
-
-
-class RankLeftError(RuntimeError):
-    """A rank that is waited for has ended of itself."""
+    return isinstance(error, RuntimeError) and (isinstance(error, DistError) or bool(_BROKEN.search(str(error))))
 
 
 class Store:
@@ -57,53 +60,47 @@ class Store:
     nor the end of the connection comes. Each call here takes at most ``STORE_SECONDS``.
 
     Raises:
-        DistNetworkError: from every method, when no answer came.
-        RuntimeError: from every method, when the connection is broken, or could not be made.
+        RuntimeError: from every method, when no answer came, or the connection is broken or could not be made.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        timeout = timedelta(seconds=STORE_SECONDS)
-        self._store = _answer(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), 2 * STORE_SECONDS
-        )
+        options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=STORE_SECONDS)}
+        # A launcher that starts its processes again keeps the store: their keys differ by the number of the start.
+        prefix = f"rank_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = _answer(lambda: PrefixStore(prefix, TCPStore(host, port, **options)), 2 * STORE_SECONDS)
 
     def set(self, key: str, value: str) -> None:
         """Sets ``key``."""
-        _answer(lambda: self._store.set(key, value))
+        _answer(lambda: self._store.set(key, value), STORE_SECONDS)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number at ``key``, which is 0 before it was set; what it comes to."""
-        return _answer(lambda: self._store.add(key, amount))
+        return _answer(lambda: self._store.add(key, amount), STORE_SECONDS)
 
     def check(self, *keys: str) -> bool:
         """Whether all ``keys`` were set."""
-        return _answer(lambda: self._store.check(list(keys)))
+        return _answer(lambda: self._store.check(list(keys)), STORE_SECONDS)
 
     def value(self, key: str) -> str:
         """The value of ``key``; empty where it was never set, for which a TCPStore's ``get`` would wait."""
-        return _answer(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+        return _answer(lambda: self._store.get(key).decode() if self._store.check([key]) else "", STORE_SECONDS)
 
 
-def _answer(question: Callable[[], T], seconds: float | None = None) -> T:
+def _answer(question: Callable[[], T], seconds: float) -> T:
     """What ``question`` gives in time; otherwise a thread that waits for it is left behind."""
-    limit = STORE_SECONDS if seconds is None else seconds
-    given: list[T] = []
-    errors: list[Exception] = []
+    future: Future[T] = Future()
 
     def ask() -> None:
         try:
-            given.append(question())
+            future.set_result(question())
         except Exception as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(limit)
-    if errors:
-        raise errors[0]
-    if not given:
-        raise DistNetworkError(f"timed out waiting for the store, {limit:.0f} s")
-    return given[0]
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        raise DistNetworkError(f"timed out waiting for the store, {seconds:.0f} s") from None
 
 
 class RankWatch:
@@ -119,39 +116,36 @@ class RankWatch:
     def __init__(
         self, launch: Launch, timeout_seconds: float, remedy: Callable[[], str], tell: Callable[[str], None]
     ) -> None:
-        self._rank, self._world_size = launch.rank, launch.world_size
-        self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._rank, self._ranks = launch.rank, range(launch.world_size)
+        self._is_alone, self._is_local_first = launch.world_size == 1, os.environ.get("LOCAL_RANK", "0") == "0"
         self._address, self._port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
         self._store: Store | None = None
         self._connected, self._closing = threading.Event(), threading.Event()
-        self._lock, self._thread = threading.Lock(), threading.Thread()
+        self._lock, self._thread = threading.Lock(), threading.Thread(target=self._watch, daemon=True)
         self._came, self._all_met, self._has_concluded = {launch.rank}, False, False
-        # A launcher that starts its processes again keeps the store: their keys differ by the number of the start.
-        self._prefix = f"rank_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def __enter__(self) -> RankWatch:
-        if self._world_size > 1:
-            self._thread = threading.Thread(target=self._watch, daemon=True)
+        if not self._is_alone:
             self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._closing.set()
-        if self._world_size > 1:
+        if not self._is_alone:
             self._thread.join(POLL_SECONDS)
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store may have gone with its host
-                self._store.set(self._key("beat", self._rank), LEFT)
-                self._store.set(self._key(LEFT), "1")
+            with suppress(RuntimeError):  # the store may have gone with its host
+                self._store.set(f"beat/{self._rank}", LEFT)
+                self._store.set(LEFT, "1")
 
     def concludes(self, error: Exception) -> bool:
         """Whether ``error`` came of a rank that is no longer there, of which one of the others has then told.
 
         Takes up to ``ANSWER_SECONDS``.
         """
-        if self._world_size == 1 or not is_broken_connection(error):
+        if self._is_alone or not is_broken_connection(error):
             return False
         if "EADDRINUSE" in str(error):
             self._tell(
@@ -161,11 +155,10 @@ class RankWatch:
             return True
         self._connected.wait(ANSWER_SECONDS)
         if self._store is not None:
-            if self._conclude(self._store):
-                return True
-            if "timed out" in str(error).lower():
+            has_concluded = self._conclude(self._store)
+            if not has_concluded and "timed out" in str(error).lower():
                 self._tell_of_late_ranks(self._store)
-            return False
+            return has_concluded
         if self._rank != 0 and self._is_local_first:
             self._tell(
                 f"rank 0 did not come: nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT), "
@@ -178,10 +171,10 @@ class RankWatch:
 
         One of the others has then told of that rank. Takes up to ``ANSWER_SECONDS``.
         """
-        if self._world_size == 1 or not self._connected.wait(ANSWER_SECONDS) or self._store is None:
+        if self._is_alone or not self._connected.wait(ANSWER_SECONDS) or self._store is None:
             return True
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._key("asked to stop", self._rank), "1")
+        with suppress(RuntimeError):
+            self._store.set(f"asked to stop/{self._rank}", "1")
         return not self._conclude(self._store, is_stopping=True)
 
     @contextmanager
@@ -194,25 +187,38 @@ class RankWatch:
         Raises:
             RankLeftError: another rank has ended instead.
         """
-        if self._world_size == 1:
-            yield
-            return
-        went_first = self._key(f"went first/{self._host}")
-        if not self._is_local_first:
-            self._wait_for(went_first)
+        if not self._is_alone and not self._is_local_first:
+            self._wait_for(f"went first/{self._host}")
         yield
+        if self._is_alone:
+            return
         if self._is_local_first:
-            self._ask(lambda store: store.set(went_first, "1"))
-        self._ask(lambda store: store.set(self._key("prepared", self._rank), "1"))
-        if self._rank == 0:
-            self._wait_for(*(self._key("prepared", rank) for rank in range(self._world_size)))
-            self._ask(lambda store: store.set(self._key("all prepared"), "1"))
-        self._wait_for(self._key("all prepared"))
+            self._ask(lambda store: store.set(f"went first/{self._host}", "1"))
+        if self.gather("prepared", "1"):
+            self._ask(lambda store: store.set("all prepared", "1"))
+        self._wait_for("all prepared")
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """The ``text`` of every rank, on rank 0, which waits for them; nothing on the others, which do not wait.
+
+        Args:
+            name: of this exchange, used once.
+
+        Raises:
+            RankLeftError: another rank has ended instead.
+        """
+        if self._is_alone:
+            return [text]
+        self._ask(lambda store: store.set(f"{name}/{self._rank}", text))
+        if self._rank != 0:
+            return []
+        self._wait_for(*(f"{name}/{rank}" for rank in self._ranks))
+        return [self._ask(lambda store, rank=rank: store.value(f"{name}/{rank}")) for rank in self._ranks]
 
     def _wait_for(self, *keys: str) -> None:
         seconds = POLL_SECONDS / 64
         while not self._ask(lambda store: store.check(*keys)):
-            if self._ask(lambda store: store.check(self._key(LEFT))):
+            if self._ask(lambda store: store.check(LEFT)):
                 raise RankLeftError("a rank ended before the others")
             time.sleep(seconds)
             seconds = min(2 * seconds, POLL_SECONDS)  # soon where data is cached, seldom where a thousand ranks wait
@@ -230,29 +236,6 @@ class RankWatch:
                     raise
                 time.sleep(POLL_SECONDS)
 
-    def _key(self, kind: str, rank: int | None = None) -> str:
-        return f"{self._prefix}/{kind}" if rank is None else f"{self._prefix}/{kind}/{rank}"
-
-    def _connect(self) -> Store | None:
-        """A connection of its own: the process group's may be waiting in a blocked collective. None where closed first.
-
-        The store may be one that rank 0 opens only when it meets the others. Where one that was there is gone for too
-        long, this process ends.
-        """
-        since = time.monotonic()
-        while not self._closing.is_set():
-            try:
-                store = Store(self._address, int(self._port))
-                store.set(self._key("who", self._rank), f"{socket.gethostname()}, process {os.getpid()}")
-                return store
-            except RuntimeError:
-                if self._store is not None and time.monotonic() - since > self._timeout_seconds:
-                    self._conclude(self._store)
-                    self._end_process()
-                    return None
-                self._closing.wait(POLL_SECONDS)
-        return None
-
     def _watch(self) -> None:
         """The thread: as :meth:`_look`, over a new connection where one breaks."""
         while (store := self._connect()) is not None:
@@ -264,33 +247,50 @@ class RankWatch:
             except RuntimeError:
                 self._closing.wait(POLL_SECONDS)
 
+    def _connect(self) -> Store | None:
+        """A connection of its own: the process group's may be waiting in a blocked collective. None where closed first.
+
+        The store may be one that rank 0 opens only when it meets the others. Where one that was there is gone for too
+        long, this process ends.
+        """
+        since = time.monotonic()
+        while not self._closing.is_set():
+            try:
+                store = Store(self._address, int(self._port))
+                store.set(f"who/{self._rank}", f"{socket.gethostname()}, process {os.getpid()}")
+                return store
+            except RuntimeError:
+                if self._store is not None and time.monotonic() - since > self._timeout_seconds:
+                    self._conclude(self._store)
+                    self._end_process()
+                    return None
+                self._closing.wait(POLL_SECONDS)
+        return None
+
     def _look(self, store: Store) -> None:
         """Counts, answers roll calls, looks at the next rank, and ends a process that cannot end itself."""
-        neighbour = self._key("beat", (self._rank + 1) % self._world_size)
+        neighbour = f"beat/{(self._rank + 1) % len(self._ranks)}"
         last, since = "", time.monotonic()
         for count in itertools.count():
             if self._closing.is_set():  # one that ends while it connects does not count as there
                 return
-            store.set(self._key("beat", self._rank), str(count))
-            store.set(self._key("here", self._rank), str(store.add(self._key("call"), 0)))
+            store.set(f"beat/{self._rank}", str(count))
+            store.set(f"here/{self._rank}", str(store.add("call", 0)))
             beat = store.value(neighbour)
             if beat != last or beat == LEFT:
                 last, since = beat, time.monotonic()
             if not self._all_met:
-                self._meet(store)
+                # Rank 0 sees who has come: if it asks later, its store may be gone with it.
+                missing = set(self._ranks) - self._came if self._rank == 0 else set()
+                self._came |= {rank for rank in missing if store.check(f"who/{rank}")}
+                self._all_met = torch.distributed.is_initialized()
             is_lost = time.monotonic() - since > self._timeout_seconds
-            is_lost = is_lost or (not self._all_met and store.check(self._key(LEFT)))
-            if store.add(self._key("told"), 0) > 0 or (is_lost and self._conclude(store)):
+            is_lost = is_lost or (not self._all_met and store.check(LEFT))
+            if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
                 self._end_process()
                 return
             if self._closing.wait(POLL_SECONDS):
                 return
-
-    def _meet(self, store: Store) -> None:
-        """Sees who has come, as long as not all have: who asks rank 0 later finds its store gone with it."""
-        missing = set(range(self._world_size)) - self._came if self._rank == 0 else set()
-        self._came |= {rank for rank in missing if store.check(self._key("who", rank))}
-        self._all_met = torch.distributed.is_initialized()
 
     def _end_process(self) -> None:
         """Connections that break end the main thread by themselves; where none does, it waits in a collective."""
@@ -303,11 +303,11 @@ class RankWatch:
             if self._has_concluded:
                 return True
             try:
-                if not store.add(self._key("told"), 0):
+                if not store.add("told", 0):
                     lost, left = self._call_roll(store, is_stopping)
                     if not lost and not left:
                         return False
-                    tells, message = store.add(self._key("told"), 1) == 1, self._describe(store, lost, left)
+                    tells, message = store.add("told", 1) == 1, self._describe(store, lost, left)
                     if tells:
                         self._tell(message)
             except RuntimeError:
@@ -316,54 +316,77 @@ class RankWatch:
             self._has_concluded = True
             return True
 
-    def _tell_of_late_ranks(self, store: Store) -> None:
-        """The error itself then says where this one waited."""
-        with contextlib.suppress(RuntimeError):
-            if store.add(self._key("told of late ranks"), 1) == 1:
-                self._tell(
-                    f"all {self._world_size} ranks are alive, but not all came to the same point within "
-                    f"{self._timeout_seconds:g} s. Where one may take longer, as for a checkpoint on a slow disk, "
-                    "raise --distributed_timeout_seconds."
-                )
-
-    def _without_store(self) -> str:
-        """What to say where nobody can be asked any more."""
-        never_came = sorted(set(range(self._world_size)) - self._came)
-        if self._rank == 0 and never_came:
-            return (
-                f"rank {', '.join(map(str, never_came[:8]))} (never came) is lost: not started, killed, or its host is "
-                f"gone. {self._remedy()}"
-            )
-        return (
-            f"rank 0 is lost: the launcher of its host, {self._address}, through which all "
-            f"processes met, no longer answers. {self._remedy()}"
-        )
-
     def _call_roll(self, store: Store, is_stopping: bool) -> tuple[list[int], list[int]]:
         """The ranks that do not answer, and those that have left of themselves.
 
         Of a run that is stopping those count as there that were asked to stop, whether or not they have left.
         """
-        call = store.add(self._key("call"), 1)
-        missing, left = set(range(self._world_size)) - {self._rank}, set()
+        call = store.add("call", 1)
+        missing, left = set(self._ranks) - {self._rank}, set()
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing and time.monotonic() < deadline:
             if is_stopping:
-                missing -= {rank for rank in missing if store.check(self._key("asked to stop", rank))}
-            left |= {rank for rank in missing if store.value(self._key("beat", rank)) == LEFT}
+                missing -= {rank for rank in missing if store.check(f"asked to stop/{rank}")}
+            left |= {rank for rank in missing if store.value(f"beat/{rank}") == LEFT}
             missing -= left
-            missing -= {rank for rank in missing if int(store.value(self._key("here", rank)) or 0) >= call}
+            missing -= {rank for rank in missing if int(store.value(f"here/{rank}") or 0) >= call}
             time.sleep(POLL_SECONDS / 10)
         return sorted(missing), sorted(left)
 
+    # What to tell
+
     def _describe(self, store: Store, lost: list[int], left: list[int]) -> str:
         if not lost:
-            ranks = ", ".join(map(str, left))
-            return f"rank {ranks} ended before the others; its own message says why."
-        hosts = {rank: store.value(self._key("who", rank)) for rank in lost[:8]}
+            return f"rank {', '.join(map(str, left))} ended before the others; its own message says why."
+        hosts = {rank: store.value(f"who/{rank}") for rank in lost[:8]}
         who = [f"{rank} ({f'host {host}' if host else 'never came'})" for rank, host in hosts.items()]
         more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         return (
             f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. The other "
-            f"{self._world_size - len(lost)} of {self._world_size} ended for it. {self._remedy()}"
+            f"{len(self._ranks) - len(lost)} of {len(self._ranks)} ended for it. {self._remedy()}"
         )
+
+    def _without_store(self) -> str:
+        """Where nobody can be asked any more."""
+        never_came = sorted(set(self._ranks) - self._came)
+        if self._rank == 0 and never_came:
+            ranks = ", ".join(map(str, never_came[:8]))
+            lost = f"rank {ranks} (never came) is lost: not started, killed, or its host is gone"
+        else:
+            host = f"the launcher of its host, {self._address}, through which all processes met"
+            lost = f"rank 0 is lost: {host}, no longer answers"
+        return f"{lost}. {self._remedy()}"
+
+    def _tell_of_late_ranks(self, store: Store) -> None:
+        """The error itself then says where this one waited."""
+        with suppress(RuntimeError):
+            if store.add("told of late ranks", 1) == 1:
+                self._tell(
+                    f"all {len(self._ranks)} ranks are alive, but not all came to the same point within "
+                    f"{self._timeout_seconds:g} s. Where one may take longer, as for a checkpoint on a slow disk, "
+                    "raise --distributed_timeout_seconds."
+                )
+
+
+def follow_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Has the kernel send this process SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
+
+    An orphan would train on, unseen, and hold its GPUs. Only on Linux, and only for a process that a launcher started:
+    one that was started from a shell, perhaps with nohup, is meant to outlive it.
+    """
+    if sys.platform != "linux" or not any(name in environment for name in LAUNCHERS):
+        return
+    parent = os.getppid()
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    # The kernel says nothing of a launcher that died before that call: this process has been handed to init then.
+    if os.getppid() != parent or (parent == 1 and not _first_process_is_python()):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _first_process_is_python() -> bool:
+    """Whether process 1 may itself be the launcher, as in a container that runs nothing else."""
+    try:
+        return b"python" in Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
+    except OSError:
+        return True

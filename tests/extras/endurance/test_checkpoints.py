@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from train import checkpoint
-from train.extras.endurance import background
-from train.extras.endurance.background import NO_ROOM, Saving
+from train.extras.endurance import checkpoints
+from train.extras.endurance.checkpoints import NO_ROOM, Saving
 from train.records import Progress, Run, UserError
 from train.state import TrainingState
 
@@ -93,7 +93,7 @@ def test_last_checkpoint_is_there_when_saving_returns(run: Run, outputs: Notes, 
 def test_without_room_for_a_copy_training_waits_and_says_so_once(
     run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "free_host_bytes", lambda: 10)
+    monkeypatch.setattr(checkpoints, "free_host_bytes", lambda: 10)
     saving = Saving(in_background=True)
     for step in (1, 2):
         saving.save(run, state, Progress(step=step), wait=False)

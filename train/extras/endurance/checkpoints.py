@@ -1,0 +1,202 @@
+"""Checkpoints written in the background, complete or absent like any other; and going back to one after divergence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from train import checkpoint
+from train.extras.host_memory import free_host_bytes
+from train.records import DivergenceError, Progress, Run, UserError, exchange
+from train.state import Part, TrainingState
+
+SHARE_FOR_A_COPY = 0.5
+"""Of the host memory that is free, at most this much goes to the copy of a state."""
+NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
+
+
+class Saving:
+    """Writes a run's checkpoints; all methods but :meth:`wait` are called by all ranks together.
+
+    In the background each rank copies what it holds, and a thread of its own writes the copy. Rank 0's thread waits
+    for all others, and completes the checkpoint.
+
+    Args:
+        in_background: False: wait for the disk, and copy nothing.
+        gather: hands rank 0 a text of every rank, under a name that is used once, for a thread that may wait for them.
+    """
+
+    def __init__(self, in_background: bool, gather: Callable[[str, str], list[str]] = lambda _, text: [text]) -> None:
+        self._in_background, self._gather = in_background, gather
+        self._thread: threading.Thread | None = None
+        self._own_part_is_done = threading.Event()
+        self._error: Exception | None = None
+        self._last_failed = False
+        self.checkpoints_in_background = 0
+        self.stalls_seconds: list[float] = []
+        """How long training stood still for each checkpoint on the way."""
+
+    def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
+        """Writes a checkpoint, in the background if nobody has to ``wait`` and the host's memory has room for a copy.
+
+        One that fails in the background is noted when the next one is due; two in a row end the run.
+
+        Raises:
+            UserError: it cannot be written and nobody would try again, or the one before it could not be written.
+        """
+        started = time.perf_counter()
+        self.finish(run)
+        if wait or not self._in_background or not self._begin(run, state, progress):
+            checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator)
+            self._last_failed = False
+            run.outputs.rotate(run, progress)
+        if not wait:
+            self.stalls_seconds.append(time.perf_counter() - started)
+
+    def finish(self, run: Run) -> None:
+        """Waits for the checkpoint that is being written, and removes old ones once it is in place."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
+            checkpoint.together(run.accelerator, self._own_part_is_done.wait)
+            thread.join()
+            checkpoint.together(run.accelerator, self._raise_error)
+        except OSError as error:
+            if run.accelerator.process_index == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            self._forgive(run, error)
+        else:
+            self._last_failed = False
+            run.outputs.rotate(run, self._progress)
+
+    def wait(self, seconds: float) -> None:
+        """Gives this rank's thread time to end, without asking other ranks."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
+        """Whether every rank has room for a copy of its part; then it is on its way, or that has failed."""
+        accelerator, rank = run.accelerator, run.accelerator.process_index
+        parts = state.parts(rank)
+        size_bytes = sum(part.tensor.nbytes for named in parts.values() for part in named.values())
+        if not all(exchange(size_bytes < SHARE_FOR_A_COPY * free_host_bytes(), accelerator.num_processes)):
+            if NO_ROOM not in run.outputs.notes:
+                run.outputs.note(NO_ROOM)
+            return False
+        self.checkpoints_in_background += 1
+        self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
+        self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
+        try:
+            checkpoint.together(accelerator, lambda: checkpoint.make_empty(self._partial), rank == 0)
+        except OSError as error:
+            self._forgive(run, error)
+            return True
+        self._own_part_is_done.clear()
+        self._error, work = None, (copied(parts), checkpoint.values_of(state, progress), rank)
+        # A daemon: a process that has to end does not wait for a disk.
+        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+        self._thread.start()
+        return True
+
+    def _write(self, parts: dict[str, dict[str, Part]], values: Mapping[str, object], rank: int) -> None:
+        """The thread. A rank leaves word in the folder of what it wrote."""
+        try:
+            written = checkpoint.write_parts(self._partial, parts, rank)
+            self._word(rank).write_text(json.dumps(written), encoding="utf-8")
+        except Exception as error:  # the run has to hear of it in any case
+            self._error = error
+        parts.clear()
+        self._own_part_is_done.set()
+        try:
+            failed = self._gather(f"checkpoint {self.checkpoints_in_background}", "failed" if self._error else "")
+            if rank == 0 and not any(failed):
+                words = [self._word(other) for other in range(len(failed))]
+                written = [json.loads(word.read_text(encoding="utf-8")) for word in words]
+                for word in words:
+                    word.unlink()
+                checkpoint.complete(self._partial, self._final, values, written)
+        except Exception as error:
+            self._error = self._error or error
+
+    def _word(self, rank: int) -> Path:
+        return self._partial / f"rank-{rank:05d}.json"
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _forgive(self, run: Run, error: OSError) -> None:
+        refusal = checkpoint.refusal(self._final, error)
+        if self._last_failed:
+            raise refusal from None
+        self._last_failed = True
+        run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
+
+
+def copied(parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]]:
+    """``parts`` with tensors in host memory that nobody else has, so that training may continue."""
+    copies = {
+        section: {name: replace(part, tensor=_host_copy(part.tensor)) for name, part in named.items()}
+        for section, named in parts.items()
+    }
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor, non_blocking=True)
+
+
+def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
+    """Restores the newest intact checkpoint from before training diverged, and removes later ones.
+
+    As the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1): weights, optimizer and schedule go back;
+    the order of the data continues behind the last step that was made. Called by all ranks together; returns where to
+    continue.
+
+    Raises:
+        DivergenceError: there is no checkpoint from before.
+        UserError: there are some, but none is intact; or a later one cannot be removed.
+    """
+    outputs, lost = run.outputs, error.progress
+
+    def choose() -> Path | None:
+        found, problems = checkpoint.newest_good(outputs.checkpoints, error.sound_step)
+        outputs.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
+        try:
+            if found is not None:
+                for later in reversed(checkpoint.later_than(outputs.checkpoints, checkpoint.step_of(found))):
+                    checkpoint.remove(later)
+        except OSError as problem:
+            raise UserError(f"a checkpoint in {outputs.checkpoints} cannot be removed: {problem.strerror}.") from None
+        return found
+
+    found = outputs.from_main(choose)
+    if found is None:
+        raise DivergenceError(f"{error} There is no checkpoint from before it.", lost, error.sound_step)
+    restored = checkpoint.restore(found, state, run.config.output.allow_changes_on_resume)
+    outputs.keep_log(restored)
+    restored = outputs.with_its_best(restored, restored.best_of)
+    values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "reason": str(error)}
+    outputs.record(run, "rollback", restored.step, values)
+    outputs.note(f"{error} Went back to the checkpoint of step {restored.step}, and past the data since.")
+    return replace(
+        restored,
+        epoch=lost.epoch,
+        step_in_epoch=lost.step_in_epoch,
+        nonfinite_steps=lost.nonfinite_steps,
+        rollbacks=lost.rollbacks + 1,
+        training_seconds=lost.training_seconds,
+    )
