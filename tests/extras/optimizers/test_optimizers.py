@@ -24,7 +24,7 @@ from train import checkpoint, extras, optim
 from train.config import Config, fields, from_values
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.optimizers import Room
-from train.extras.optimizers.bf16 import ADDED, Bf16AdamW, random_halves, round_at_random_
+from train.extras.optimizers.few_bits import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.extras.optimizers.in_backward import InBackward
 from train.extras.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
 from train.launch import Launch, check_launch
@@ -379,11 +379,11 @@ def test_small_updates_are_lost_by_rounding_to_the_nearest_alone() -> None:
 @pytest.mark.parametrize("update", ["stochastic", "kahan"])
 def test_updates_do_not_depend_on_how_a_parameter_is_cut(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kahan's sum is the same in any pieces; random numbers are those of each piece, so only their mean is."""
-    from train.extras.optimizers import bf16
+    from train.extras.optimizers import few_bits
 
     found = []
     for size in (2**18, 128):
-        monkeypatch.setattr(bf16, "CHUNK_ELEMENTS_ON_CPU", size)
+        monkeypatch.setattr(few_bits, "CHUNK_ELEMENTS_ON_CPU", size)
         found.append(small_updates(update, 50))
     if update == "kahan":
         assert torch.equal(*found)
@@ -553,14 +553,17 @@ IN_BACKWARD_FLAGS = ("--optimizer_in_backward", True, "--max_grad_norm", None)
     [
         (
             ("--optimizer_offload", True, "--optimizer", "sgd"),
-            "works with optimizer: adamw, not with sgd",
+            "optimizer_offload cannot be combined with optimizer: sgd: use adamw",
         ),
         (("--optimizer_offload", True, "--dtype", "float16"), "dtype: float16: use bfloat16"),
-        (("--bf16_update", "kahan"), "kahan is for weights of dtype: bfloat16, these are float32"),
-        (("--bf16_update", "kahan", "--dtype", "bfloat16", "--optimizer", "sgd"), "works with optimizer: adamw"),
+        (
+            ("--bf16_update", "kahan"),
+            "kahan cannot be combined with dtype: float32: use bfloat16, or nearest",
+        ),
+        (("--bf16_update", "kahan", "--dtype", "bfloat16", "--optimizer", "sgd"), "kahan .* optimizer: sgd: use adamw"),
         (
             ("--bf16_update", "stochastic", "--dtype", "bfloat16", "--optimizer_offload", True),
-            "stochastic with optimizer_offload: the host updates fp32 originals already",
+            "stochastic cannot be combined with optimizer_offload: the host updates fp32 originals already",
         ),
         (
             ("--optimizer_in_backward", True, "--global_batch_size", 2),

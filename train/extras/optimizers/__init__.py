@@ -41,56 +41,49 @@ class Room(Extra):
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         own, optim, dtype = config.of(Options), config.optimization, config.architecture.dtype
-        if own.optimizer_offload and dtype == "float16":
-            raise UsageError(
-                "optimizer_offload with dtype: float16: use bfloat16, or float32 with mixed_precision: fp16."
-            )
-        asked = f"bf16_update: {own.bf16_update}"
-        for option_, is_set in (("optimizer_offload", own.optimizer_offload), (asked, own.bf16_update != "nearest")):
-            if is_set and optim.optimizer != "adamw":
-                raise UsageError(f"{option_} works with optimizer: adamw, not with {optim.optimizer}: leave one out.")
-        if own.bf16_update != "nearest" and dtype != "bfloat16":
-            raise UsageError(f"{asked} is for weights of dtype: bfloat16, these are {dtype}: use nearest.")
-        if own.bf16_update != "nearest" and own.optimizer_offload:
-            raise UsageError(f"{asked} with optimizer_offload: the host updates fp32 originals already: use nearest.")
         if optim.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise UsageError(
                 "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
             )
-        cls.check_launch(config, launch)
-        if own.optimizer_in_backward:
-            _check_in_backward(config, launch)
-
-    @classmethod
-    def check_launch(cls, config: Config, launch: Launch) -> None:
-        """Raises UsageError where the optimizer needs more of the weights than a process holds."""
-        own, optim = config.of(Options), config.optimization
-        remedies = {
-            "fsdp2": "fsdp2_offload.yaml keeps the state of sharded weights in host memory",
-            "deepspeed": "deepspeed_zero3_offload.yaml keeps the state of sharded weights in host memory",
-            "ddp": "Use ddp.yaml or one process",
-        }
-        how = f"the engine {launch.engine}" if launch.engine != "ddp" else f"tensor parallel {launch.tp_size}"
-        remedy = f"it needs whole weights on every process. {remedies[launch.engine]}; or use optimizer: adamw alone"
+        rounding, rounds = f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest"
+        not_adamw = (f"optimizer: {optim.optimizer}", optim.optimizer != "adamw", "use adamw, or leave it out")
+        if own.optimizer_offload:
+            half = "use bfloat16, or float32 with mixed_precision: fp16"
+            refuse("optimizer_offload", not_adamw, ("dtype: float16", dtype == "float16", half))
+        if rounds:
+            offload = (
+                "optimizer_offload",
+                own.optimizer_offload,
+                "the host updates fp32 originals already: use nearest",
+            )
+            refuse(rounding, not_adamw, (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"), offload)
         if not launch.has_whole_weights:
+            how, remedy = f"the engine {launch.engine}", "keeps the state of sharded weights in host memory"
+            if launch.engine == "ddp":
+                how, remedy = f"tensor parallel {launch.tp_size}", "Use ddp.yaml or one process"
+            else:
+                remedy = f"{'fsdp2' if launch.engine == 'fsdp2' else 'deepspeed_zero3'}_offload.yaml {remedy}"
+            remedy = f"it needs whole weights on every process. {remedy}; or use optimizer: adamw alone"
             refuse(
                 f"{how} in the launch file",
                 ("optimizer: adamw_8bit", optim.optimizer == "adamw_8bit", remedy),
                 ("optimizer_offload: true", own.optimizer_offload, remedy),
                 ("optimizer_in_backward: true", own.optimizer_in_backward, remedy),
-                (f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest", remedy),
+                (rounding, rounds, remedy),
             )
+        if own.optimizer_in_backward:
+            _check_in_backward(config, launch)
 
     def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
         from train.optim import adam_settings
 
         own, settings = config.of(Options), adam_settings(config.optimization)
         if config.optimization.optimizer == "adamw_8bit":
-            from train.extras.optimizers.eight_bit import eight_bit_adamw
+            from train.extras.optimizers.few_bits import eight_bit_adamw
 
             return eight_bit_adamw(groups, **settings)
         if own.bf16_update != "nearest":
-            from train.extras.optimizers.bf16 import Bf16AdamW
+            from train.extras.optimizers.few_bits import Bf16AdamW
 
             return Bf16AdamW(groups, own.bf16_update, config.optimization.seed, **settings)
         if own.optimizer_offload and device.type != "cpu":
@@ -111,45 +104,24 @@ class Room(Extra):
 
 
 def _check_in_backward(config: Config, launch: Launch) -> None:
-    optim, size = config.optimization, config.optimization.micro_batch_size
-    one_pass = "gradients cannot be accumulated"
+    optim, on_oom, tokens = config.optimization, config.get("on_oom"), config.get("max_tokens_per_micro_batch")
+    size, batch_size, steps = optim.micro_batch_size, optim.global_batch_size, optim.gradient_accumulation_steps
+    sizes, norm = f"micro_batch_size: {size} with global_batch_size: {batch_size}", optim.max_grad_norm
+    is_fp16, ranks = (optim.mixed_precision or launch.precision) == "fp16", launch.world_size
+    one_pass, one = "gradients cannot be accumulated", "gradient_accumulation_steps: 1 instead"
+    several = f"a step may have several micro-batches, and {one_pass}. Give micro_batch_size and {one}"
+    late = (
+        "the norm of all gradients is known only after the updates. Give max_grad_norm: null (None on the command line)"
+    )
+    repeated = "a step whose weights are partly updated cannot be repeated. Give on_oom: stop, or leave it at auto"
+    summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
     refuse(
         "optimizer_in_backward",
-        (
-            f"gradient_accumulation_steps: {optim.gradient_accumulation_steps}",
-            (optim.gradient_accumulation_steps or 1) > 1,
-            f"{one_pass}: give 1",
-        ),
-        (
-            "max_tokens_per_micro_batch",
-            config.get("max_tokens_per_micro_batch") is not None,
-            f"a step may have several micro-batches, and {one_pass}. Give micro_batch_size and "
-            "gradient_accumulation_steps: 1 instead",
-        ),
-        (
-            f"micro_batch_size: {size} with global_batch_size: {optim.global_batch_size}",
-            optim.global_batch_size not in (None, size),
-            f"{one_pass}. Give the same size, or gradient_accumulation_steps: 1 instead of the global one",
-        ),
-        (
-            f"max_grad_norm: {optim.max_grad_norm}",
-            optim.max_grad_norm is not None,
-            "the norm of all gradients is known only after the updates. Give max_grad_norm: null (None on the command "
-            "line); max_grad_value may be set",
-        ),
-        (
-            "mixed_precision: fp16",
-            (optim.mixed_precision or launch.precision) == "fp16",
-            "its loss scale needs all gradients: use bf16",
-        ),
-        (
-            f"on_oom: {config.get('on_oom')}",
-            config.get("on_oom") in ("split", "adapt"),
-            "a step whose weights are partly updated cannot be repeated. Give on_oom: stop, or leave it at auto",
-        ),
-        (
-            f"{launch.world_size} processes",
-            launch.world_size > 1,
-            "gradients of several ranks are summed only after backward. Use one process, or leave it out",
-        ),
+        (f"gradient_accumulation_steps: {steps}", (steps or 1) > 1, f"{one_pass}: give 1"),
+        ("max_tokens_per_micro_batch", tokens is not None, several),
+        (sizes, batch_size not in (None, size), f"{one_pass}. Give the same size, or {one} of the global one"),
+        (f"max_grad_norm: {norm}", norm is not None, f"{late}; max_grad_value may be set"),
+        ("mixed_precision: fp16", is_fp16, "its loss scale needs all gradients: use bf16"),
+        (f"on_oom: {on_oom}", on_oom in ("split", "adapt"), repeated),
+        (f"{ranks} processes", ranks > 1, summed),
     )

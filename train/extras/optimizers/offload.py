@@ -7,8 +7,7 @@ parameter is updated, the gradient of the next is on its way (arXiv 2101.06840 d
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,45 +17,32 @@ MASTER = "master_weight"
 """Name of a weight's fp32 original in the state of a parameter of half precision."""
 
 
-class Link(Protocol):
-    """Carries gradients to the host and weights back, through two slots."""
-
-    def fetch(self, slot: int, gradient: Tensor) -> None:
-        """Starts copying ``gradient`` to the host."""
-        ...
-
-    def arrived(self, slot: int) -> Tensor:
-        """The gradient on the host, once it is there; valid until the slot's next use."""
-        ...
-
-    def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
-        """Starts copying ``weight`` from the host into ``parameter``, rounded to its type."""
-        ...
-
-    def finish(self) -> None:
-        """Everything the device does from now on uses the weights that were sent."""
-        ...
-
-
 class DirectLink:
-    """Copies at once: for a device that is the host itself, and for tensors without data."""
+    """Carries gradients to the host and weights back, through two slots; this one copies at once.
+
+    For a device that is the host itself, and for tensors without data.
+    """
 
     def __init__(self) -> None:
         self._gradients: dict[int, Tensor] = {}
 
     def fetch(self, slot: int, gradient: Tensor) -> None:
+        """Starts copying ``gradient`` to the host."""
         self._gradients[slot] = gradient.to("cpu", copy=True)
 
     def arrived(self, slot: int) -> Tensor:
+        """The gradient on the host, once it is there; valid until the slot's next use."""
         return self._gradients.pop(slot)
 
     def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
+        """Starts copying ``weight`` from the host into ``parameter``, rounded to its type."""
         parameter.copy_(weight)
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Everything the device does from now on uses the weights that were sent."""
 
 
-class CudaLink:
+class CudaLink(DirectLink):
     """Copies on a stream of its own, through page-locked memory.
 
     All copies of a slot are on that one stream, so a gradient enters it only after the weights before have left; and
@@ -71,8 +57,11 @@ class CudaLink:
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         self._slots: dict[int, tuple[Tensor, Any]] = {}
 
+    def _buffer(self, slot: int, like: Tensor) -> Tensor:
+        return self._buffers[slot][: like.nbytes].view(like.dtype).view(like.shape)
+
     def fetch(self, slot: int, gradient: Tensor) -> None:
-        buffer = self._buffers[slot][: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+        buffer = self._buffer(slot, gradient)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             buffer.copy_(gradient, non_blocking=True)
@@ -84,18 +73,12 @@ class CudaLink:
         return buffer
 
     def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
-        buffer = self._buffers[slot][: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        buffer.copy_(weight)
+        buffer = self._buffer(slot, parameter).copy_(weight)
         with torch.cuda.stream(self._stream):
             parameter.copy_(buffer, non_blocking=True)
 
     def finish(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-def make_link(device: torch.device, num_bytes: int) -> Link:
-    """The link between the host and ``device``."""
-    return CudaLink(device, num_bytes) if device.type == "cuda" else DirectLink()
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -112,31 +95,26 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._weights: dict[Tensor, Tensor] = {}
         """fp32 weights as they are on the device; only a copy, so no part of the state."""
         self._largest_bytes = max(p.nbytes for group in self.param_groups for p in group["params"])
-        self._link: Link | None = None
+        self._link: DirectLink | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not work:
-            return loss
+            return
         if self._link is None:
-            self._link = make_link(work[0][1].device, self._largest_bytes)
-        link = self._link
-        link.fetch(0, work[0][1].grad)
+            device = work[0][1].device
+            self._link = CudaLink(device, self._largest_bytes) if device.type == "cuda" else DirectLink()
+        self._link.fetch(0, work[0][1].grad)
         for number, (group, parameter) in enumerate(work):
             slot = number % 2
             if number + 1 < len(work):
-                link.fetch(1 - slot, work[number + 1][1].grad)
+                self._link.fetch(1 - slot, work[number + 1][1].grad)
             weight = self._weight_of(parameter)
-            self._update(group, self.state[parameter], weight, link.arrived(slot))
-            link.send(slot, weight, parameter)
-        link.finish()
-        return loss
+            self._update(group, self.state[parameter], weight, self._link.arrived(slot))
+            self._link.send(slot, weight, parameter)
+        self._link.finish()
 
     def _weight_of(self, parameter: nn.Parameter) -> Tensor:
         """The weight on the host, in at least fp32; makes the state where there is none."""
@@ -157,22 +135,10 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, gradient: Tensor) -> None:
         beta1, beta2 = group["betas"]
-        adamw(
-            [weight],
-            [gradient.to(weight.dtype)],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        gradients, means, squares = [gradient.to(weight.dtype)], [state["exp_avg"]], [state["exp_avg_sq"]]
+        steps = [state["step"]]
+        adamw([weight], gradients, means, squares, [], steps, fused=True, beta1=beta1, beta2=beta2, **settings)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts the state on the host, in fp32; torch's own would put it on the parameters' device, in their type."""

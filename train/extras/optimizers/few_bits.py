@@ -1,4 +1,4 @@
-"""AdamW for bf16 weights that does not lose small updates.
+"""AdamW in few bits: moments of 8, and weights of bf16 that do not lose small updates.
 
 A bf16 number has 8 significant bits: an update of less than half of a 256th of a weight leaves it as it is, however
 often it is repeated. Two remedies (arXiv 2010.06192): round up or down at random, so that the expectation is right; or
@@ -8,7 +8,7 @@ keep what rounding added in a second number for each weight, and subtract it the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,12 @@ class Bf16AdamW(torch.optim.AdamW):
         self._numbers = {p: n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_of(parameter, group)
-        return loss
 
     def _step_of(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, names = self.state[parameter], ["exp_avg", "exp_avg_sq"]
@@ -123,3 +118,26 @@ def random_halves(count: int, key: tuple[int, ...], device: torch.device) -> Ten
 
 def _signed(number: int) -> int:
     return number - 2**32 if number >= 2**31 else number
+
+
+def eight_bit_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW, whose moments take a byte each, block by block of 256 (arXiv 2110.02861).
+
+    Parameters of fewer than 4,096 elements keep fp32 moments, as it chooses.
+    """
+    from bitsandbytes.optim import AdamW8bit
+
+    class EightBitAdamW(AdamW8bit):
+        """Keeps the two tables of 256 values, which all parameters share, out of every parameter's state."""
+
+        def update_step(self, group: Any, p: Any, gindex: int, pindex: int) -> None:
+            state = self.state[p]
+            if state["state1"].dtype == torch.uint8:
+                tables = {name: self.name2qmap[name].to(p.device) for name in ("dynamic", "udynamic")}
+                self.name2qmap.update(tables)
+                state.update(qmap1=tables["dynamic"], qmap2=tables["udynamic"])
+            super().update_step(group, p, gindex, pindex)
+            for name in ("qmap1", "qmap2"):
+                state.pop(name, None)
+
+    return EightBitAdamW(groups, **settings)
