@@ -51,18 +51,18 @@ class Room(Extra):
             half = "use bfloat16, or float32 with mixed_precision: fp16"
             refuse("optimizer_offload", not_adamw, ("dtype: float16", dtype == "float16", half))
         if rounds:
-            offload = (
-                "optimizer_offload",
-                own.optimizer_offload,
-                "the host updates fp32 originals already: use nearest",
+            has_originals = "the host updates fp32 originals already: use nearest"
+            refuse(
+                rounding,
+                not_adamw,
+                (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"),
+                ("optimizer_offload", own.optimizer_offload, has_originals),
             )
-            refuse(rounding, not_adamw, (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"), offload)
         if not launch.has_whole_weights:
-            how, remedy = f"the engine {launch.engine}", "keeps the state of sharded weights in host memory"
-            if launch.engine == "ddp":
-                how, remedy = f"tensor parallel {launch.tp_size}", "Use ddp.yaml or one process"
-            else:
-                remedy = f"{'fsdp2' if launch.engine == 'fsdp2' else 'deepspeed_zero3'}_offload.yaml {remedy}"
+            how, remedy = f"tensor parallel {launch.tp_size}", "Use ddp.yaml or one process"
+            if launch.engine != "ddp":
+                file = "fsdp2_offload.yaml" if launch.engine == "fsdp2" else "deepspeed_zero3_offload.yaml"
+                how, remedy = f"the engine {launch.engine}", f"{file} keeps the state of sharded weights in host memory"
             remedy = f"it needs whole weights on every process. {remedy}; or use optimizer: adamw alone"
             refuse(
                 f"{how} in the launch file",

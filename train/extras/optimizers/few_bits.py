@@ -25,14 +25,9 @@ ADDED = "added_by_rounding"
 class Bf16AdamW(torch.optim.AdamW):
     """AdamW that computes in fp32 and stores in bf16; for parameters of other types, AdamW.
 
-    Random numbers are a function of (seed, step, parameter, element): equal on every rank and after resuming.
-
-    Args:
-        groups: parameters and their weight decay.
-        update: ``stochastic`` rounds weights and moments at random; ``kahan`` rounds them to the nearest and keeps
-            what that added.
-        seed: of the run.
-        settings: ``lr``, ``betas``, ``eps``.
+    With ``update`` ``stochastic`` it rounds weights and moments at random, by numbers that are a function of (seed,
+    step, parameter, element): equal on every rank and after resuming. ``kahan`` rounds to the nearest and keeps what
+    that added.
     """
 
     def __init__(self, groups: list[dict[str, Any]], update: str, seed: int, **settings: Any) -> None:
