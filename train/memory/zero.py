@@ -33,6 +33,6 @@ def gradient_bytes(num_parameters: int, world_size: int) -> int:
 
 def bucket_bytes(num_parameters: int) -> int:
     """The buffer of gradients that are summed over the ranks at once, in fp32; held all the time, to be safe."""
-    from train.extras.parallelism.deepspeed_settings import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
+    from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
 
     return 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_parameters)

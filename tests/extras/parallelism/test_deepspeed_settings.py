@@ -14,8 +14,7 @@ import torch
 
 from train.config import Architecture, Config, Data, Optimization
 from train.extras.parallelism import Room
-from train.extras.parallelism.deepspeed_engine import DeepSpeed, deepspeed_plugin
-from train.extras.parallelism.deepspeed_settings import engine_settings
+from train.extras.parallelism.deepspeed_engine import DeepSpeed, deepspeed_plugin, engine_settings
 from train.extras.parallelism.ulysses import Ulysses, part_of_sequences
 from train.launch import Launch
 from train.records import IGNORE, MicroBatch, UsageError, UserError
