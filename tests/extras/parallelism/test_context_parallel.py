@@ -17,7 +17,7 @@ from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values
 from train.extras.parallelism import Room
-from train.extras.parallelism.context import check_model, part_of, positions_of
+from train.extras.parallelism.sequences import check_model, part_of, positions_of
 from train.launch import read_launch
 from train.records import EXIT_DONE, IGNORE, MicroBatch, UsageError, UserError
 

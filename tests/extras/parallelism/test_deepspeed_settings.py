@@ -15,7 +15,7 @@ import torch
 from train.config import Architecture, Config, Data, Optimization
 from train.extras.parallelism import Room
 from train.extras.parallelism.deepspeed_engine import DeepSpeed, deepspeed_plugin, engine_settings
-from train.extras.parallelism.ulysses import Ulysses, part_of_sequences
+from train.extras.parallelism.sequences import Ulysses, part_of_sequences
 from train.launch import Launch
 from train.records import IGNORE, MicroBatch, UsageError, UserError
 from train.step import Engine

@@ -47,7 +47,7 @@ class Room(Extra):
         if launch.engine != "deepspeed":
             return {}
         from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
-        from train.extras.parallelism.ulysses import sequence_parallelism
+        from train.extras.parallelism.sequences import sequence_parallelism
 
         options: dict[str, Any] = {"deepspeed_plugin": deepspeed_plugin(config, launch)}
         if launch.sp_size > 1:
@@ -106,10 +106,12 @@ class Room(Extra):
 
 def _kind(launch: Launch) -> tuple[Callable[[Run, ModelWithLoss], None], type[Engine]] | None:
     """What makes a model ready, and the engine, of the kind that ``launch`` asks for; Ulysses includes DeepSpeed."""
-    if launch.sp_size > 1:
-        from train.extras.parallelism.ulysses import Ulysses, set_attention
+    if launch.cp_size > 1 or launch.sp_size > 1:
+        from train.extras.parallelism.sequences import ContextParallel, Ulysses, check_model, set_attention
 
-        return set_attention, Ulysses
+        if launch.sp_size > 1:
+            return set_attention, Ulysses
+        return lambda run, model: check_model(model.model), ContextParallel
     if launch.engine == "deepspeed":
         from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
 
@@ -118,10 +120,6 @@ def _kind(launch: Launch) -> tuple[Callable[[Run, ModelWithLoss], None], type[En
         from train.extras.parallelism.tensor import TensorParallel, split_weights
 
         return split_weights, TensorParallel
-    if launch.cp_size > 1:
-        from train.extras.parallelism.context import ContextParallel, check_model
-
-        return lambda run, model: check_model(model.model), ContextParallel
     return None
 
 

@@ -218,7 +218,7 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
     if stage is not None and zero.setdefault("stage", int(stage)) != int(stage):
         raise UsageError(f"zero_stage: {stage} in {LAUNCH_FILE}, zero_optimization.stage: {zero['stage']} in {where}.")
     if zero.setdefault("stage", 2) not in (2, 3):
-        problems.append(f"zero_stage: {zero['stage']} in {where}: use 2 or 3, or accelerate_configs/ddp.yaml for no sharding")
+        problems.append(f"zero_stage: {zero['stage']} in {where}: use 2 or 3, or ddp.yaml for no sharding")
     for part in ("offload_optimizer", "offload_param"):
         device = environment.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_DEVICE")
         zero[part] = {"device": device or "none", **(zero.get(part) or {})}

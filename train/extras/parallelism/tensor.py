@@ -13,15 +13,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from train.extras.parallelism.vocabulary import VocabularyPart
 from train.loss import ModelWithLoss
-from train.records import Run, UserError
+from train.records import IGNORE, Run, UserError
 from train.step import Engine
 
 EMBEDDING = "embedding_rowwise"
@@ -34,6 +34,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     EMBEDDING: partial(RowwiseParallel, input_layouts=Replicate()),
 }
 """Names of transformers' plans, as styles of torch."""
+_REMEDY = "Use a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
+_UNEVEN = (
+    "which {} ranks cannot share evenly. Set parallelism_config_tp_size in the launch file to a number that divides it."
+)
 
 
 class TensorParallel(Engine):
@@ -59,14 +63,14 @@ def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
     assert run.accelerator.torch_device_mesh is not None
     model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
     ranks = mesh.size()
-    plan = plan_of(model, ranks)
-    tied = _tied(model)
+    plan, tied = plan_of(model, ranks), _tied(model)
     names = {module: name for name, module in model.named_modules()}
     embeddings, head = (getattr(model, f"get_{side}_embeddings")() for side in ("input", "output"))
     for name, style in plan.items():
         module = model.get_submodule(name)
-        if style == GRADIENT_SUM:
-            _sum_gradients(module, mesh)
+        if style == GRADIENT_SUM:  # every rank has the whole weight, but sees its own heads alone
+            for parameter in filter(lambda p: p.requires_grad, module.parameters()):
+                parameter.register_hook(partial(_summed, group=mesh.get_group()))
         elif module is head and with_loss.loss_in_head is not None:
             # Only the loss in chunks asks the other ranks for their part of the classes.
             assert getattr(with_loss.loss_in_head, "kind", None) == "chunked"
@@ -82,7 +86,7 @@ def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
         first = model.get_submodule(owners[0])
         for other in owners[1:]:
             model.get_submodule(other).weight = first.weight
-    _copy_the_rest(model, mesh)
+    _copy_the_rest(model, mesh, run.accelerator.device)
     with_loss.tp_size = ranks  # pyright: ignore[reportArgumentType] - accelerate asks for it
 
 
@@ -115,14 +119,8 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
         for field in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, field, None)
             if isinstance(heads, int) and heads % ranks:
-                raise UserError(
-                    f"tensor parallelism: {name} has {heads} {field}, which {ranks} ranks cannot share evenly. Set "
-                    "parallelism_config_tp_size in the launch file to a number that divides it."
-                )
+                raise UserError(f"tensor parallelism: {name} has {heads} {field}, {_UNEVEN.format(ranks)}")
     return plan
-
-
-_REMEDY = "Use a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
 
 
 def _plan_embeddings(model: nn.Module, plan: dict[str, str]) -> None:
@@ -153,22 +151,13 @@ def _check_module(model: str, name: str, module: nn.Module, style: str, ranks: i
     if style in (GRADIENT_SUM, EMBEDDING):
         return
     if not isinstance(module, nn.Linear):
+        kind = type(module).__name__
         raise UserError(
-            f"tensor parallelism: {model} has a {type(module).__name__} for {name}; only plain linear layers "
-            f"are divided. {_REMEDY}"
+            f"tensor parallelism: {model} has a {kind} for {name}; only plain linear layers are divided. {_REMEDY}"
         )
     width = module.in_features if style.startswith("rowwise") else module.out_features
     if width % ranks and style in ("colwise", "rowwise"):
-        raise UserError(
-            f"tensor parallelism: {name} of {model} is {width} wide, which {ranks} ranks cannot share evenly. Set "
-            "parallelism_config_tp_size in the launch file to a number that divides it."
-        )
-
-
-def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Sums the gradient of each backward: every rank has the whole weight, but sees its own heads alone."""
-    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
-        parameter.register_hook(partial(_summed, group=mesh.get_group()))
+        raise UserError(f"tensor parallelism: {name} of {model} is {width} wide, {_UNEVEN.format(ranks)}")
 
 
 def _summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -178,11 +167,8 @@ def _summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def _copy_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
+def _copy_the_rest(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Moves whole weights and buffers to the device, and gives every rank the weights of the first."""
-    device = torch.device(mesh.device_type)
-    if mesh.device_type != "cpu":
-        device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
     first = dist.get_global_rank(mesh.get_group(), 0)
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):
@@ -191,3 +177,69 @@ def _copy_the_rest(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
+
+
+class VocabularyPart:
+    """The classes whose logits this rank computes: one of as many parts as there are ranks in ``mesh``.
+
+    No rank sees the logits of another. What has to be known of all classes is one number or two for each position: the
+    largest logit, the sum of exponentials and the logit of the label (Megatron-LM, section 3).
+    """
+
+    def __init__(self, num_classes: int, mesh: DeviceMesh) -> None:
+        self._mesh, self.num_classes = mesh, num_classes
+        size = -(-num_classes // mesh.size())  # as DTensor cuts: the last part may be smaller
+        self._first = min(mesh.get_local_rank() * size, num_classes)
+        self._end = min(self._first + size, num_classes)
+
+    def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(N,) of ``labels``: the number within this part, 0 where it is not in it; and whether it is in it."""
+        held = (labels >= self._first) & (labels < self._end)
+        return (labels - self._first).masked_fill(~held, 0), held
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """``tensor``, now summed over the parts."""
+        dist.all_reduce(tensor, group=self._mesh.get_group())
+        return tensor
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(N,) −log p(label) from this part's logits (N, C), in fp32 or fp64; 0 where the label is IGNORE."""
+        logits, largest, total = self._normalized(logits)
+        classes, held = self.own(labels)
+        of_label = logits.gather(1, classes.unsqueeze(1)).squeeze(1) - largest
+        of_label = self.sum(of_label.masked_fill(~held, 0))
+        return (total.log() - of_label).masked_fill(labels == IGNORE, 0)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """(N, C) log p of this part's classes, in fp32 or fp64."""
+        logits, largest, total = self._normalized(logits)
+        return logits - (largest + total.log()).unsqueeze(1)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """(N,) the most probable class of all; of equal ones the first."""
+        best, index = _wide(logits).max(1)
+        candidate = torch.where(best == self._largest(best), index + self._first, self.num_classes)
+        dist.all_reduce(candidate, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
+        return candidate
+
+    def all_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., V) of all classes, on every rank, from ``hidden`` (..., H) and the whole, sharded ``weight``."""
+        whole = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
+        logits = F.linear(whole, weight, bias)
+        assert isinstance(logits, DTensor)
+        return logits.full_tensor()
+
+    def _normalized(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits in full precision, the largest of all parts (N,), and Σ exp(logit − largest) (N,)."""
+        logits = _wide(logits)
+        largest = self._largest(logits.amax(1))
+        return logits, largest, self.sum((logits - largest.unsqueeze(1)).exp_().sum(1))
+
+    def _largest(self, values: Tensor) -> Tensor:
+        largest = values.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
+        return largest
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,193 @@
+"""Sequences that are divided among ranks, by context parallelism or Ulysses. Each rank gets a part of every sequence.
+
+Context parallelism: keys and values go round (arXiv 2310.01889). Rank r of n holds the r-th and the r-th from last of
+2n equal pieces: early positions attend to few, late ones to many, so every rank has the same work. The loss of a rank
+is that of its positions; sums over ranks give the whole.
+
+Ulysses (arXiv 2309.14509): outside attention each rank holds a stretch of the tokens, inside it all tokens of a part of
+the heads; DeepSpeed exchanges the one for the other around the attention of a transformers model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
+from train.launch import Launch
+from train.loss import ModelWithLoss
+from train.records import IGNORE, MicroBatch, Run, UserError
+from train.step import Engine
+
+if TYPE_CHECKING:
+    from accelerate.utils import ParallelismConfig
+
+
+def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: int) -> MicroBatch:
+    """``batch`` (B, S), padded at the end to (num_rows, length), at ``positions`` (P,): it becomes (num_rows, P).
+
+    The model is told the positions, and gets no attention mask: under causal attention no token sees the padding.
+    """
+    rows, given = batch.labels.shape
+    padding = (0, length - given, 0, num_rows - rows)
+    labels = F.pad(batch.labels, padding, value=IGNORE)[:, positions]
+    ids = F.pad(batch.inputs["input_ids"], padding)[:, positions]
+    inputs = {"input_ids": ids, "position_ids": positions.unsqueeze(0)}
+    return replace(batch, inputs=inputs, labels=labels, num_targets=int((labels != IGNORE).sum()))
+
+
+class ContextParallel(Engine):
+    """The step of ranks that each hold a part of every sequence, in training and evaluation."""
+
+    @contextmanager
+    def share(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+        """This rank's part, with attention that reaches over the parts of all ranks."""
+        assert self.accelerator.torch_device_mesh is not None
+        mesh, device = self.accelerator.torch_device_mesh["cp"], self.accelerator.device
+        part = part_of(micro_batch, mesh.get_local_rank(), mesh.size())
+        length = part.labels.shape[1] * mesh.size()
+        if device.type == "cpu":
+            attention = attention_over_all(mesh, length)
+        else:
+            whole = torch.empty(1, length, dtype=torch.bool, device=device)  # read for its length alone
+            attention = self.accelerator.maybe_context_parallel([whole], [1], {whole})
+        with attention:
+            yield part
+
+
+def positions_of(length: int, rank: int, ranks: int) -> Tensor:
+    """(length ÷ ranks,) the positions that a rank holds; ``length`` is a multiple of 2 · ``ranks``."""
+    pieces = torch.arange(length).view(2 * ranks, -1)
+    return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+
+
+def part_of(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """A rank's positions of every example, after padding at the end to a multiple of 2 · ``ranks``."""
+    rows, length = batch.labels.shape
+    length += -length % (2 * ranks)
+    part = at_positions(batch, positions_of(length, rank, ranks), length, rows)
+    # With it the model makes no mask of its own; accelerate's hooks remove it before it is used. If they did not, the
+    # loss would be NaN.
+    part.inputs["attention_mask"] = torch.full((1, 1, 1, 1), torch.nan)
+    return part
+
+
+@contextmanager
+def attention_over_all(mesh: DeviceMesh, length: int) -> Iterator[None]:
+    """Causal attention over the sequences' parts on all ranks, which torch has for GPUs alone.
+
+    It holds a mask of (length ÷ ranks, length).
+    """
+    held = [positions_of(length, rank, mesh.size()) for rank in range(mesh.size())]
+    visible = held[mesh.get_local_rank()].unsqueeze(1) >= torch.cat(held)
+    plain = F.scaled_dot_product_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        assert options.pop("attn_mask", None) is None
+        assert options.pop("is_causal", False)
+        return plain(query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=visible, **options)
+
+    F.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
+
+
+def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(B, heads, S, D) of all ranks' parts; gradients are summed over the ranks."""
+    whole = DTensor.from_local(part, mesh, [Shard(2)], run_check=False)
+    return whole.full_tensor(grad_placements=[Partial()])
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises UserError, with the reason, unless the sequences of ``model`` can be divided by context parallelism."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "model_type", type(model).__name__)
+    obstacle = None if config is not None else "it is not a transformers model"
+    if config is not None:
+        config = config.get_text_config()
+        kinds, slides = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        other = set(kinds) - {"full_attention"} if kinds else {"sliding_window"} if slides else set()
+        layers = [module for key, module in model.named_modules() if key.endswith("self_attn")]
+        if other:
+            obstacle = f"its attention does not see all earlier positions ({', '.join(other)})"
+        elif len(layers) != config.num_hidden_layers or not all(getattr(layer, "is_causal", False) for layer in layers):
+            obstacle = "not every layer has a causal self_attn"
+        elif config._attn_implementation != "sdpa":
+            obstacle = f"its attn_implementation is {config._attn_implementation}, not sdpa"
+        elif getattr(config, "attention_dropout", 0.0):
+            obstacle = f"its attention_dropout is {config.attention_dropout}, not 0"
+    if obstacle:
+        raise UserError(
+            f"parallelism_config_cp_size in the launch file: {name} cannot divide its sequences among ranks: "
+            f"{obstacle}. Use a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml."
+        )
+
+
+class Ulysses(DeepSpeed):
+    """DeepSpeed on ranks that share sequences in training; in evaluation each of them takes whole ones."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Stage 3 divides the sum of gradients by all ranks; stage 2 counts ranks that share a sequence as one."""
+        is_stage_3 = self.engine.zero_optimization_stage() == 3
+        return self.accelerator.num_processes // (1 if is_stage_3 else self.copies)
+
+    def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
+        """This rank's stretch of every sequence; the whole batch in evaluation, where nothing is exchanged."""
+        if not self.engine.module.training:
+            return nullcontext(micro_batch)
+        rank, num_rows = self.accelerator.process_index % self.copies, self.engine.train_micro_batch_size_per_gpu()
+        return nullcontext(part_of_sequences(micro_batch, rank, self.copies, num_rows))
+
+
+def sequence_parallelism(launch: Launch) -> ParallelismConfig:
+    """What the Accelerator needs to set up Ulysses."""
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    return ParallelismConfig(
+        sp_size=launch.sp_size,
+        sp_backend="deepspeed",
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True),
+        dp_replicate_size=launch.dp_size,
+    )
+
+
+def set_attention(run: Run, model: ModelWithLoss) -> None:
+    """Has DeepSpeed exchange heads around the attention that the model was built with.
+
+    Raises:
+        AttributeError: it is not a model of transformers.
+    """
+    complete_settings(run, model)
+    network, sizes = cast("Any", model.model), cast("Any", run.accelerator.parallelism_config)
+    model.config = network.config  # where accelerate looks for it
+    sizes.sp_handler.sp_attn_implementation = network.config._attn_implementation
+
+
+def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:
+    """What rank ``rank`` of ``size`` that share ``batch`` computes: (B, S) becomes (num_rows, ⌈S / size⌉).
+
+    DeepSpeed's exchange has a fixed number of rows; missing ones are padding.
+
+    Raises:
+        UserError: the batch has inputs that cannot be divided, such as a mask.
+    """
+    if set(batch.inputs) != {"input_ids"} or batch.labels.ndim != 2:
+        raise UserError(
+            f"sequence parallelism divides input_ids alone, this task gives {', '.join(sorted(batch.inputs))}: use a "
+            "task that gives only input_ids, or a launch file without parallelism_config_sp_size."
+        )
+    share = -(-batch.labels.shape[1] // size)
+    part = at_positions(batch, torch.arange(rank * share, (rank + 1) * share), share * size, num_rows)
+    part.inputs["position_ids"] = part.inputs["position_ids"].repeat(num_rows, 1)
+    return part
