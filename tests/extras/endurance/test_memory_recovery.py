@@ -34,7 +34,7 @@ from train.extras.endurance.recovery import (
     is_out_of_memory,
     split,
 )
-from train.extras.endurance.rewind import reset_scaler
+from train.extras.endurance.retry import reset_scaler
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import IGNORE, MicroBatch, Run, StepOutcome

@@ -19,8 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.extras.endurance.agreement import Ranks, room_for
-from train.extras.endurance.rewind import Start, Writes, free_memory, persistent_buffers, reset_scaler
+from train.extras.endurance.retry import (
+    Ranks,
+    Start,
+    Writes,
+    free_memory,
+    persistent_buffers,
+    reset_scaler,
+    room_for,
+)
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome
 from train.step import Counts, Engine, count
 

@@ -27,16 +27,10 @@ class Room(Extra):
     """Divides the work of a step among ranks."""
 
     def __init__(self) -> None:
-        self._sp_size = 1
-        """Of a Ulysses model that is about to be prepared, else 1."""
+        self._sp_size = 1  # of a Ulysses model that is about to be prepared, else 1
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        """Stops where the parallelism of the launch file cannot do what the training configuration asks for.
-
-        Raises:
-            UsageError: with both names and values.
-        """
         if launch.tp_size > 1:
             _check_tensors(config, launch)
         if launch.cp_size > 1 or launch.sp_size > 1:
@@ -64,11 +58,7 @@ class Room(Extra):
         return {}
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
-        """Divides the weights of tensor parallelism; checks or completes what the other kinds need.
-
-        Raises:
-            UserError: the model cannot be divided so.
-        """
+        """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         if (kind := _kind(run.launch)) is not None:
             self._sp_size = run.launch.sp_size
             kind[0](run, model)
@@ -85,7 +75,6 @@ class Room(Extra):
         return DeepSpeedState(network, optimizer, identity)
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
-        """The engine of the kind that the launch file asks for."""
         self._sp_size, launch, kind = 1, run.launch, _kind(run.launch)
         if kind is None:
             return engine
@@ -124,13 +113,10 @@ def _kind(launch: Launch) -> tuple[Callable[[Run, ModelWithLoss], None], type[En
 
 
 def _check_tensors(config: Config, launch: Launch) -> None:
-    """Stops for what does not work with tensor parallelism."""
     optim, loss, size = config.optimization, config.get("loss"), launch.tp_size
     is_alone = launch.engine == "ddp" and launch.world_size == size
     is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
-    alone = (
-        f"set num_processes: {size} without fsdp_config or other sizes, as in accelerate_configs/tensor_parallel.yaml"
-    )
+    alone = f"set num_processes: {size} without fsdp_config or other sizes, as accelerate_configs/tensor_parallel.yaml"
     refuse(
         f"parallelism_config_tp_size: {size} in the launch file",
         ("sharding or data parallelism", not is_alone, alone),
@@ -143,7 +129,6 @@ def _check_tensors(config: Config, launch: Launch) -> None:
 
 
 def _check_sequences(config: Config, launch: Launch) -> None:
-    """Stops for what does not work where sequences are divided, by context parallelism or Ulysses."""
     from train.tasks import load_task, task_names
 
     is_ulysses, size = launch.sp_size > 1, max(launch.cp_size, launch.sp_size)

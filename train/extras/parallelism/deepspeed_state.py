@@ -8,6 +8,7 @@ stretches are others. Names and layout are those of DeepSpeed 0.19.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -23,17 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a parameter in one of this rank's buffers; its positions are those of the flattened parameter."""
+    """A part of a parameter in one of this rank's buffers."""
 
     name: str
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    start: int
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int  # in the parameter, flattened
     length: int
-    buffer: int
-    """Which buffer."""
-    offset: int
-    """Where in the buffer."""
+    buffer: int  # which buffer
+    offset: int  # where in the buffer
 
     def part_of(self, flat: Tensor) -> Part:
         """This part of ``flat``, a buffer or moments of its length, to be written."""
@@ -51,7 +49,6 @@ class DeepSpeedState(TrainingState):
     """The live objects of a run on one rank: the network inside the engine, and the engine's own optimizer."""
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
-        """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
         model = {name: Part(_copied(t), tuple(t.shape), (0,) * t.ndim) for name, t in self._untrained() if rank == 0}
         optimizer: dict[str, Part] = {}
         for stretch in self.stretches():
@@ -68,12 +65,10 @@ class DeepSpeedState(TrainingState):
         return {"model": model, "optimizer": optimizer}
 
     def values(self) -> dict[str, Any]:
-        """Everything except tensors, as JSON; the same on every rank."""
-        names = {id(parameter): name for name, parameter in self._trained()}
-        hyperparameters = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.optimizer.param_groups]
+        names, own_groups = self._names(), self.optimizer.optimizer.param_groups
         groups = [
-            {**values, "params": [names[id(p)] for p in parameters]}
-            for values, parameters in zip(hyperparameters, self._grouped(), strict=True)
+            {**group, "params": [names[id(p)] for p in parameters]}
+            for group, parameters in zip(own_groups, self._grouped(), strict=True)
         ]
         scaler = {k: v for k, v in vars(self.optimizer.loss_scaler).items() if isinstance(v, int | float)}
         return {"param_groups": groups, "optimizer": {}, "scaler": None, "loss_scaler": scaler}
@@ -81,14 +76,14 @@ class DeepSpeedState(TrainingState):
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place, also from a run without DeepSpeed."""
         self.restore_model(blocks)
-        keys: dict[str, list[str]] = {}
+        keys: dict[str, list[str]] = defaultdict(list)
         for full_name in blocks.names("optimizer"):
             name, _, key = full_name.rpartition(".")
-            keys.setdefault(name, []).append(key)
+            keys[name].append(key)
         states: list[dict[str, Tensor]] = [{} for _ in self._buffers()]
         for stretch in self.stretches():
             buffer, state = self._buffers()[stretch.buffer], states[stretch.buffer]
-            for key in keys.get(stretch.name, ()):
+            for key in keys[stretch.name]:
                 name = f"{stretch.name}.{key}"
                 if blocks.whole_shape("optimizer", name) == ():
                     state[key] = blocks.block("optimizer", name, (), ())
@@ -97,8 +92,7 @@ class DeepSpeedState(TrainingState):
         for buffer, state in zip(self._buffers(), states, strict=True):
             if state:
                 self.optimizer.optimizer.state[buffer] = state
-        names = {id(parameter): name for name, parameter in self._trained()}
-        settings = settings_of(values)
+        names, settings = self._names(), settings_of(values)
         for group, parameters in zip(self.optimizer.optimizer.param_groups, self._grouped(), strict=True):
             group.update(settings[names[id(parameters[0])]])
         for name, value in values.get("loss_scaler", {}).items():
@@ -106,7 +100,6 @@ class DeepSpeedState(TrainingState):
 
     @torch.no_grad()
     def restore_model(self, blocks: StoredBlocks) -> None:
-        """Takes back the weights alone."""
         for name, tensor in self._untrained():
             tensor.copy_(blocks.block("model", name, (0,) * tensor.ndim, tuple(tensor.shape)))
         for stretch in self.stretches():
@@ -122,10 +115,7 @@ class DeepSpeedState(TrainingState):
         zero.checkpoint_event_epilogue()
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
-        """The model's tensors in fp32, each whole and on the CPU, for ranks that ``keep`` them; all ranks take part.
-
-        One tensor at a time is whole on every rank: no more memory is needed than for the largest.
-        """
+        """In fp32; one tensor at a time is whole on every rank."""
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
         whole = {name: tensor.detach().cpu() for name, tensor in self._untrained() if keep}
@@ -137,17 +127,19 @@ class DeepSpeedState(TrainingState):
 
     def stretches(self) -> list[Stretch]:
         """What this rank holds of the trained parameters, in the order of its buffers."""
-        names = {id(parameter): name for name, parameter in self._trained()}
-        found: list[Stretch] = []
-        if not self._is_stage_3():
-            for number, group in enumerate(self.optimizer.bit16_groups):
-                for parameter in group:
-                    if (mapping := parameter._hp_mapping) is None:  # other ranks have all of it
-                        continue
+        return list(self._stretches_of_stage_3() if self._is_stage_3() else self._stretches_of_stage_2())
+
+    def _stretches_of_stage_2(self) -> Iterator[Stretch]:
+        names = self._names()
+        for number, group in enumerate(self.optimizer.bit16_groups):
+            for parameter in group:
+                if (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
                     here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                    shape = tuple(parameter.shape)
-                    found.append(Stretch(names[id(parameter)], shape, there.start, there.numel, number, here.start))
-            return found
+                    name, shape = names[id(parameter)], tuple(parameter.shape)
+                    yield Stretch(name, shape, there.start, there.numel, number, here.start)
+
+    def _stretches_of_stage_3(self) -> Iterator[Stretch]:
+        names = self._names()
         for number, group in enumerate(self.optimizer.fp16_groups):
             offset = 0
             for parameter in group:
@@ -155,10 +147,8 @@ class DeepSpeedState(TrainingState):
                 start = self.optimizer._get_param_partition_rank(parameter) * share
                 length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
                 if length > 0:
-                    shape = tuple(parameter.ds_shape)
-                    found.append(Stretch(names[id(parameter)], shape, start, length, number, offset))
+                    yield Stretch(names[id(parameter)], tuple(parameter.ds_shape), start, length, number, offset)
                 offset += share
-        return found
 
     def _is_stage_3(self) -> bool:
         return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
@@ -176,8 +166,11 @@ class DeepSpeedState(TrainingState):
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._trained()}
+
     def _untrained(self) -> list[tuple[str, Tensor]]:
-        trained = {id(p) for _, p in self._trained()}
+        trained = self._names()
         return [(name, t) for name, t in model_tensors(self.model).items() if id(t) not in trained]
 
 
