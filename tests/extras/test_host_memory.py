@@ -1,7 +1,9 @@
 """What a process may still take of the host's memory."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from train.extras.host_memory import free_host_bytes
@@ -9,9 +11,13 @@ from train.extras.host_memory import free_host_bytes
 GIB = 2**30
 
 
-def machine(root: Path, available_gib: int, group: str, files: dict[str, str]) -> Path:
+@pytest.fixture(autouse=True)
+def _available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+
+
+def machine(root: Path, group: str, files: dict[str, str]) -> Path:
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_gib * 2**20} kB\n")
     (root / "proc/self/cgroup").write_text(group)
     for name, content in files.items():
         path = root / "sys/fs/cgroup" / name
@@ -29,7 +35,7 @@ def group_files(folder: str, limit: int | str, used: int, cached: int) -> dict[s
 
 
 def test_machine_without_groups_gives_each_process_its_share(tmp_path: Path) -> None:
-    root = machine(tmp_path, 8, "", {})
+    root = machine(tmp_path, "", {})
     assert free_host_bytes(root, {}) == 8 * GIB
     assert free_host_bytes(root, {"LOCAL_WORLD_SIZE": "4"}) == 2 * GIB
 
@@ -39,12 +45,12 @@ def test_group_of_version_2_bounds_it_and_cached_files_are_free(
     tmp_path: Path, limit: int | str, free_gib: int
 ) -> None:
     files = group_files("job/step/", limit, 5 * GIB, 2 * GIB)
-    assert free_host_bytes(machine(tmp_path, 8, "0::/job/step\n", files), {}) == free_gib * GIB
+    assert free_host_bytes(machine(tmp_path, "0::/job/step\n", files), {}) == free_gib * GIB
 
 
 def test_tightest_group_above_counts(tmp_path: Path) -> None:
     files = group_files("job/step/", "max", GIB, 0) | group_files("job/", 2 * GIB, GIB, 0)
-    assert free_host_bytes(machine(tmp_path, 8, "0::/job/step\n", files), {}) == GIB
+    assert free_host_bytes(machine(tmp_path, "0::/job/step\n", files), {}) == GIB
 
 
 def test_group_of_version_1(tmp_path: Path) -> None:
@@ -53,8 +59,9 @@ def test_group_of_version_1(tmp_path: Path) -> None:
         "memory/a/memory.usage_in_bytes": f"{3 * GIB}\n",
         "memory/a/memory.stat": f"cache 7\ntotal_inactive_file {GIB}\n",
     }
-    assert free_host_bytes(machine(tmp_path, 8, "5:memory:/a\n4:pids:/a\n", files), {}) == 2 * GIB
+    assert free_host_bytes(machine(tmp_path, "5:memory:/a\n4:pids:/a\n", files), {}) == 2 * GIB
 
 
-def test_this_machine_has_some() -> None:
+def test_this_machine_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     assert free_host_bytes() > 2**20

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil  # comes with accelerate
+
 
 def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
     """This process's share of what is available: of the machine, or of its control group where that is less.
@@ -14,15 +16,7 @@ def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.
         root: where ``proc`` and ``sys`` are.
     """
     processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    return min([_available(root), *_left_in_groups(root)]) // processes
-
-
-def _available(root: Path) -> int:
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min([psutil.virtual_memory().available, *_left_in_groups(root)]) // processes
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from train.state import TrainingState
     from train.step import Engine
 
-ROLL_CALL = timedelta(minutes=1)
-"""Ample time to find out which rank is lost."""
+ROLL_CALL = timedelta(minutes=1)  # ample time to find out which rank is lost
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 
 
@@ -83,7 +82,6 @@ class Room(Extra):
                     self._saving.wait(SECONDS_FOR_A_LAST_CHECKPOINT)
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
-        """How long a collective may take."""
         from accelerate.utils import InitProcessGroupKwargs
 
         timeout = timedelta(seconds=config.optimization.distributed_timeout_seconds)
@@ -92,21 +90,18 @@ class Room(Extra):
         return {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
 
     def preparing(self) -> AbstractContextManager[None]:
-        """The first rank of a host before its others, however long it takes."""
         assert self._watch is not None
         return self._watch.preparing()
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
-        """An engine that recovers from OOM, in place of the plain one."""
         if run.is_planned:  # a prediction is of a step that does not run out of memory
             return engine
         from train.extras.endurance.recovery import Recovering, can_recover
         from train.step import Engine
 
         on_oom, accelerator = run.config.of(Options).on_oom, run.accelerator
-        if on_oom == "auto" and (accelerator.num_processes > 1 or run.config.get("optimizer_in_backward")):
-            return engine
-        if on_oom == "stop" or type(engine) is not Engine or not can_recover(accelerator):
+        may = on_oom != "stop" and not (on_oom == "auto" and accelerator.num_processes > 1)
+        if not may or type(engine) is not Engine or not can_recover(accelerator):
             return engine
 
         def measures(model: Any) -> list[Any]:
@@ -128,7 +123,6 @@ class Room(Extra):
             )
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
-        """Writes a checkpoint, in the background where that is possible."""
         from train.extras.endurance.checkpoints import Saving
 
         if self._saving is None:
@@ -163,7 +157,6 @@ class Room(Extra):
         return "" if self._watch is not None and self._watch.concludes(error) else None
 
     def summary(self, run: Run) -> dict[str, Any]:
-        """How often a step was made again, and what saving cost."""
         saving, recovering = self._saving, self._recovering
         return {
             "checkpoints_in_background": saving.checkpoints_in_background if saving else 0,

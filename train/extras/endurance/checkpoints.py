@@ -41,16 +41,13 @@ class Saving:
         self._error: Exception | None = None
         self._last_failed = False
         self.checkpoints_in_background = 0
-        self.stalls_seconds: list[float] = []
-        """How long training stood still for each checkpoint on the way."""
+        self.stalls_seconds: list[float] = []  # how long training stood still for each checkpoint on the way
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, in the background if nobody has to ``wait`` and the host's memory has room for a copy.
 
-        One that fails in the background is noted when the next one is due; two in a row end the run.
-
-        Raises:
-            UserError: it cannot be written and nobody would try again, or the one before it could not be written.
+        One that fails in the background is noted when the next one is due. Two in a row, or one that nobody would try
+        again, end the run with a UserError.
         """
         started = time.perf_counter()
         self.finish(run)
@@ -145,8 +142,13 @@ class Saving:
 
 def copied(parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]]:
     """``parts`` with tensors in host memory that nobody else has, so that training may continue."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        return host.copy_(tensor, non_blocking=True)
+
     copies = {
-        section: {name: replace(part, tensor=_host_copy(part.tensor)) for name, part in named.items()}
+        section: {name: replace(part, tensor=copy(part.tensor)) for name, part in named.items()}
         for section, named in parts.items()
     }
     if torch.cuda.is_available():
@@ -154,17 +156,11 @@ def copied(parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]
     return copies
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return host.copy_(tensor, non_blocking=True)
-
-
 def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
-    """Restores the newest intact checkpoint from before training diverged, and removes later ones.
+    """Restores the newest intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
     As the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1): weights, optimizer and schedule go back;
-    the order of the data continues behind the last step that was made. Called by all ranks together; returns where to
-    continue.
+    the order of the data continues behind the last step that was made. Returns where to continue.
 
     Raises:
         DivergenceError: there is no checkpoint from before.

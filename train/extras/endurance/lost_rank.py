@@ -36,8 +36,6 @@ ANSWER_SECONDS = 6.0
 STORE_SECONDS = 10.0
 """How long the store may take to answer before its host counts as gone."""
 LEFT = "left"
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
-"""Variables that torchrun and ``accelerate launch`` always set for the processes that they start."""
 T = TypeVar("T")
 
 # gloo has no type of its own for these and raises RuntimeError; NCCL and the store raise a DistError, which is one too.
@@ -54,13 +52,10 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 class Store:
-    """The store through which the processes met, for callers that cannot wait for an answer for ever.
+    """The store through which the processes met; each call gives up after ``STORE_SECONDS`` with a RuntimeError.
 
-    A TCPStore waits for one without a limit, even where its host can no longer be reached, and then neither an answer
-    nor the end of the connection comes. Each call here takes at most ``STORE_SECONDS``.
-
-    Raises:
-        RuntimeError: from every method, when no answer came, or the connection is broken or could not be made.
+    A TCPStore waits for an answer without a limit, even where its host can no longer be reached, and then neither an
+    answer nor the end of the connection comes.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -70,7 +65,6 @@ class Store:
         self._store = _answer(lambda: PrefixStore(prefix, TCPStore(host, port, **options)), 2 * STORE_SECONDS)
 
     def set(self, key: str, value: str) -> None:
-        """Sets ``key``."""
         _answer(lambda: self._store.set(key, value), STORE_SECONDS)
 
     def add(self, key: str, amount: int) -> int:
@@ -78,7 +72,6 @@ class Store:
         return _answer(lambda: self._store.add(key, amount), STORE_SECONDS)
 
     def check(self, *keys: str) -> bool:
-        """Whether all ``keys`` were set."""
         return _answer(lambda: self._store.check(list(keys)), STORE_SECONDS)
 
     def value(self, key: str) -> str:
@@ -141,10 +134,7 @@ class RankWatch:
                 self._store.set(LEFT, "1")
 
     def concludes(self, error: Exception) -> bool:
-        """Whether ``error`` came of a rank that is no longer there, of which one of the others has then told.
-
-        Takes up to ``ANSWER_SECONDS``.
-        """
+        """Whether ``error`` came of a rank that is no longer there, of which one rank has then told; takes seconds."""
         if self._is_alone or not is_broken_connection(error):
             return False
         if "EADDRINUSE" in str(error):
@@ -169,7 +159,7 @@ class RankWatch:
     def confirms_stop(self) -> bool:
         """Whether a request to stop was meant for the run; else a rank has failed, and its launcher ends the others.
 
-        One of the others has then told of that rank. Takes up to ``ANSWER_SECONDS``.
+        One of them has then told of that rank.
         """
         if self._is_alone or not self._connected.wait(ANSWER_SECONDS) or self._store is None:
             return True
@@ -179,13 +169,10 @@ class RankWatch:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """For work that takes as long as it takes: the first rank of a host before its others, and all leave together.
+        """The first rank of a host before its others, and all leave together, however long the work takes.
 
-        Barriers of the process group would have its timeout be the most that the work may take; here a rank is waited
-        for as long as it lives.
-
-        Raises:
-            RankLeftError: another rank has ended instead.
+        Barriers of the process group have a timeout; here a rank is waited for as long as it lives. Where one has ended
+        instead, this raises RankLeftError.
         """
         if not self._is_alone and not self._is_local_first:
             self._wait_for(f"went first/{self._host}")
@@ -201,11 +188,7 @@ class RankWatch:
     def gather(self, name: str, text: str) -> list[str]:
         """The ``text`` of every rank, on rank 0, which waits for them; nothing on the others, which do not wait.
 
-        Args:
-            name: of this exchange, used once.
-
-        Raises:
-            RankLeftError: another rank has ended instead.
+        A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
         """
         if self._is_alone:
             return [text]
@@ -248,10 +231,10 @@ class RankWatch:
                 self._closing.wait(POLL_SECONDS)
 
     def _connect(self) -> Store | None:
-        """A connection of its own: the process group's may be waiting in a blocked collective. None where closed first.
+        """A connection of its own: the process group's may be waiting in a blocked collective.
 
-        The store may be one that rank 0 opens only when it meets the others. Where one that was there is gone for too
-        long, this process ends.
+        Rank 0 may open the store only when it meets the others. If one that was there is gone for too long, this
+        process ends. None where the watch was closed first.
         """
         since = time.monotonic()
         while not self._closing.is_set():
@@ -317,10 +300,7 @@ class RankWatch:
             return True
 
     def _call_roll(self, store: Store, is_stopping: bool) -> tuple[list[int], list[int]]:
-        """The ranks that do not answer, and those that have left of themselves.
-
-        Of a run that is stopping those count as there that were asked to stop, whether or not they have left.
-        """
+        """The ranks that do not answer, and those that have left; who was asked to stop, too, may have left."""
         call = store.add("call", 1)
         missing, left = set(self._ranks) - {self._rank}, set()
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -374,7 +354,8 @@ def follow_launcher(environment: Mapping[str, str] = os.environ) -> None:
     An orphan would train on, unseen, and hold its GPUs. Only on Linux, and only for a process that a launcher started:
     one that was started from a shell, perhaps with nohup, is meant to outlive it.
     """
-    if sys.platform != "linux" or not any(name in environment for name in LAUNCHERS):
+    launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
+    if sys.platform != "linux" or not any(name in environment for name in launchers):
         return
     parent = os.getppid()
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see prctl(2)

@@ -116,8 +116,8 @@ class Recovering(Engine):
     Args:
         engine: a plain engine, which this one replaces; by all ranks together.
         say: told in one line what happened, on the rank where it happened.
-        find_measures: asked once, for the prepared model, when a micro-batch of one example does not fit; what it
-            returns is tried in order, by all ranks at once.
+        find_measures: asked once, for the prepared model, when one example does not fit; what it returns is tried in
+            order, by all ranks at once.
     """
 
     def __init__(
@@ -127,8 +127,7 @@ class Recovering(Engine):
         find_measures: Callable[[Any], Sequence[Measure]] = lambda model: (),
     ) -> None:
         super().__init__(engine.accelerator, engine.config, self._enter)
-        self.recoveries = 0
-        """Faults of this rank after which the step, or its update, was made again."""
+        self.recoveries = 0  # faults of this rank after which the step, or its update, was made again
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark
         self._ranks = Ranks(engine.accelerator)
         self._measures: list[Measure] | None = None
@@ -140,12 +139,7 @@ class Recovering(Engine):
     def step(
         self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
     ) -> StepOutcome:
-        """One step, made again as often as it takes.
-
-        Raises:
-            OutOfMemoryError: the step does not fit; the same on every rank.
-            UserError: the global batch has no target at all.
-        """
+        """One step, made again as often as it takes; raises OutOfMemoryError, on every rank, where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
         self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
@@ -189,16 +183,13 @@ class Recovering(Engine):
         self._tell(phase)
 
     def total(self, counts: Sequence[float]) -> Counts:
-        """The totals of the step that is being made, however often."""
         return super().total(counts) if self._totals is None else self._totals
 
     def share(self, micro_batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
-        """The whole micro-batch, whose shape is remembered."""
         self._shape = micro_batch.shape
         return super().share(micro_batch)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        """The last one of a step also averages over ranks."""
         super().backward(loss, scale)
         if self.accelerator.sync_gradients:
             self._average()
@@ -236,11 +227,7 @@ class Recovering(Engine):
             parameter.grad = parameter.grad if is_used else None
 
     def _vote(self, had: list[bool] | None) -> list[bool] | None:
-        """Of each shared parameter, whether some rank has a gradient; None if a rank has none because it failed.
-
-        Args:
-            had: this rank's; None if it failed.
-        """
+        """Of each shared parameter, whether some rank has a gradient; None, as for ``had``, if a rank failed."""
         failed, *used = self._ranks.any([had is None, *(had or [False] * len(self._shared))])
         return None if failed else used
 
@@ -309,8 +296,7 @@ def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[Mic
 def halves(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
     """The first and the last examples of a batch on the host, the first half larger by one where B is odd.
 
-    Inputs that are not B long belong to the whole and go to both. Padding stays: a classifier finds the last token of
-    a row by it.
+    Inputs that are not B long go to both. Padding stays: a classifier finds the last token of a row by it.
     """
     batch_size, _ = batch.shape
     middle = (batch_size + 1) // 2

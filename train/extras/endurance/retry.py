@@ -53,9 +53,7 @@ class Ranks:
     def average(self, gradients: Sequence[Tensor], room: Tensor) -> None:
         """Sets each gradient to its mean over the ranks, without allocating on the device.
 
-        Args:
-            gradients: as many, and of the same shapes, on every rank.
-            room: of :func:`room_for`.
+        There are as many gradients, and of the same shapes, on every rank; ``room`` is that of :func:`room_for`.
         """
         for bucket, is_sent_directly in _buckets(gradients):
             if is_sent_directly:
@@ -93,10 +91,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers of a model that its checkpoints hold, such as BatchNorm's averages; most language models have none.
-
-    Other buffers are constants, or every forward computes them.
-    """
+    """The buffers that a checkpoint holds, such as BatchNorm's averages; others are constants or computed each time."""
     owned = ((module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items())
     return [b for module, name, b in owned if b is not None and name not in module._non_persistent_buffers_set]
 
@@ -126,11 +121,9 @@ class Writes:
     """Tells whether an update has written to weights, optimizer state or gradients since this object was made.
 
     torch's optimizers write through operations that count each tensor's versions. The fused ones do not count those
-    of weights; but Adam's counts its ``step`` before any weight of the same group is written. For others, and for
-    optimizers from elsewhere, the answer is yes.
-
-    Fused AdamW allocates state for one group of parameters at a time, and updates that group before the next: a fault
-    in a later group comes too late for another try.
+    of weights; but Adam's counts its ``step`` before any weight of the same group is written. Of others, and of
+    optimizers from elsewhere, it is assumed. Fused AdamW allocates state for one group of parameters at a time, and
+    updates that group before the next: a fault in a later group comes too late for another try.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -31,7 +31,6 @@ class InBackward(Engine):
     def step(
         self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
     ) -> StepOutcome:
-        """Raises UsageError if the step has several micro-batches."""
         if len(micro_batches) != 1:
             raise UsageError(
                 f"optimizer_in_backward: this step has {len(micro_batches)} micro-batches, whose gradients would have "
@@ -41,7 +40,6 @@ class InBackward(Engine):
         return super().step(model, optimizer, micro_batches, stop)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Gradients and updates."""
         groups = self._optimizer.param_groups
         self._order = float(self.config.optimization.grad_norm_type)
         self._norms: list[Tensor] = []
@@ -67,7 +65,6 @@ class InBackward(Engine):
         return value if finite or not math.isfinite(value) else math.nan
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
-        """The updates were made in backward."""
         return norm, not math.isfinite(norm)
 
     def _hook(self, group: dict[str, Any]) -> Any:

@@ -43,13 +43,10 @@ class DirectLink:
 
 
 class CudaLink(DirectLink):
-    """Copies on a stream of its own, through page-locked memory.
+    """Copies on a stream of its own, through page-locked memory of ``num_bytes``: those of the largest parameter.
 
     All copies of a slot are on that one stream, so a gradient enters it only after the weights before have left; and
     the host writes to it only after it has seen the gradient arrive.
-
-    Args:
-        num_bytes: of the largest parameter.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -92,8 +89,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().__init__(groups, **settings)
         for group in self.param_groups:  # only now: a scaler would else leave it to this class to skip steps
             group["fused"] = True
-        self._weights: dict[Tensor, Tensor] = {}
-        """fp32 weights as they are on the device; only a copy, so no part of the state."""
+        self._weights: dict[Tensor, Tensor] = {}  # fp32, as they are on the device; a copy, so not part of the state
         self._largest_bytes = max(p.nbytes for group in self.param_groups for p in group["params"])
         self._link: DirectLink | None = None
 

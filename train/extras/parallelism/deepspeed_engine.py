@@ -54,7 +54,6 @@ class DeepSpeed(Engine):
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's own."""
         wrapped: Any = self.accelerator.deepspeed_engine_wrapped
         return wrapped.engine
 
@@ -64,23 +63,16 @@ class DeepSpeed(Engine):
         return self.accelerator.num_processes
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Adds the gradient of ``loss`` × ``scale``; the last one of a step finishes the sum over ranks.
-
-        Not ``accelerator.backward``, which also updates the weights, before an empty global batch is noticed.
-        """
+        # Not accelerator.backward, which also updates the weights, before an empty global batch is noticed.
         self.engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
         self.engine.backward(loss * scale, scale_wrt_gas=False)
 
     def clip(self, model: nn.Module) -> float:
-        """Nothing yet: the norm is found, and clipped, by :meth:`update`."""
+        """Nothing: the norm is found, and clipped, by :meth:`update`."""
         return 0.0
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
-        """Clips and steps unless the norm is not finite; returns the norm, and whether the step was skipped.
-
-        Raises:
-            UserError: fp16 overflows at every loss scale.
-        """
+        """Clips and steps unless the norm is not finite; raises UserError where fp16 overflows at every loss scale."""
         try:
             self.engine.step()
         except Exception as error:
@@ -94,12 +86,7 @@ class DeepSpeed(Engine):
 
 
 def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
-    """What the Accelerator needs to set up DeepSpeed; on a machine without a GPU the process group has to exist.
-
-    Raises:
-        UserError: DeepSpeed is not installed.
-        UsageError: launcher and configuration contradict each other.
-    """
+    """What the Accelerator needs to set up DeepSpeed; raises UserError if it is missing or asked for in two ways."""
     settings = engine_settings(config, launch, arithmetic_of(config, launch.dp_size).accumulation_steps, os.environ)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("the launch file asks for DeepSpeed, which is not installed: pip install -e '.[deepspeed]'")
@@ -117,11 +104,7 @@ def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
 
 
 def complete_settings(run: Run, model: ModelWithLoss) -> None:
-    """Tells DeepSpeed the batch and bucket sizes, which are known once the model is there; accelerate's agree.
-
-    Raises:
-        UserError: ZeRO stage 3 with frozen weights.
-    """
+    """Tells DeepSpeed the batch and bucket sizes, which are known once the model is there; accelerate's agree."""
     plugin, arithmetic = run.accelerator.state.deepspeed_plugin, arithmetic_of(run.config, run.launch.dp_size)
     assert plugin is not None
     plugin.deepspeed_config.update(
@@ -141,9 +124,8 @@ def engine_settings(
 ) -> dict[str, Any]:
     """The configuration of ``deepspeed.initialize``, except for the batch size, which may not be known yet.
 
-    Args:
-        accumulation_steps: with ``micro_batch_size: auto`` it is not known, and no number elsewhere agrees with it.
-        environment: where ``accelerate launch`` leaves the contents of its file.
+    Of ``micro_batch_size: auto`` no accumulation is known, and no number elsewhere agrees with it. ``environment`` is
+    where ``accelerate launch`` leaves the contents of its file.
 
     Raises:
         UsageError: two places contradict each other, or something was asked for that does not work with DeepSpeed.

@@ -82,10 +82,7 @@ def part_of(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
 
 @contextmanager
 def attention_over_all(mesh: DeviceMesh, length: int) -> Iterator[None]:
-    """Causal attention over the sequences' parts on all ranks, which torch has for GPUs alone.
-
-    It holds a mask of (length ÷ ranks, length).
-    """
+    """Causal attention over the parts on all ranks, which torch has for GPUs alone; its mask is (S ÷ ranks, S)."""
     held = [positions_of(length, rank, mesh.size()) for rank in range(mesh.size())]
     visible = held[mesh.get_local_rank()].unsqueeze(1) >= torch.cat(held)
     plain = F.scaled_dot_product_attention
@@ -151,7 +148,6 @@ class Ulysses(DeepSpeed):
 
 
 def sequence_parallelism(launch: Launch) -> ParallelismConfig:
-    """What the Accelerator needs to set up Ulysses."""
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
     return ParallelismConfig(
@@ -163,11 +159,7 @@ def sequence_parallelism(launch: Launch) -> ParallelismConfig:
 
 
 def set_attention(run: Run, model: ModelWithLoss) -> None:
-    """Has DeepSpeed exchange heads around the attention that the model was built with.
-
-    Raises:
-        AttributeError: it is not a model of transformers.
-    """
+    """Has DeepSpeed exchange heads around the attention that the model, one of transformers, was built with."""
     complete_settings(run, model)
     network, sizes = cast("Any", model.model), cast("Any", run.accelerator.parallelism_config)
     model.config = network.config  # where accelerate looks for it
@@ -177,10 +169,8 @@ def set_attention(run: Run, model: ModelWithLoss) -> None:
 def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:
     """What rank ``rank`` of ``size`` that share ``batch`` computes: (B, S) becomes (num_rows, ⌈S / size⌉).
 
-    DeepSpeed's exchange has a fixed number of rows; missing ones are padding.
-
-    Raises:
-        UserError: the batch has inputs that cannot be divided, such as a mask.
+    DeepSpeed's exchange has a fixed number of rows; missing ones are padding. Raises UserError for a batch with inputs
+    that cannot be divided, such as a mask.
     """
     if set(batch.inputs) != {"input_ids"} or batch.labels.ndim != 2:
         raise UserError(

@@ -50,12 +50,10 @@ class TensorParallel(Engine):
 
 
 def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
-    """Leaves this rank its part of the weights, on its device, and has the model work with it.
+    """Leaves this rank its part of the weights, on its device, and has the model work with it; before the optimizer.
 
-    To be called before the optimizer is built. Whole weights become those of the first rank.
-
-    Args:
-        with_loss: a model that is the same on all ranks; with its loss in chunks its classes are divided, too.
+    The model is the same on all ranks; whole weights become those of the first. Where its loss is in chunks the classes
+    are divided, too.
 
     Raises:
         UserError: the model has no plan, or cannot be divided among so many ranks.
@@ -91,11 +89,7 @@ def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
 
 
 def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
-    """The style of each module of ``model`` that is divided, by the module's name.
-
-    Raises:
-        UserError: the model has no plan, or cannot be divided among so many ranks.
-    """
+    """The style of each module of ``model`` that is divided, by the module's name; raises UserError as above."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     written: dict[str, str] = getattr(model, "tp_plan", None) or {}
     plan = {}
