@@ -8,13 +8,14 @@ from pathlib import Path
 
 import psutil  # comes with accelerate
 
+GROUPS = {  # of version 2 and 1, by controller
+    "": ("sys/fs/cgroup", "memory.max", "memory.current"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+
 
 def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
-    """This process's share of what is available: of the machine, or of its control group where that is less.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+    """This process's share of what is available: of the machine below ``root``, or of its control group if less."""
     processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     return min([psutil.virtual_memory().available, *_left_in_groups(root)]) // processes
 
@@ -27,12 +28,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            top, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        elif not controllers:
-            top, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        else:
+        if controllers not in GROUPS:
             continue
+        place, limit, usage = GROUPS[controllers]
+        top = root / place
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(top):

@@ -18,8 +18,7 @@ from train.extras.host_memory import free_host_bytes
 from train.records import DivergenceError, Progress, Run, UserError, exchange
 from train.state import Part, TrainingState
 
-SHARE_FOR_A_COPY = 0.5
-"""Of the host memory that is free, at most this much goes to the copy of a state."""
+SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import re
 import signal
@@ -31,10 +32,8 @@ from train.launch import Launch
 from train.records import EXIT_ERROR
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 6.0
-"""How long a roll call waits: long enough for every living rank to look several times."""
-STORE_SECONDS = 10.0
-"""How long the store may take to answer before its host counts as gone."""
+ANSWER_SECONDS = 6.0  # how long a roll call waits: long enough for every living rank to look several times
+STORE_SECONDS = 10.0  # how long the store may take to answer before its host counts as gone
 LEFT = "left"
 T = TypeVar("T")
 
@@ -99,11 +98,8 @@ def _answer(question: Callable[[], T], seconds: float) -> T:
 class RankWatch:
     """Watches, while its context is open, whether all ranks are there; does nothing for a process that is alone.
 
-    Args:
-        timeout_seconds: how long a rank may say nothing.
-        remedy: what to do about a lost rank, for the end of the message; called when one is lost.
-        tell: shows a message to the person who watches. Of all ranks one tells; where the store itself is gone, one of
-            each host.
+    A rank may say nothing for ``timeout_seconds``. When one is lost, ``tell`` shows a message that ends with the
+    ``remedy``: on one of all ranks, or on one of each host if the store itself is gone.
     """
 
     def __init__(
@@ -157,10 +153,7 @@ class RankWatch:
         return self._rank != 0
 
     def confirms_stop(self) -> bool:
-        """Whether a request to stop was meant for the run; else a rank has failed, and its launcher ends the others.
-
-        One of them has then told of that rank.
-        """
+        """Whether a request to stop was meant for the run; else a rank has failed, and another one has told of it."""
         if self._is_alone or not self._connected.wait(ANSWER_SECONDS) or self._store is None:
             return True
         with suppress(RuntimeError):
@@ -220,35 +213,27 @@ class RankWatch:
                 time.sleep(POLL_SECONDS)
 
     def _watch(self) -> None:
-        """The thread: as :meth:`_look`, over a new connection where one breaks."""
-        while (store := self._connect()) is not None:
-            self._store = store
-            self._connected.set()
-            try:
-                self._look(store)
-                return
-            except RuntimeError:
-                self._closing.wait(POLL_SECONDS)
-
-    def _connect(self) -> Store | None:
-        """A connection of its own: the process group's may be waiting in a blocked collective.
+        """The thread, over a connection of its own: the process group's may be waiting in a blocked collective.
 
         Rank 0 may open the store only when it meets the others. If one that was there is gone for too long, this
-        process ends. None where the watch was closed first.
+        process ends.
         """
-        since = time.monotonic()
+        gone_since = time.monotonic()
         while not self._closing.is_set():
             try:
                 store = Store(self._address, int(self._port))
                 store.set(f"who/{self._rank}", f"{socket.gethostname()}, process {os.getpid()}")
-                return store
+                self._store, gone_since = store, math.inf
+                self._connected.set()
+                self._look(store)
+                return
             except RuntimeError:
-                if self._store is not None and time.monotonic() - since > self._timeout_seconds:
+                gone_since = min(gone_since, time.monotonic())
+                if self._store is not None and time.monotonic() - gone_since > self._timeout_seconds:
                     self._conclude(self._store)
                     self._end_process()
-                    return None
+                    return
                 self._closing.wait(POLL_SECONDS)
-        return None
 
     def _look(self, store: Store) -> None:
         """Counts, answers roll calls, looks at the next rank, and ends a process that cannot end itself."""

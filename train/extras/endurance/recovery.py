@@ -19,15 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.extras.endurance.retry import (
-    Ranks,
-    Start,
-    Writes,
-    free_memory,
-    persistent_buffers,
-    reset_scaler,
-    room_for,
-)
+from train.extras.endurance.retry import Ranks, Start, Writes, free_memory, persistent_buffers, reset_scaler, room_for
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome
 from train.step import Counts, Engine, count
 
@@ -36,8 +28,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
 T = TypeVar("T")
-Measure: TypeAlias = tuple[str, Callable[[], bool]]
-"""What it does, for a person to read, and a function that does it and returns whether it could."""
+Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
 
 _OUT_OF_MEMORY = re.compile(
     # torch's allocators: of devices, asynchronous, of MPS and of the host; numpy's; the C++ library's
@@ -72,11 +63,9 @@ class OutOfMemoryError(StepError):
     def __init__(self, fault: Fault, weights_intact: bool) -> None:
         self.fault, self.weights_intact = fault, weights_intact
         if fault.phase in ("forward", "backward"):
-            what = ", which cannot be split"
-            remedy = "gradient_checkpointing, a smaller max_length or a smaller model"
+            what, remedy = ", which cannot be split", "gradient_checkpointing, a smaller max_length or a smaller model"
         else:
-            what = ""
-            remedy = "optimizer_offload, an optimizer with less state (adamw_8bit, adafactor), or several processes"
+            what, remedy = "", "optimizer_offload, less optimizer state (adamw_8bit, adafactor), or several processes"
         state = "Some weights may already be updated: resume from the last checkpoint, do not use these."
         if weights_intact:
             state = "Weights and optimizer are as before this step."
@@ -124,7 +113,7 @@ class Recovering(Engine):
         self,
         engine: Engine,
         say: Callable[[str], None],
-        find_measures: Callable[[Any], Sequence[Measure]] = lambda model: (),
+        find_measures: Callable[[Any], Sequence[Measure]] = lambda _: (),
     ) -> None:
         super().__init__(engine.accelerator, engine.config, self._enter)
         self.recoveries = 0  # faults of this rank after which the step, or its update, was made again

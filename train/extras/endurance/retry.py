@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
-BUCKET_BYTES = 25 * 2**20
-"""Small gradients travel together in buckets of this size, which is also that of DistributedDataParallel."""
+BUCKET_BYTES = 25 * 2**20  # small gradients travel together in buckets as large as DistributedDataParallel's
 
 
 class Ranks:

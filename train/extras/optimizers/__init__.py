@@ -110,9 +110,7 @@ def _check_in_backward(config: Config, launch: Launch) -> None:
     is_fp16, ranks = (optim.mixed_precision or launch.precision) == "fp16", launch.world_size
     one_pass, one = "gradients cannot be accumulated", "gradient_accumulation_steps: 1 instead"
     several = f"a step may have several micro-batches, and {one_pass}. Give micro_batch_size and {one}"
-    late = (
-        "the norm of all gradients is known only after the updates. Give max_grad_norm: null (None on the command line)"
-    )
+    late = "the norm of all gradients is known only after the updates. Give max_grad_norm: null (as a flag: None)"
     repeated = "a step whose weights are partly updated cannot be repeated. Give on_oom: stop, or leave it at auto"
     summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
     refuse(

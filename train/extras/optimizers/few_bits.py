@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU = 2**22, 2**18
-"""Elements that are computed in fp32 at once: temporaries of some 100 MB, however large a parameter is; on a CPU what
-its caches hold."""
-ADDED = "added_by_rounding"
-"""Name of Kahan's compensation in a parameter's state: by how much the stored weight is too large."""
+"""Elements that are computed in fp32 at once: temporaries of some 100 MB; on a CPU what its caches hold."""
+ADDED = "added_by_rounding"  # Kahan's compensation in a parameter's state: by how much its weight is too large
 
 
 class Bf16AdamW(torch.optim.AdamW):

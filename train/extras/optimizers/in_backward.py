@@ -44,11 +44,7 @@ class InBackward(Engine):
         self._order = float(self.config.optimization.grad_norm_type)
         self._norms: list[Tensor] = []
         self._finite = torch.isfinite(loss.detach())  # () the loss and all gradients up to now; on the device
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(group))
-            for group in groups
-            for parameter in group["params"]
-        ]
+        handles = [p.register_post_accumulate_grad_hook(self._hook(g)) for g in groups for p in g["params"]]
         try:
             super().backward(loss, scale)
         finally:
@@ -79,18 +75,14 @@ class InBackward(Engine):
             self._finite = self._finite & torch.isfinite(norm)
             if max_value is not None:
                 gradient.clamp_(-max_value, max_value)
-            self._update(parameter, group)
+            optimizer = self._optimizer
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # does nothing where found_inf is set
+                optimizer.found_inf = (~self._finite).float()
+                optimizer.step()
+                del optimizer.found_inf
+            elif bool(self._finite):  # this kind has to be asked from the host
+                optimizer.step()
             parameter.grad = None
 
         return update
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """The optimizer's own step, for one parameter."""
-        optimizer = self._optimizer
-        optimizer.param_groups = [{**group, "params": [parameter]}]
-        if getattr(optimizer, "_step_supports_amp_scaling", False):  # does nothing where found_inf is set
-            optimizer.found_inf = (~self._finite).float()
-            optimizer.step()
-            del optimizer.found_inf
-        elif bool(self._finite):  # this kind has to be asked from the host
-            optimizer.step()

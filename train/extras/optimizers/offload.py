@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-MASTER = "master_weight"
-"""Name of a weight's fp32 original in the state of a parameter of half precision."""
+MASTER = "master_weight"  # in the state of a parameter of half precision: its fp32 original
 
 
 class DirectLink:

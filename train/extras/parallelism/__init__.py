@@ -40,12 +40,16 @@ class Room(Extra):
         """The plugin of DeepSpeed, and Ulysses' sizes; accelerate reads the other sizes from the environment."""
         if launch.engine != "deepspeed":
             return {}
+        from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
         from train.extras.parallelism.deepspeed_engine import deepspeed_plugin
-        from train.extras.parallelism.sequences import sequence_parallelism
 
         options: dict[str, Any] = {"deepspeed_plugin": deepspeed_plugin(config, launch)}
         if launch.sp_size > 1:
-            options["parallelism_config"] = sequence_parallelism(launch)
+            handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True)
+            options["parallelism_config"] = ParallelismConfig(
+                sp_size=launch.sp_size, sp_backend="deepspeed", sp_handler=handler, dp_replicate_size=launch.dp_size
+            )
         return options
 
     def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:

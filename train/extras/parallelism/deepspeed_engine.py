@@ -45,8 +45,7 @@ _TAKEN = {  # unchanged from a DeepSpeed JSON
 }
 _UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
 """Kinds of ZeRO that round gradients, or hold them where checkpoints of this template do not look for them."""
-MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients that are summed over the ranks at once: 100 or 200 MB, which keeps a network busy."""
+MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000  # summed over the ranks at once: 100 or 200 MB, which keeps a network busy
 
 
 class DeepSpeed(Engine):
@@ -131,7 +130,11 @@ def engine_settings(
         UsageError: two places contradict each other, or something was asked for that does not work with DeepSpeed.
     """
     path, optim = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config.optimization
-    settings, where = (_read(Path(path)), path) if path else ({}, LAUNCH_FILE)
+    try:
+        settings = dict(json.loads(Path(path).read_text(encoding="utf-8"))) if path else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"deepspeed_config_file: {path} cannot be read: {error}") from None
+    where = path or LAUNCH_FILE
     half, micro, clipping = optim.mixed_precision or launch.precision, optim.micro_batch_size, optim.max_grad_norm
     is_auto = micro == "auto"
     ours = {  # by DeepSpeed's name: ours, and the value
@@ -166,13 +169,6 @@ def engine_settings(
         "zero_optimization": zero,
         "gradient_clipping": clipping or 0.0,
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"deepspeed_config_file: {path} cannot be read: {error}") from None
 
 
 def _compare(name: str, given: Any, where: str, ours: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
-from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.records import IGNORE, MicroBatch, Run, UserError
 from train.step import Engine
-
-if TYPE_CHECKING:
-    from accelerate.utils import ParallelismConfig
 
 
 def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: int) -> MicroBatch:
@@ -145,17 +141,6 @@ class Ulysses(DeepSpeed):
             return nullcontext(micro_batch)
         rank, num_rows = self.accelerator.process_index % self.copies, self.engine.train_micro_batch_size_per_gpu()
         return nullcontext(part_of_sequences(micro_batch, rank, self.copies, num_rows))
-
-
-def sequence_parallelism(launch: Launch) -> ParallelismConfig:
-    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
-
-    return ParallelismConfig(
-        sp_size=launch.sp_size,
-        sp_backend="deepspeed",
-        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True),
-        dp_replicate_size=launch.dp_size,
-    )
 
 
 def set_attention(run: Run, model: ModelWithLoss) -> None:

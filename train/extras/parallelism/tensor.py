@@ -35,9 +35,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 """Names of transformers' plans, as styles of torch."""
 _REMEDY = "Use a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
-_UNEVEN = (
-    "which {} ranks cannot share evenly. Set parallelism_config_tp_size in the launch file to a number that divides it."
-)
+_UNEVEN = "which {} ranks cannot share evenly. Set parallelism_config_tp_size in the launch file to a divisor of it."
 
 
 class TensorParallel(Engine):
@@ -62,7 +60,6 @@ def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
     model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
     ranks = mesh.size()
     plan, tied = plan_of(model, ranks), _tied(model)
-    names = {module: name for name, module in model.named_modules()}
     embeddings, head = (getattr(model, f"get_{side}_embeddings")() for side in ("input", "output"))
     for name, style in plan.items():
         module = model.get_submodule(name)
@@ -78,7 +75,7 @@ def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
                 setattr(module, kind, nn.Parameter(divided, requires_grad=parameter.requires_grad))
         else:
             parallelize_module(module, mesh, STYLES[style]())
-    if names.get(embeddings) in plan:
+    if isinstance(embeddings.weight, DTensor):
         embeddings.padding_idx = None  # a part would take it for a row of its own; padding has no gradient anyway
     for owners in tied:
         first = model.get_submodule(owners[0])
@@ -99,9 +96,7 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
         if style is None:
             continue
         if style not in {*STYLES, GRADIENT_SUM} or key not in modules:
-            raise UserError(
-                f"tensor parallelism: {name} wants {style!r} for {key}, which this template does not do. {_REMEDY}"
-            )
+            raise UserError(f"tensor parallelism: {name} wants {style!r} for {key}, which is not done here. {_REMEDY}")
         plan[key] = style
     if not plan:
         raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
