@@ -172,7 +172,7 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
         outputs.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
         try:
             if found is not None:
-                for later in reversed(checkpoint.later_than(outputs.checkpoints, checkpoint.step_of(found))):
+                for later in reversed([p for p in checkpoint.by_step(outputs.checkpoints).values() if p > found]):
                     checkpoint.remove(later)
         except OSError as problem:
             raise UserError(f"a checkpoint in {outputs.checkpoints} cannot be removed: {problem.strerror}.") from None
