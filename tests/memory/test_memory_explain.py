@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from train.config import parse
+from train.extras.host_memory import is_out_of_memory
 from train.memory.explain import Change, Situation, explain, post_mortem
-from train.memory.oom import OutOfMemory, is_out_of_memory, parse_oom
+from train.memory.oom import OutOfMemory, parse_oom
 from train.records import UsageError
 
 MIB, GIB = 2**20, 2**30

@@ -1,17 +1,36 @@
-"""How much of the host's memory a process may still take, also inside a container or a scheduler's job."""
+"""How much of the host's memory a process may still take, also inside a container, and which errors say it is full."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil  # comes with accelerate
+import torch
 
 GROUPS = {  # of version 2 and 1, by controller
     "": ("sys/fs/cgroup", "memory.max", "memory.current"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
+
+
+_OUT_OF_MEMORY = re.compile(
+    # torch's allocators: of devices, asynchronous, of MPS and of the host; numpy's; the C++ library's
+    r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend) out of memory(\.|\s*(\(|\n|$))|would exceed allowed memory|invalid buffer size:"
+    r"|you tried to allocate|unable to allocate .* for an array|cannot allocate memory|\bbad_alloc"
+    # the driver, cuBLAS, cuDNN and NCCL; not the bare words, which also stand in advice about memory
+    r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory was full: the device's or the machine's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:

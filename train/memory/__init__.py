@@ -60,7 +60,7 @@ class Room(Extra):
             self._session.rehearse(parts)
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        from train.memory.oom import is_out_of_memory
+        from train.extras.host_memory import is_out_of_memory
 
         if self._session is None or not (hasattr(error, "fault") or is_out_of_memory(error)):
             return None

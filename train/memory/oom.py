@@ -75,15 +75,6 @@ def _total(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory was full: the device's or the machine's."""
-    import torch
-
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and parse_oom(str(error)) is not None
-
-
 _ANSI = re.compile(r"\x1b\[[\d;?]*[ -/]*[@-~]|\[\d+(?:;\d+)*m")
 _LOG_PREFIX = re.compile(
     r"""^(?: \s+ | [#>|"'`-]+ | \[[^\]]*\]:? | \d+:\s | \([^()]*\b(?:pid|rank)=\d+[^()]*\)

@@ -31,10 +31,10 @@ from train.extras.endurance.recovery import (
     Recovering,
     can_recover,
     halves,
-    is_out_of_memory,
     split,
 )
 from train.extras.endurance.retry import reset_scaler
+from train.extras.host_memory import is_out_of_memory
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import IGNORE, MicroBatch, Run, StepOutcome

@@ -7,19 +7,18 @@ first forward (``train.step``). So a micro-batch that did not fit can be split w
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.extras.endurance.retry import Ranks, Start, Writes, free_memory, persistent_buffers, reset_scaler, room_for
+from train.extras.host_memory import is_out_of_memory
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome
 from train.step import Counts, Engine, count
 
@@ -29,22 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
-
-_OUT_OF_MEMORY = re.compile(
-    # torch's allocators: of devices, asynchronous, of MPS and of the host; numpy's; the C++ library's
-    r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend) out of memory(\.|\s|$)|would exceed allowed memory|invalid buffer size:"
-    r"|you tried to allocate|unable to allocate .* for an array|cannot allocate memory|\bbad_alloc"
-    # the driver, cuBLAS, cuDNN and NCCL; not the bare words, which also stand in advice about memory
-    r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc",
-    re.IGNORECASE,
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory was full: the device's or the machine's."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
