@@ -18,7 +18,8 @@ GROUPS = {  # of version 2 and 1, by controller
 
 _OUT_OF_MEMORY = re.compile(
     # torch's allocators: of devices, asynchronous, of MPS and of the host; numpy's; the C++ library's
-    r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend) out of memory(\.|\s*(\(|\n|$))|would exceed allowed memory|invalid buffer size:"
+    r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend) out of memory(\.|\s*(\(|\n|$))"
+    r"|would exceed allowed memory|invalid buffer size:"
     r"|you tried to allocate|unable to allocate .* for an array|cannot allocate memory|\bbad_alloc"
     # the driver, cuBLAS, cuDNN and NCCL; not the bare words, which also stand in advice about memory
     r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc",
