@@ -144,6 +144,11 @@ def test_warmup_stable_decay_holds_and_then_falls() -> None:
     assert found[15:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
 
 
+def test_warmup_stable_decay_does_not_jump_where_warmup_and_decay_meet() -> None:
+    found = rates(lr_scheduler="warmup_stable_decay", decay_ratio=0.8, warmup_steps=10)  # 16 of 20 steps would decay
+    assert found[9:] == pytest.approx([1 - k / 10 if k > 0 else 1.0 for k in [0, *range(11)]])
+
+
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "warmup_stable_decay"])
 def test_warmup_rises_evenly_to_the_peak(scheduler: Any) -> None:
     by_steps = rates(lr_scheduler=scheduler, warmup_steps=5, peak=2.0)

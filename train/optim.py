@@ -71,7 +71,8 @@ def learning_rate_at(step: int, total_steps: int, peak: float, config: Optimizat
     elif config.lr_scheduler == "cosine":
         share = 0.5 * (1.0 + math.cos(math.pi * done))
     else:
-        share = min(1.0, (total_steps - step) / max(1, round(config.decay_ratio * total_steps)))
+        decay_steps = min(round(config.decay_ratio * total_steps), total_steps - warmup)
+        share = min(1.0, (total_steps - step) / max(1, decay_steps))
     return peak * (config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * share)
 
 
