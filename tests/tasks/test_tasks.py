@@ -416,6 +416,22 @@ def test_class_names_land_in_the_model(model_type: str) -> None:
     assert model(input_ids=torch.tensor([[END, 5, END]])).logits.shape == (1, 3)
 
 
+@pytest.mark.parametrize(("labels", "names"), [(("ham", "spam"), ("spam", "ham")), (("ham", "eggs"), ("eggs", "ham"))])
+def test_a_classifier_keeps_the_numbers_of_its_classes(tmp_path: Path, labels: Any, names: Any) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**shape, vocab_size=259, id2label={0: "spam", 1: "ham"})
+    trained = transformers.BertForSequenceClassification(config)
+    trained.save_pretrained(tmp_path)
+    corpus = corpus_of([("a", labels[0]), ("b", labels[1])], [("c", labels[1])])
+    examples = classified(corpus, model=str(tmp_path))
+    assert examples.label_names == names  # of its own classes in its own order; of others by the alphabet
+    assert examples.train["label"][:] == [names.index(label) for label in labels]
+    task = made("sequence_classification", max_length=16, model=str(tmp_path))
+    model = build_model(run_for(task.config), type(task), BYTES, examples.label_names).model
+    assert isinstance(model, transformers.PreTrainedModel) and model.config.id2label == dict(enumerate(names))
+    assert torch.equal(model.get_parameter("classifier.weight"), trained.get_parameter("classifier.weight"))
+
+
 def test_tasks_are_the_files_of_their_folder() -> None:
     modules = {"causal_lm": causal_lm, "masked_lm": masked_lm, "sequence_classification": sequence_classification}
     assert task_names() == sorted(modules)

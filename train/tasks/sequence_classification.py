@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from train import tasks
+from train.model import stored_config
 from train.records import Corpus, Examples, UserError, column, one_line
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Task(tasks.Task):
     example_columns = ("tokens", "length", "document_length", "label")
 
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
-        """The training split's labels, numbers in order of value, names in order of the alphabet.
+        """The training split's labels: in the order of a classifier that has them, else by value or alphabet.
 
         Raises:
             UserError: fewer than two classes.
@@ -49,7 +50,12 @@ class Task(tasks.Task):
                 f"{self.config.get('label_column', 'label')!r}; classification needs two or more. Is it the right "
                 "--label_column?"
             )
-        return tuple(str(label) for label in sorted(labels))
+        names, model = tuple(str(label) for label in sorted(labels)), self.config.architecture.model
+        if model is None or ":" in model:
+            return names
+        # Its head is trained for these numbers; under others it would be a permuted one.
+        known = tuple(name for _, name in sorted(stored_config(self.config.architecture).id2label.items()))
+        return known if set(names) <= set(known) else names
 
     def class_of(self, label: Any, label_names: Sequence[str]) -> int | None:
         """By the label's name, or by its plain name where only one class has that."""
