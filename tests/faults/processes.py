@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -24,6 +25,7 @@ from support import ROOT
 from torch.distributed import TCPStore
 
 Fault = Callable[[int], None]
+Work = Callable[[int], int]
 KILLED = -signal.SIGKILL
 PATIENCE_SECONDS = 120.0
 """For the end of a run that takes one or two."""
@@ -101,6 +103,11 @@ def start(
     environment: dict[str, str] | None = None,
 ) -> Job:
     """Starts the ranks of a run, which find each other over gloo; ``logs`` is a folder for what they write."""
+    return start_work(partial(_main, [str(a) for a in arguments], fault), logs, ranks, environment)
+
+
+def start_work(work: Work, logs: Path, ranks: int, environment: dict[str, str] | None = None) -> Job:
+    """Starts processes that call ``work`` with their rank and end with the status that it returns."""
     logs.mkdir(parents=True, exist_ok=True)
     variables = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **(environment or {})}
     store = None
@@ -114,7 +121,7 @@ def start(
     for rank in range(ranks):
         own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else variables
         files.append(logs / f"{number:03d}.rank-{rank}")
-        process = context().Process(target=_child, args=([str(a) for a in arguments], own, files[-1], rank, fault))
+        process = context().Process(target=_child, args=(work, own, files[-1], rank))
         process.start()
         processes.append(process)
     return Job(processes, files, store)
@@ -132,6 +139,13 @@ def run(
         return job.end()
 
 
+def in_ranks(work: Work, logs: Path, environment: dict[str, str], ranks: int = 2) -> None:
+    """Calls ``work`` with its rank in each of several processes; it writes what it finds."""
+    job = start_work(work, logs, ranks, environment)
+    for ended in job.end():
+        assert ended.status == 0, ended.said
+
+
 @contextmanager
 def started(*arguments: Any, **options: Any) -> Iterator[Job]:
     """A run that is killed at the end of the block if it has not ended."""
@@ -142,7 +156,15 @@ def started(*arguments: Any, **options: Any) -> Iterator[Job]:
         job.end(0.0)
 
 
-def _child(arguments: list[str], variables: dict[str, str], log: Path, rank: int, fault: Fault | None) -> None:
+def _main(arguments: list[str], fault: Fault | None, rank: int) -> int:
+    from train.main import main
+
+    if fault is not None:
+        fault(rank)
+    return main(arguments)
+
+
+def _child(work: Work, variables: dict[str, str], log: Path, rank: int) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -150,11 +172,7 @@ def _child(arguments: list[str], variables: dict[str, str], log: Path, rank: int
     multiprocessing.set_start_method("fork", force=True)  # as it is in a process that nobody has forked
     status = 70
     try:
-        from train.main import main
-
-        if fault is not None:
-            fault(rank)
-        status = main(arguments)
+        status = work(rank)
     except BaseException:
         traceback.print_exc()
     finally:
