@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,16 +50,16 @@ def llama_recipe(recipe: Path) -> Path:
 
 @pytest.fixture
 def run_main() -> Run:
-    """Runs ``train/main.py`` as a process of its own, as a user would."""
+    """Runs ``train/main.py`` as a process of its own, as a user would, or by the command in ``prefix``."""
 
     def run(*arguments: Any, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Any:
+        words, environment = (ROOT / "train" / "main.py", *arguments), {**os.environ, **(env or {})}
+        if not prefix:
+            from faults.processes import script  # here: it imports torch
+
+            return script(words, 1, environment)
         return subprocess.run(
-            [*(prefix or (sys.executable,)), str(ROOT / "train" / "main.py"), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=ROOT,
-            env={**os.environ, **(env or {})},
+            [*prefix, *map(str, words)], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
         )
 
     return run

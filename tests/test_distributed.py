@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.processes import script
 from safetensors.torch import load_file
 from support import ROOT, checkpoint_digests
 from test_main import STEPS
@@ -41,8 +42,13 @@ def torchrun(
     )
 
 
+def forked(*arguments: Any, processes: int = 2, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What torchrun would end with, from processes that have the libraries loaded."""
+    return script(arguments, processes, env or ENVIRONMENT)
+
+
 def run(recipe: Path, output: Path, processes: int, *flags: Any) -> subprocess.CompletedProcess[str]:
-    done = torchrun("train/main.py", "--config", recipe, "--output_dir", output, *flags, processes=processes)
+    done = forked("train/main.py", "--config", recipe, "--output_dir", output, *flags, processes=processes)
     assert done.returncode == EXIT_DONE, done.stderr[-3000:]
     return done
 
@@ -56,8 +62,9 @@ def without_dropout(recipe: Path) -> Path:
 
 def steps_in_fp64(output: Path, micro_batch_size: int, processes: int, engine: dict[str, str]) -> dict[str, Tensor]:
     """Weights and norms after the steps of ``distributed_step.py``."""
-    script = ROOT / "tests" / "distributed_step.py"
-    done = torchrun(script, output, micro_batch_size, processes=processes, env={**ENVIRONMENT, **engine})
+    done = forked(
+        "tests/distributed_step.py", output, micro_batch_size, processes=processes, env={**ENVIRONMENT, **engine}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return load_file(output)
 
@@ -110,8 +117,8 @@ def test_packed_rows_by_tokens_and_cut_are_the_same_on_two_ranks(
     flags: list[Any] = ["--packing", "True", "--max_tokens_per_micro_batch", 128, "--global_batch_size", 6]
     flags += ["--sequence_length_warmup_steps", 2, "--sequence_length_warmup_start", 32, "--max_steps", 4]
     run(llama_recipe, tmp_path / "one", 1, *flags)
-    script = ("train/main.py", "--config", llama_recipe, "--output_dir", tmp_path / "two", *flags)
-    done = torchrun(*script, env={**ENVIRONMENT, **engine})
+    words = ("train/main.py", "--config", llama_recipe, "--output_dir", tmp_path / "two", *flags)
+    done = forked(*words, env={**ENVIRONMENT, **engine})
     assert done.returncode == EXIT_DONE, done.stderr[-3000:]
     assert "micro-batches of up to 128 tokens, padding included, on 2 processes; 6 examples per step" in done.stdout
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))

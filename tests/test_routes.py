@@ -9,11 +9,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.processes import script
 from safetensors.torch import load_file
 from support import ROOT
 
@@ -45,20 +45,15 @@ class Fork:
         self.folder, self.output = folder, folder / "runs" / "mine"
         for name in ("train", "recipes"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        self.write("run.py", RUN)
 
     def write(self, name: str, code: str) -> None:
         (self.folder / name).write_text(code)
 
     def run(self, *flags: Any) -> subprocess.CompletedProcess[str]:
         """``python train/main.py`` with these flags, from the copy's folder."""
-        return subprocess.run(
-            [sys.executable, "-c", RUN, *map(str, (*BASE, "--output_dir", self.output, *flags))],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.folder)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        words = ("run.py", *BASE, "--output_dir", self.output, *flags)
+        return script(words, 1, {**os.environ, "PYTHONPATH": str(self.folder)}, self.folder, alone=True)
 
     def trains(self, *flags: Any) -> tuple[str, dict[str, Any]]:
         """What a run that has to succeed says, and its summary."""

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from faults.processes import script
 from support import ROOT, write_recipe
 
 from train import extras
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.records import EXIT_DONE, EXIT_USAGE
 
-# An editable installation of this repository would lend the copy what was deleted from it.
-OWN_IMPORTS = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
 DATA = """
 import datasets
 
@@ -27,7 +24,7 @@ import datasets
 def documents(config):
     return datasets.Dataset.from_dict({"text": [f"document {n}: " + "abc def " * (n % 7) for n in range(25)]})
 """
-# Refused flags first, then the run, all in one process: libraries take seconds to load.
+# Refused flags first, then the run, all in one process.
 PROGRAM = """
 import sys
 import train
@@ -47,7 +44,7 @@ def copy_without(names: Sequence[str], folder: Path) -> Path:
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     for name in names:
         shutil.rmtree(folder / extras.ORDER[name].replace(".", "/"))
-    (folder / "sitecustomize.py").write_text(OWN_IMPORTS)
+    (folder / "program.py").write_text(PROGRAM)
     (folder / "my_data.py").write_text(DATA)
     return folder
 
@@ -72,14 +69,8 @@ def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[li
     if "readers" in names:  # then data is a function's, and the tokenizer that of a folder
         build_tokenizer("bytes", ()).save_pretrained(folder / "tokenizer")
         run += ["--dataset", "my_data:documents", "--tokenizer", str(folder / "tokenizer")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, " ".join([*flags_of(names), *refused]), *run],
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = ("program.py", " ".join([*flags_of(names), *refused]), *run)
+    done = script(words, 1, {**os.environ, "PYTHONPATH": str(copy)}, copy, alone=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert f"package: {copy / 'train' / '__init__.py'}" in lines

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +24,16 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import torch
 from support import ROOT
 from torch.distributed import TCPStore
 
 Fault = Callable[[int], None]
 Work = Callable[[int], int]
 KILLED = -signal.SIGKILL
+MEETING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MEETING += ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+"""Variables by which ranks find each other."""
 PATIENCE_SECONDS = 120.0
 """For the end of a run that takes one or two."""
 
@@ -144,6 +151,53 @@ def in_ranks(work: Work, logs: Path, environment: dict[str, str], ranks: int = 2
     job = start_work(work, logs, ranks, environment)
     for ended in job.end():
         assert ended.status == 0, ended.said
+
+
+def script(
+    words: Sequence[Any], ranks: int, environment: dict[str, str], folder: Path = ROOT, alone: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """What a command that runs a Python script ends with, without the seconds in which libraries are loaded.
+
+    Args:
+        words: the script's path, and its arguments.
+        environment: all of its variables.
+        alone: whether it finds ``train`` in ``folder`` alone, a copy of the repository.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        logs = Path(name)
+        work = partial(_script, [str(word) for word in words], environment, folder, alone, logs)
+        job = start_work(work, logs, ranks, {})
+        status = [ended.status for ended in job.end(300.0)]
+        assert None not in status, job.said()
+        errors = [path.read_text(errors="replace") for path in sorted(logs.glob("*.errors"))]
+        said = "".join(job.said(rank) for rank in range(ranks))
+    return subprocess.CompletedProcess(list(words), next((s for s in status if s), 0), said, "".join(errors))
+
+
+def _script(words: list[str], environment: dict[str, str], folder: Path, alone: bool, logs: Path, rank: int) -> int:
+    os.dup2(os.open(logs / f"{rank}.errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    own = {k: os.environ[k] for k in MEETING if k in os.environ}
+    os.environ.clear()
+    os.environ.update({**environment, **own})
+    os.chdir(folder)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if alone:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "train"]:
+            del sys.modules[name]
+        sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]  # would lend what is gone
+        sys.path[:] = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or ".venv" in path]
+    sys.path[:0] = [str((folder / words[0]).parent), *paths]
+    sys.argv = words
+    if "OMP_NUM_THREADS" in os.environ:  # which torch has read before
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 @contextmanager

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import ROOT
-from test_distributed import ENVIRONMENT, FSDP2, torchrun
+from test_distributed import ENVIRONMENT, FSDP2, forked
 
 pytestmark = pytest.mark.distributed
 WAYS = ("tiled", "all", "selective")
 
 
 def steps(output: Path, micro_batch_size: int, processes: int, ways: str, engine: dict[str, str]) -> dict:
-    script = ROOT / "tests/extras/activations/recompute_step.py"
-    done = torchrun(script, output, micro_batch_size, ways, processes=processes, env={**ENVIRONMENT, **engine})
+    words = ("tests/extras/activations/recompute_step.py", output, micro_batch_size, ways)
+    done = forked(*words, processes=processes, env={**ENVIRONMENT, **engine})
     assert done.returncode == 0, done.stderr[-3000:]
     return load_file(output)
 

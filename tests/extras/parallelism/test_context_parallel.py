@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT, checkpoint_digests
-from test_distributed import FSDP2, killed_at_step_4, torchrun
+from support import checkpoint_digests
+from test_distributed import FSDP2, forked, killed_at_step_4
 from test_fsdp2 import launched, run
 from test_launch import sizes
 from test_main import STEPS, trained_losses
@@ -92,8 +92,8 @@ def test_the_launch_file_alone_is_accepted() -> None:
 @pytest.mark.distributed
 def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
     """In fp64, with AdamW and SGD, checkpointing, ragged lengths, and parts in which no target is left."""
-    script, output = ROOT / "tests/extras/parallelism/divided_step.py", tmp_path / "found.json"
-    done = torchrun(script, output, env={**environment(cp=2), **FSDP2})
+    output = tmp_path / "found.json"
+    done = forked("tests/extras/parallelism/divided_step.py", output, env={**environment(cp=2), **FSDP2})
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())
     assert found.pop("positions")  # accelerate's context parallelism on GPUs expects the same ones

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import ROOT, checkpoint_digests
-from test_distributed import killed_at_step_4, torchrun
+from test_distributed import forked, killed_at_step_4
 from test_fsdp2 import final_weights, largest_difference, metrics
 from test_main import STEPS, trained_losses
 
@@ -29,6 +29,7 @@ ROUNDING = 1e-6
 """fp32 sums of a few hundred terms in another order, over four steps of plain SGD with weights up to 1."""
 MAGNIFIED = 2e-4
 """The same through Adam, which divides by gradients that are nearly 0."""
+STEPS_SCRIPT = "tests/extras/parallelism/deepspeed_step.py"
 LLAMA = (
     '{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, '
     '"num_attention_heads": 4, "num_key_value_heads": 2}'
@@ -80,9 +81,7 @@ def without_dropout(recipe: Path) -> Path:
 def plain_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``deepspeed_step.py`` leaves without DeepSpeed, on one process."""
     path = tmp_path_factory.mktemp("steps") / "plain"
-    done = torchrun(
-        ROOT / "tests/extras/parallelism/deepspeed_step.py", path, "plain", processes=1, env=dict(os.environ)
-    )
+    done = forked(STEPS_SCRIPT, path, "plain", processes=1, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-3000:]
     return path
 
@@ -91,8 +90,7 @@ def plain_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_make_the_updates_of_one_process(plain_steps: Path, tmp_path: Path, engine: str) -> None:
     """Ragged examples, a short last window with a rank without examples, clipping, and a gradient that is not finite:
     the step is skipped on both ranks and leaves no trace in weights and momentum."""
-    script, env = ROOT / "tests/extras/parallelism/deepspeed_step.py", {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = torchrun(script, tmp_path / engine, engine, env=env)
+    done = forked(STEPS_SCRIPT, tmp_path / engine, engine, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (load_file(f"{path}.safetensors") for path in (plain_steps, tmp_path / engine))
     assert largest_difference(one, two) < ROUNDING

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT, checkpoint_digests
-from test_distributed import killed_at_step_4, torchrun
+from support import checkpoint_digests
+from test_distributed import forked, killed_at_step_4
 from test_fsdp2 import final_weights, largest_difference, launched, metrics, run
 from test_launch import sizes
 from test_main import STEPS, trained_losses
@@ -120,8 +120,8 @@ def test_a_copy_without_this_extra_does_not_take_such_a_launch(launch: Launch, m
 @pytest.mark.distributed
 def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
     """In fp64, with AdamW and SGD, tied and untied weights, checkpointing, a vocabulary that does not divide."""
-    script, output = ROOT / "tests/extras/parallelism/divided_step.py", tmp_path / "found.json"
-    done = torchrun(script, output, env=environment(tp=2))
+    output = tmp_path / "found.json"
+    done = forked("tests/extras/parallelism/divided_step.py", output, env=environment(tp=2))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())
     assert len(found) == 5
