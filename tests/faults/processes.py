@@ -191,7 +191,7 @@ def _script(words: list[str], environment: dict[str, str], folder: Path, alone: 
     if "OMP_NUM_THREADS" in os.environ:  # which torch has read before
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(words[0], None, "__main__")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
