@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.processes import script as run_script
 from safetensors.torch import load_file
 from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests
 from test_distributed import FSDP2, killed_at_step_4
@@ -25,7 +26,13 @@ EXACT = 1e-5
 
 
 def launched(file: str, *flags: Any, processes: int = 2, script: Path = MAIN) -> subprocess.CompletedProcess[str]:
-    """``accelerate launch`` of ``accelerate_configs/file`` with ``processes`` in fp32, as a user would type it."""
+    """``accelerate launch`` of ``accelerate_configs/file`` with ``processes`` in fp32, as a user would type it.
+
+    Without the launcher for ``cpu.yaml``, which sets these two variables.
+    """
+    if (file, processes) == ("cpu", 1):
+        variables = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
+        return run_script((script, *flags), 1, {**os.environ, **variables})
     options = ["--num_processes", processes, "--mixed_precision", "no", "--main_process_port", 0]
     command = [*ACCELERATE_LAUNCH, "--config_file", ROOT / "accelerate_configs" / f"{file}.yaml", *options]
     return subprocess.run(

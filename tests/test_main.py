@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from faults.processes import started
 from safetensors.torch import load_file
 from support import ROOT, Run, checkpoint_digests
 
@@ -135,16 +134,14 @@ def stopping_after(step: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_ends_with_a_checkpoint_and_its_status(recipe: Path, tmp_path: Path, number: int) -> None:
     output = tmp_path / "run"
-    command = [sys.executable, "train/main.py", "--config", recipe, "--output_dir", output, "--num_epochs", "10000"]
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = ("--config", recipe, "--output_dir", output, "--num_epochs", "10000")
     metrics = output / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == EXIT_STOPPED, err.decode()
-    assert f"stopped by {signal.Signals(number).name}" in out.decode()
+    with started(words, tmp_path / "logs") as job:
+        job.wait_until(lambda: metrics.exists() and metrics.stat().st_size)
+        job.signal(number)
+        [ended] = job.end()
+    assert ended.status == EXIT_STOPPED, ended.said
+    assert f"stopped by {signal.Signals(number).name}" in ended.said
     [checkpoint] = (output / "checkpoints").iterdir()
     assert verify(checkpoint) is None
 

@@ -161,7 +161,7 @@ def script(
     Args:
         words: the script's path, and its arguments.
         environment: all of its variables.
-        alone: whether it finds ``train`` in ``folder`` alone, a copy of the repository.
+        alone: whether it finds nothing of this repository, for a ``folder`` that is a copy.
     """
     with tempfile.TemporaryDirectory() as name:
         logs = Path(name)
@@ -182,7 +182,7 @@ def _script(words: list[str], environment: dict[str, str], folder: Path, alone: 
     os.chdir(folder)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if alone:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "train"]:
+        for name in [name for name, module in sys.modules.items() if _is_of_this_repository(module)]:
             del sys.modules[name]
         sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]  # would lend what is gone
         sys.path[:] = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or ".venv" in path]
@@ -198,6 +198,12 @@ def _script(words: list[str], environment: dict[str, str], folder: Path, alone: 
         traceback.print_exc()
         return 1
     return 0
+
+
+def _is_of_this_repository(module: Any) -> bool:
+    own = getattr(module, "__dict__", {})  # torch.ops would make up any attribute that is asked for
+    paths = [own.get("__file__"), *own.get("__path__", ())]
+    return any(path and Path(path).is_relative_to(ROOT) and ".venv" not in path for path in paths)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults.processes import script
 from support import ROOT
 
 from scripts import fork
@@ -87,7 +88,10 @@ def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[
         "output_dir": tmp_path / "run",
         "cpu_threads": 1,
     }
-    done = run_in(folder, tmp_path, "-c", PROGRAM, *(f"--{name}={value}" for name, value in flags.items()))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = (tmp_path / "program.py", *(f"--{name}={value}" for name, value in flags.items()))
+    path = os.pathsep.join([str(folder), str(tmp_path)])
+    done = script(command, 1, {**os.environ, "PYTHONPATH": path}, folder, alone=True)
     assert done.returncode == 0, done.stderr
     assert f"package: {folder / 'train' / '__init__.py'}" in done.stdout
     gone = words[1:] if "meter" not in words else ("meter", "memory")
@@ -117,7 +121,9 @@ def test_the_tests_of_the_fork_are_found(words: tuple[str, ...], forked: Callabl
 def test_tests_of_the_fork_pass(
     words: tuple[str, ...], more: list[str], forked: Callable[..., Path], tmp_path: Path
 ) -> None:
-    done = run_in(forked(*words), tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_step.py", *more)
+    (tmp_path / "tests.py").write_text("import pytest, sys\nsys.exit(pytest.main(sys.argv[1:]))\n")
+    command = (tmp_path / "tests.py", "-p", "no:cacheprovider", "tests/test_step.py", *more)
+    done = script(command, 1, {**os.environ, "PYTHONPATH": str(forked(*words))}, forked(*words), alone=True)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout or re.search(r"\.{5,}", done.stdout)
 
