@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from support import ROOT
 from test_step import VOCABULARY, batch, largest_difference, rows
 from torch import Tensor, nn
 
@@ -550,10 +551,11 @@ def test_sharded_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """What ``distributed_recovery.py`` left behind: weights by case, and what each rank saw."""
-    from test_distributed import forked  # the processes started here import this file too, not that
+    from test_distributed import ENVIRONMENT, torchrun  # the processes started here import this file too, not that
 
     output = tmp_path_factory.mktemp("two_ranks")
-    done = forked("tests/extras/endurance/distributed_recovery.py", output)
+    environment = ENVIRONMENT
+    done = torchrun(ROOT / "tests/extras/endurance/distributed_recovery.py", output, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return output, json.loads((output / "found.json").read_text())
 
