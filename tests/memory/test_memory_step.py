@@ -13,8 +13,9 @@ from test_step import TinyModel, batch
 
 from train.config import Config, to_values
 from train.loss import ModelWithLoss
-from train.memory import predict as memory
-from train.memory.rehearsal import rehearse
+from train.memory.predict import Job, Target
+from train.memory.session import rehearse
+from train.memory.trial import predict
 from train.step import Engine
 
 PHASES = ["forward", "backward", "clip", "optimizer"]
@@ -38,9 +39,9 @@ def test_a_broken_step_is_noticed_by_the_prediction() -> None:
     """Clipping has memory of its own; numbers have none, and gradients that are left count in no first step."""
     fields = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}
     values = {**to_values(Config()), "model_config": fields, "tokenizer": "bytes"}
-    job = memory.Job(values, memory.Target("cpu"), "causal_lm", vocab_size=300, micro_batch_size=1, length=8)
-    assert list(memory.predict(job).peak_bytes_by_phase) == PHASES
+    job = Job(values, Target("cpu"), "causal_lm", vocab_size=300, micro_batch_size=1, length=8)
+    assert list(predict(job).peak_bytes_by_phase) == PHASES
     with broken(CLIPPING):
-        assert "clip" not in memory.predict(job).peak_bytes_by_phase
+        assert "clip" not in predict(job).peak_bytes_by_phase
     with broken(ERROR), pytest.raises(BrokenStepError):
-        memory.predict(job)
+        predict(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -19,7 +20,7 @@ from torch import nn
 from train.config import Config
 from train.extras.report.sample import references, sample
 from train.model import build_model
-from train.records import IGNORE, Corpus, Examples, UsageError, UserError
+from train.records import IGNORE, Corpus, Examples, UsageError, UserError, column
 from train.tasks import Task, causal_lm, load_task, masked_lm, sequence_classification, task_names, tokenize
 
 BYTES = tokenizer_of("bytes")
@@ -81,9 +82,9 @@ def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypat
     found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
     assert recording.calls == [[60], [60, 40], [500], [1, 99, 0]]
     alone = [task.encode({"text": [text], "label": ["x"]}, BYTES, ("x", "y")) for text in texts]
-    for column in task.example_columns:
-        values = [value for one in alone for value in one[column]]
-        assert [np.asarray(v).tolist() for v in found[column]] == [np.asarray(v).tolist() for v in values]
+    for name in task.example_columns:
+        values = [value for one in alone for value in one[name]]
+        assert [np.asarray(v).tolist() for v in found[name]] == [np.asarray(v).tolist() for v in values]
 
 
 # causal_lm
@@ -418,14 +419,14 @@ def test_class_names_land_in_the_model(model_type: str) -> None:
 
 @pytest.mark.parametrize(("labels", "names"), [(("ham", "spam"), ("spam", "ham")), (("ham", "eggs"), ("eggs", "ham"))])
 def test_a_classifier_keeps_the_numbers_of_its_classes(tmp_path: Path, labels: Any, names: Any) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(**shape, vocab_size=259, id2label={0: "spam", 1: "ham"})
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**shape, num_attention_heads=2, vocab_size=259, id2label={0: "spam", 1: "ham"})
     trained = transformers.BertForSequenceClassification(config)
     trained.save_pretrained(tmp_path)
     corpus = corpus_of([("a", labels[0]), ("b", labels[1])], [("c", labels[1])])
     examples = classified(corpus, model=str(tmp_path))
     assert examples.label_names == names  # of its own classes in its own order; of others by the alphabet
-    assert examples.train["label"][:] == [names.index(label) for label in labels]
+    assert list(column(examples.train, "label")) == [names.index(label) for label in labels]  # pyright: ignore
     task = made("sequence_classification", max_length=16, model=str(tmp_path))
     model = build_model(run_for(task.config), type(task), BYTES, examples.label_names).model
     assert isinstance(model, transformers.PreTrainedModel) and model.config.id2label == dict(enumerate(names))

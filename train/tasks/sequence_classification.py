@@ -54,7 +54,7 @@ class Task(tasks.Task):
         if model is None or ":" in model:
             return names
         # Its head is trained for these numbers; under others it would be a permuted one.
-        known = tuple(name for _, name in sorted(stored_config(self.config.architecture).id2label.items()))
+        known = tuple(name for _, name in sorted((stored_config(self.config.architecture).id2label or {}).items()))
         return known if set(names) <= set(known) else names
 
     def class_of(self, label: Any, label_names: Sequence[str]) -> int | None:
