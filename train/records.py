@@ -58,7 +58,7 @@ class DivergenceError(UserError):
         self.progress, self.sound_step = progress, sound_step
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
+def one_line(error: BaseException, limit: int = 500) -> str:
     """What ``error`` says, for the middle of a message."""
     return " ".join(str(error).split())[:limit]
 
