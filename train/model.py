@@ -15,7 +15,7 @@ from train.config import Architecture
 from train.data import load_function
 from train.loss import ModelWithLoss, Objective
 from train.records import Run, UserError, one_line
-from train.tasks import Task, pad_token_id
+from train.tasks import Task, pad_token_id, stored_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -118,20 +118,6 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
         raise
     except Exception as error:  # configuration classes validate with exceptions of many libraries
         raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
-
-
-def stored_config(config: Architecture) -> PretrainedConfig:
-    """transformers' configuration of the model that ``config`` names; raises UserError if it cannot be loaded."""
-    from transformers import AutoConfig
-
-    assert config.model is not None
-    try:
-        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model {config.model!r} cannot be loaded: {one_line(error)} Give a folder with a model, a Hub name "
-            "(and a connection), module:function, or a model_config to train from scratch."
-        ) from None
 
 
 def _check_fit(config: PretrainedConfig, tokenizer: Tokenizer, max_length: int) -> None:

@@ -142,7 +142,7 @@ def _stored_config(config: Config) -> Any:
     """transformers' configuration of a model by name, None for others."""
     if config.architecture.model is None or ":" in config.architecture.model:
         return None
-    from train.model import stored_config
+    from train.tasks import stored_config
 
     return stored_config(config.architecture)
 

@@ -23,12 +23,13 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 
 from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum
-from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column
+from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from train.config import Config
+    from train.config import Architecture, Config
 
 # Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
 BYTES_AT_ONCE = 2**20
@@ -251,6 +252,20 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
     if isinstance(examples.train, Dataset):
         notes += task.describe(examples)
     return replace(examples, notes=tuple(notes))
+
+
+def stored_config(config: Architecture) -> PretrainedConfig:
+    """transformers' configuration of the model that ``config`` names; raises UserError if it cannot be loaded."""
+    from transformers import AutoConfig
+
+    assert config.model is not None
+    try:
+        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model {config.model!r} cannot be loaded: {one_line(error)} Give a folder with a model, a Hub name "
+            "(and a connection), module:function, or a model_config to train from scratch."
+        ) from None
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

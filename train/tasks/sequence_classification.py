@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from train import tasks
-from train.model import stored_config
 from train.records import Corpus, Examples, UserError, column, one_line
+from train.tasks import stored_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
