@@ -71,14 +71,21 @@ class LossInHead:
     def __call__(
         self, model: ModelWithLoss, inputs: dict[str, Any], labels: Tensor, scored: bool, num_targets: int | None
     ) -> Tensor | Scores:
-        answer: Answer = partial(chunked_scores, labels=labels)
+        kept: list[Scores] = []
+
+        def score(*tensors: Any, **options: Any) -> Tensor:
+            kept.append(chunked_scores(*tensors, labels=labels, **options))
+            return kept[-1].loss_sums  # a tensor, because some models still handle what they take for logits
+
+        answer: Answer = score
         if not scored:
-            loss = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}[self.kind]
-            answer = partial(loss, labels=labels, num_targets=num_targets)
+            kinds = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
+            answer = partial(kinds[self.kind], labels=labels, num_targets=num_targets)
             if self.kind in ("chunked", "liger"):
                 answer = partial(answer, objective=model.objective)
         with head_of(model.model).answering(answer):
-            return logits_of(model.model(**inputs))
+            loss = logits_of(model.model(**inputs))
+        return kept[-1] if scored else loss
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str) -> None:
