@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.long_sequences import attention
@@ -233,7 +233,7 @@ def test_flash_attention_of_its_own_package_is_told_lengths_in_its_words() -> No
     model = built("llama", CAUSAL["llama"])
     model.config._attn_implementation_internal = "flash_attention_2"
     documents = Documents.of([[3, 9, 4], [16]])
-    _, given = attention._arguments(model, (), {"input_ids": 1, "documents": documents})
+    _, given = attention._given(model, (), {"input_ids": 1, "documents": documents})
     assert torch.equal(given.pop("cu_seq_lens_q"), torch.tensor([0, 3, 12, 16, 32], dtype=torch.int32))
     assert torch.equal(given.pop("cu_seq_lens_k"), documents.boundaries)
     assert given == {"input_ids": 1, "max_length_q": 16, "max_length_k": 16}
@@ -269,3 +269,16 @@ def test_the_trial_leaves_the_model_alone() -> None:
     loss, _ = loss_and_gradients(model, packed)
     other, _ = loss_and_gradients(built("llama", CAUSAL["llama"]), padded)
     assert loss.item() == pytest.approx(other.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_classifier_whose_windows_slide_pools_what_it_pooled(pooling: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("modernbert", **MASKED["modernbert"], classifier_pooling=pooling, num_labels=3)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
+    ids = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(1))
+    expected = model.eval()(input_ids=ids).logits
+    assert attention.can_slide_without_mask(model, 16)
+    attention.set_document_boundaries(model)
+    assert model.config._attn_implementation == attention.NAME
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-12, atol=1e-14)

@@ -43,26 +43,34 @@ def set_document_boundaries(model: Any) -> None:
     """
     if isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(register())
-    model.register_forward_pre_hook(_arguments, with_kwargs=True)
+    model.register_forward_pre_hook(_given, with_kwargs=True)
+    # Beneath the head, which may pool by the mask.
+    getattr(model, "base_model", model).register_forward_pre_hook(_whole_rows, with_kwargs=True)
 
 
-def _arguments(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _given(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What transformers' forward is given in place of ``documents``."""
     documents: Documents | None = kwargs.pop("documents", None)
-    implementation = model.config._attn_implementation
+    if documents is None:
+        return args, kwargs
+    implementation, cuts, longest = model.config._attn_implementation, documents.boundaries, documents.longest
     if implementation == NAME:
-        if documents is None and kwargs.get("attention_mask") is None and kwargs.get("past_key_values") is None:
-            ids = kwargs["input_ids"]
-            documents = Documents.of([[ids.shape[1]]] * len(ids)).to(ids.device)
-        if documents is not None:
-            # A mask of four dimensions is taken as it is: the model then neither makes one nor looks at positions.
-            unread = documents.boundaries.new_empty((1, 1, 1, 1))
-            return args, {**kwargs, "attention_mask": unread, "documents": documents}
-    elif documents is not None and "flash" in implementation:
-        cuts, longest = documents.boundaries, documents.longest
+        # A mask of four dimensions is taken as it is: the model then neither makes one nor looks at positions.
+        return args, {**kwargs, "attention_mask": cuts.new_empty((1, 1, 1, 1)), "documents": documents}
+    if "flash" in implementation:
         lengths = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": longest, "max_length_k": longest}
         return args, kwargs | lengths
     return args, kwargs  # flex_attention: transformers finds the documents by their positions
+
+
+def _whole_rows(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Each row as a document, where nothing else says what its tokens see."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    told = any(kwargs.get(name) is not None for name in ("documents", "attention_mask", "past_key_values"))
+    if told or len(args) > 1 or ids is None or model.config._attn_implementation != NAME:
+        return args, kwargs
+    kwargs["documents"] = Documents.of([[ids.shape[1]]] * len(ids)).to(ids.device)
+    return _given(model, args, kwargs)
 
 
 def attend(
