@@ -14,4 +14,4 @@ fi
 $bin/ruff check .
 $bin/ruff format --check .
 $bin/basedpyright --level error --pythonpath $bin/python
-$bin/python -m pytest -n 2 --dist loadfile "$@"
+$bin/python -m pytest -n 3 --dist loadfile "$@" # many tests wait for other processes: two workers leave cores idle

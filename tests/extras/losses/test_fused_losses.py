@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from train.config import from_values, parse
 from train.extras import check
 from train.extras.losses import Room, fused
-from train.extras.losses.choice import MIN_CHUNKED_CLASSES, choose_loss, describe_loss, place_of
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
-from train.extras.losses.in_head import LossInHead
+from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, LossInHead, choose_loss, describe_loss, place_of
 from train.launch import Launch
 from train.loss import PLAIN, ModelWithLoss, Objective
 from train.records import IGNORE, UsageError, UserError

@@ -46,8 +46,7 @@ class Room(Extra):
             )
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
-        from train.extras.losses.choice import choose_loss, describe_loss, place_of
-        from train.extras.losses.in_head import use_loss_in_head
+        from train.extras.losses.in_head import choose_loss, describe_loss, place_of, use_loss_in_head
 
         asked = run.config.of(Options).loss
         place = place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision, run.launch.tp_size > 1)
@@ -58,8 +57,7 @@ class Room(Extra):
         return [] if run.is_planned else [describe_loss(kind, model.objective, asked)]
 
     def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
-        from train.extras.losses.choice import obstacle_to_loss_in_head
-        from train.extras.losses.in_head import use_loss_in_head
+        from train.extras.losses.in_head import obstacle_to_loss_in_head, use_loss_in_head
 
         def chunk() -> bool:
             if model.loss_in_head is not None or obstacle_to_loss_in_head(model) is not None:
