@@ -13,5 +13,7 @@ if [ "${1:-}" = "--all" ]; then
 fi
 $bin/ruff check .
 $bin/ruff format --check .
-$bin/basedpyright --level error --pythonpath $bin/python
-$bin/python -m pytest -n 3 --dist loadfile "$@" # many tests wait for other processes: two workers leave cores idle
+$bin/basedpyright --level error --pythonpath $bin/python & # next to the tests, which often wait
+types=$!
+$bin/python -m pytest -n 2 --dist loadfile "$@"
+wait $types
