@@ -70,3 +70,12 @@ def run_for(config: Config, accelerator: Accelerator | None = None, launch: Laun
     accelerator = accelerator or Accelerator(cpu=True)
     outputs = Outputs(config, accelerator, is_silent=True)
     return Run(config, launch, accelerator, extras.join(), outputs, StopRequest())
+
+
+def printed_and_imported(*words: str) -> tuple[str, set[str]]:
+    """What Python prints when it runs ``words`` from the root, and the modules that it imports; it has to succeed."""
+    python = [sys.executable, "-X", "importtime", *words]
+    done = subprocess.run(python, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return done.stdout, {line.rpartition("|")[2].strip() for line in lines}

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import ROOT, printed_and_imported
 
 from train.config import Config, parse, to_values
 from train.tasks import task_names
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train"
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -313,10 +313,8 @@ def test_configuration_imports_nothing_heavy() -> None:
 
 
 def test_help_answers_without_importing_anything_heavy() -> None:
-    done = python("-X", "importtime", "train/main.py", "--help")
-    assert done.returncode == 0
-    assert "--micro_batch_size" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    printed, imported = printed_and_imported("train/main.py", "--help")
+    assert "--micro_batch_size" in printed
     assert "train.config" in imported
     assert not imported & set(HEAVY)
 

@@ -193,8 +193,9 @@ def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequen
         with suppress(*UNREADABLE):  # damaged: nobody will resume from it
             stored = json.loads((checkpoints[step] / STATE).read_text(encoding="utf-8"))
             bests.add(stored["progress"]["best_step"])
-    for step in checkpoints.keys() - kept - bests:
-        remove(checkpoints[step])
+    for step, checkpoint in checkpoints.items():  # the oldest first
+        if step not in kept | bests:
+            remove(checkpoint)
     for leftover in folder.glob(f"{PARTIAL}*"):
         remove(leftover)
 

@@ -50,7 +50,7 @@ class Launch:
 
     @property
     def evaluation_copies(self) -> int:
-        """The same in an evaluation: with Ulysses each evaluates whole sequences."""
+        """Ranks that are handed the same examples to evaluate: with Ulysses each evaluates whole sequences."""
         return self.tp_size * self.cp_size
 
     @property

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import ROOT, printed_and_imported
 
 from train.memory.__main__ import main, read_request
 
@@ -26,12 +26,8 @@ MESSAGE = (
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["predict", "--help"], ["explain", "--help"]])
 def test_help_answers_without_torch(words: list[str]) -> None:
     began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "train.memory", *words], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0
-    assert "train.memory" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    printed, imported = printed_and_imported("-m", "train.memory", *words)
+    assert "train.memory" in printed
     assert "train.memory" in imported and not imported & {"torch", "numpy", "transformers", "matplotlib"}
     assert time.perf_counter() - began < 5
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults.processes import script
-from support import ROOT
+from support import ROOT, printed_and_imported
 
 from scripts import fork
 from train import extras
@@ -232,13 +232,6 @@ def test_a_target_that_is_in_use_is_left_alone(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_help_imports_nothing_heavy() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "fork.py"), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0 and "--without" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "train.extras" in imported
+    printed, imported = printed_and_imported("scripts/fork.py", "--help")
+    assert "--without" in printed and "train.extras" in imported
     assert not imported & {"torch", "transformers", "datasets", "accelerate"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT
+from support import ROOT, printed_and_imported
 
 from scripts.benchmarks.study import measure, request, run
 from scripts.benchmarks.study.cells import (
@@ -109,14 +109,8 @@ def test_bad_input_gets_one_line(
 
 
 def test_help_imports_nothing_heavy() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "study.py"), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0 and "--tokens_per_update" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    printed, imported = printed_and_imported("scripts/study.py", "--help")
+    assert "--tokens_per_update" in printed
     assert "train.config" in imported and not imported & {"torch", "transformers", "matplotlib"}
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
 BYTES_AT_ONCE = 2**20
-DOCUMENTS_AT_ONCE = 100  # whose examples are in memory together, or BYTES_AT_ONCE of text
+DOCUMENTS_AT_ONCE = 100  # whose examples are in memory together; fewer where they are more than BYTES_AT_ONCE of text
 DOCUMENTS_PER_WORKER, BYTES_PER_WORKER = 2000, 2**24
 
 
@@ -53,7 +53,7 @@ class Task:
     """How documents are cut into examples, how examples form a batch, what their loss is and how they are judged.
 
     A task writes :meth:`cut` and :meth:`inputs_and_labels`. The other defaults are those of a choice among classes at
-    some positions: the cross-entropy of ``logits (..., C)`` with ``labels (...)``, summed over labels but ``IGNORE``.
+    some positions: the cross-entropy of ``logits (..., C)`` with ``labels (...)``, summed over all but ``IGNORE``.
     """
 
     name: ClassVar[str]
@@ -117,9 +117,9 @@ class Task:
         """Names of the classes in the order of their numbers; empty where the vocabulary is the classes."""
         return ()
 
-    def class_of(self, label: Any, label_names: Sequence[str]) -> int | None:
-        """The number of a document's class."""
-        return None
+    def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
+        """The number of the class of each label; None for one that the training split does not have."""
+        raise NotImplementedError
 
     def accepted(self, documents: Dataset, label_names: Sequence[str]) -> tuple[Dataset, tuple[str, ...]]:
         """The documents that can be used, and notes about the others."""
@@ -136,7 +136,7 @@ class Task:
         found: dict[str, list[Any]] = {name: [] for name in self.example_columns}
         texts, classes = documents["text"], [None] * len(documents["text"])
         if self.labelled:
-            classes = [self.class_of(label, label_names) for label in documents["label"]]
+            classes = self.classes_of(documents["label"], label_names)
         for text, label, ids in zip(texts, classes, self.token_ids(texts, tokenizer), strict=True):
             for example in self.cut(text, ids, label, tokenizer):
                 for name, values in found.items():

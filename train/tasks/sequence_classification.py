@@ -57,10 +57,12 @@ class Task(tasks.Task):
         known = tuple(name for _, name in sorted((stored_config(self.config.architecture).id2label or {}).items()))
         return known if set(names) <= set(known) else names
 
-    def class_of(self, label: Any, label_names: Sequence[str]) -> int | None:
+    def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
         """By the label's name, or by its plain name where only one class has that."""
-        exact, plain = _numbering(tuple(label_names))
-        return exact.get(str(label), plain.get(_plain(str(label))))
+        shared = Counter(map(_plain, label_names))
+        exact = {name: i for i, name in enumerate(label_names)}
+        plain = {_plain(name): i for name, i in exact.items() if shared[_plain(name)] == 1}
+        return [exact.get(str(label), plain.get(_plain(str(label)))) for label in labels]
 
     def accepted(
         self, documents: datasets.Dataset, label_names: Sequence[str]
@@ -70,7 +72,7 @@ class Task(tasks.Task):
         Raises:
             UserError: one has another label, unless ``on_bad_record`` is skip.
         """
-        is_known = [self.class_of(label, label_names) is not None for label in documents["label"]]
+        is_known = [number is not None for number in self.classes_of(documents["label"], label_names)]
         if all(is_known):
             return documents, ()
         first = documents[number := is_known.index(False)]
@@ -172,14 +174,6 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.Eval
                 "connection; accuracy, macro F1 and the confusion matrix are computed without one."
             ) from None
     return loaded
-
-
-@functools.cache
-def _numbering(names: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
-    """The number of each class by its name, and by its plain name where no other class has that."""
-    shared = Counter(map(_plain, names))
-    plain = {_plain(name): i for i, name in enumerate(names) if shared[_plain(name)] == 1}
-    return {name: i for i, name in enumerate(names)}, plain
 
 
 def _plain(name: str) -> str:
