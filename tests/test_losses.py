@@ -633,3 +633,46 @@ def test_models_without_real_weights_are_judged_alike(name: str) -> None:
         model = network(name, torch.float32)
         assert obstacle_to_chunks(model) is None
     assert obstacle_to_chunks(model) is None
+
+
+# Mixtures of experts
+
+EXPERTS: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+EXPERTS |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("asked", ["full", "chunked"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "jetmoe"])
+def test_load_balancing_is_the_models_own(model_type: str, asked: str) -> None:
+    torch.manual_seed(0)
+    fields = {**EXPERTS, "output_router_logits": True}
+    fields |= {"aux_loss_coef": 0.5} if model_type == "jetmoe" else {"router_aux_loss_coef": 0.5}
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    own = copy.deepcopy(model)
+    ids = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(1))
+    expected = own(input_ids=ids, labels=ids, use_cache=False)
+    expected.loss.backward()
+
+    labels = F.pad(ids[:, 1:], (0, 1), value=IGNORE)
+    with_loss = ModelWithLoss(model)
+    if asked == "chunked":
+        use_loss_in_head(with_loss, "chunked")
+    loss = with_loss({"input_ids": ids, "use_cache": False}, labels) / 30
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    plain = cross_entropy_sum(expected.logits, labels).item() / 30
+    assert loss.item() > plain + 0.5
+    for (name, mine), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_evaluation_leaves_load_balancing_out() -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("mixtral", **EXPERTS, output_router_logits=True)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(3, 19).unsqueeze(0)
+    logits = model(input_ids=ids).logits
+    scores = ModelWithLoss(model)({"input_ids": ids}, ids, scored=True)
+    assert scores.loss_sums.item() == pytest.approx(cross_entropy_sum(logits, ids).item(), rel=1e-6)

@@ -69,6 +69,11 @@ class Architecture:
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "Type of the weights; see mixed_precision.")
     trust_remote_code: bool = option(False, "Run Python code that a model on the Hub brings.")
 
+    @property
+    def name(self) -> str:
+        """What messages call the model."""
+        return self.model or str((self.model_config or {}).get("model_type"))
+
 
 @dataclass(frozen=True)
 class Optimization:

@@ -66,8 +66,10 @@ class ModelWithLoss(nn.Module):
         """
         if self.loss_in_head is not None:
             return self.loss_in_head(self, inputs, labels, scored, num_targets)
-        logits = logits_of(self.model(**inputs))
-        return self.scores(logits, labels) if scored else self.loss_sum(logits, labels, self.objective)
+        logits = logits_of(output := self.model(**inputs))
+        if scored:
+            return self.scores(logits, labels)
+        return balanced(self.loss_sum(logits, labels, self.objective), output, labels, self.model)
 
 
 def logits_of(output: Any) -> Any:
@@ -75,6 +77,18 @@ def logits_of(output: Any) -> Any:
     if isinstance(output, Tensor | Scores):
         return output
     return output["logits"] if isinstance(output, dict) else output.logits
+
+
+def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tensor:
+    """``loss_sum`` and, for each target, the load balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4).
+
+    As in transformers, a model computes it where its configuration has ``output_router_logits: true``.
+    """
+    if (balance := getattr(output, "aux_loss", None)) is None:
+        return loss_sum
+    config = model.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", 0.0)
+    return loss_sum + weight * balance * (labels != IGNORE).sum()
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

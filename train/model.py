@@ -39,8 +39,8 @@ def build_model(
         UserError: the model cannot be found or built, or does not fit tokenizer, length or task.
     """
     config, max_length = run.config.architecture, run.config.data.max_length
-    name = config.model or str((config.model_config or {}).get("model_type"))
     # The network: a function's, or one of transformers from a configuration that extras may change.
+    name = config.name
     if config.model is not None and ":" in name and not Path(name).exists():
         run.extras.each("change_model_config", run, None, max_length)
         network = load_function(name, "model")()
@@ -48,7 +48,7 @@ def build_model(
             raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     else:
         network = _from_transformers(run, task, tokenizer, label_names, has_weights)
-    task.check_model(network, name, len(tokenizer), max_length, has_weights)
+    task.check_model(network, run.config, len(tokenizer))
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
@@ -83,8 +83,7 @@ def _from_transformers(
         else:
             model = factory.from_config(model_config, **options)
     except UNREADABLE as error:
-        name = config.model or model_config.model_type
-        raise UserError(f"model {name!r} cannot be built: {one_line(error)}") from None
+        raise UserError(f"model {config.name!r} cannot be built: {one_line(error)}") from None
     model.config.use_cache = False
     return model
 

@@ -298,7 +298,7 @@ class Outputs:
             "status": "done",
             "task": data.task.name,
             "dataset": data.corpus.name,
-            "model": config.architecture.model or (config.architecture.model_config or {})["model_type"],
+            "model": config.architecture.name,
             "num_parameters": parts.sizes[1],
             "num_trained_parameters": parts.sizes[0],
             "steps": progress.step,

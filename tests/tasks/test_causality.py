@@ -12,6 +12,7 @@ from made_tokenizers import tokenizer_of
 from support import run_for
 from torch import Tensor, nn
 
+from train import tasks
 from train.config import Config
 from train.model import build_model
 from train.records import UserError
@@ -143,7 +144,7 @@ def test_models_of_ones_own_are_tried(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def check(model: nn.Module) -> None:
-    causal_lm.Task.check_model(model, "own", vocabulary=300, max_length=32, has_weights=True)
+    causal_lm.Task.check_model(model, Config().changed(model="own:model", tokenizer="bytes", max_length=32), 300)
 
 
 def test_trying_leaves_no_trace() -> None:
@@ -161,7 +162,7 @@ def test_large_models_and_those_that_cannot_be_tried_are_taken(monkeypatch: pyte
     check(nn.Linear(2, 3))
     with torch.device("meta"):
         check(Averaging(causal=False))
-    monkeypatch.setattr(causal_lm, "TRIED_PARAMETERS", 1000)
+    monkeypatch.setattr(tasks, "TRIED_PARAMETERS", 1000)
     model = Averaging(causal=False)
     check(model)
     assert not model.calls

@@ -5,13 +5,16 @@ A task is a file in this folder with a class ``Task(train.tasks.Task)``; adding 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +24,9 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum
+from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum, logits_of
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
 
 if TYPE_CHECKING:
@@ -35,6 +39,14 @@ if TYPE_CHECKING:
 BYTES_AT_ONCE = 2**20
 DOCUMENTS_AT_ONCE = 100  # whose examples are in memory together; fewer where they are more than BYTES_AT_ONCE of text
 DOCUMENTS_PER_WORKER, BYTES_PER_WORKER = 2000, 2**24
+# Of small copies: what widths are divided by, and how many layers stay; the first that works is taken.
+SCALES = tuple((factor, layers) for layers in (8, 2, 999) for factor in (32, 16, 8, 4, 2, 1))
+MIN_WIDTH = 32  # fewer, and normalised, would say little
+TRIED_PARAMETERS = 40_000_000
+LIMITS = {"token_id$": 3, "vocab": 64, "window|chunk": 3, "num.*experts|experts?$": 16}  # by names in a configuration
+WIDTHS = (
+    "^(?!.*(position|kernel|conv|num_|patch|image)).*(size|dim|embd|d_(model|ff|head)|ffn|inner|rank|hidden|channels)"
+)
 
 
 def task_names() -> list[str]:
@@ -91,8 +103,22 @@ class Task:
         return cross_entropy_scores(logits, labels)
 
     @classmethod
-    def check_model(cls, model: nn.Module, name: str, vocabulary: int, max_length: int, has_weights: bool) -> None:
-        """Raises UserError when the model cannot learn the task; without weights only its configuration tells."""
+    def check_model(cls, model: nn.Module, config: Config, vocabulary: int) -> None:
+        """Raises UserError when the model cannot learn the task, as far as a small copy of it tells."""
+        sizes = config.optimization.micro_batch_size, config.output.eval_batch_size or 1
+        changes = False
+        if sizes != (1, 1):
+            with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
+                row = ended(tokens_on_trial(config.data.max_length, vocabulary), small)[0]
+                short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
+                alone = logits_on_trial(small, short.unsqueeze(0))
+                padded = logits_on_trial(small, **attention_inputs([row, short], pad_id))[1:]
+                changes = differ(padded[:, : len(short)] if padded.ndim > 2 else padded, alone)
+        if changes:
+            raise UserError(
+                f"model {config.architecture.name!r}: padding changes its results. Give --micro_batch_size 1 "
+                "--eval_batch_size 1, so that nothing is padded, or another model."
+            )
 
     def check_metrics(self, label_names: Sequence[str]) -> None:
         """Raises UserError when the metrics asked for cannot be computed."""
@@ -266,6 +292,95 @@ def stored_config(config: Architecture) -> PretrainedConfig:
             f"model {config.model!r} cannot be loaded: {one_line(error)} Give a folder with a model, a Hub name "
             "(and a connection), module:function, or a model_config to train from scratch."
         ) from None
+
+
+@contextmanager
+def small_copy(model: nn.Module) -> Iterator[nn.Module]:
+    """An architecture to try: few narrow layers, short windows, on the CPU, in fp32, in evaluation mode.
+
+    Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
+    not one of transformers is copied as it is, with such weights. Leaves the context of a prediction meanwhile.
+
+    Raises:
+        ValueError: it has too many parameters and cannot be made smaller.
+    """
+    with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(0)
+        for factor, layers in SCALES if hasattr(model, "_from_config") else ():
+            with suppress(Exception):  # configurations and models fail in their own ways
+                small = _shrunk(model, factor, layers)
+                if small is not None and logits_on_trial(small, ended(tokens_on_trial(), small)).isfinite().all():
+                    break
+        else:
+            if sum(p.numel() for p in model.parameters()) > TRIED_PARAMETERS:
+                raise ValueError("it has too many parameters to be tried")
+            small = _boosted(copy.deepcopy(model).to("cpu", torch.float32))
+        yield small
+
+
+def tokens_on_trial(max_length: int = 12, vocabulary: int = 64) -> Tensor:
+    """(1, at most 12) token ids, none of them special."""
+    return torch.arange(5, 5 + min(12, max_length)).unsqueeze(0) % vocabulary
+
+
+def ended(tokens: Tensor, small: Any) -> Tensor:
+    """``tokens`` with an end token last, where some models look for their result."""
+    end_id = getattr(getattr(small, "config", None), "eos_token_id", None)
+    tokens[:, -1] = end_id if isinstance(end_id, int) else tokens[:, -1]
+    return tokens
+
+
+def logits_on_trial(small: nn.Module, input_ids: Tensor, **inputs: Any) -> Tensor:
+    """Its logits, the same each time, even if it draws numbers."""
+    torch.manual_seed(0)
+    return logits_of(small(input_ids=input_ids, **inputs))
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether logits differ by more than the rounding of fp32; those that are not finite do."""
+    return not bool((one - other).abs().max() <= 1e-4 * other.abs().max())
+
+
+def _shrunk(model: Any, factor: int, layers: int) -> nn.Module | None:
+    """With widths divided by ``factor`` and the first ``layers``, more where those lack a kind; None if unsuitable."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation_internal = None  # its own choice for a CPU
+    count = config.get_text_config().num_hidden_layers
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        lists = [value for value in vars(part).values() if isinstance(value, list) and len(value) == count]
+        few = [values for values in lists if len(set(map(str, values))) < count / 2]  # not the layers' own numbers
+        kinds = [str(kind) for kind in zip(*few, strict=True)]
+        keep = max([layers, *(1 + kinds.index(kind) for kind in kinds)])
+        for name, value in list(vars(part).items()):
+            if isinstance(value, list) and len(value) == count:
+                setattr(part, name, value[:keep])
+            elif type(value) is int:
+                is_depth = value == count and re.search("layer|block", name)
+                is_width = value >= 32 and re.search(WIDTHS, name) and ("inter" in name or value % factor == 0)
+                limits = (limit for pattern, limit in LIMITS.items() if re.search(pattern, name))
+                setattr(
+                    part, name, min(value, keep if is_depth else next(limits, value // factor if is_width else value))
+                )
+    with torch.device("meta"):
+        size = sum(p.numel() for p in type(model)._from_config(copy.deepcopy(config)).parameters())
+    is_narrow = factor > 1 and config.get_text_config().hidden_size < MIN_WIDTH
+    return (
+        None
+        if is_narrow or size > TRIED_PARAMETERS
+        else _boosted(type(model)._from_config(config, dtype=torch.float32))
+    )
+
+
+def _boosted(model: nn.Module) -> nn.Module:
+    """``model`` with random weights that keep the size of what passes them, and those of padding zero."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            noise, around = torch.randn(parameter.shape), 0 if name.endswith("bias") else 1
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else around + 0.1 * noise)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight[module.padding_idx] = 0
+    return model.eval()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -20,8 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from train.extras.long_sequences.documents import Documents
-from train.extras.weightless import obstacle_on_trial
-from train.records import UserError
+from train.records import UserError, one_line
+from train.tasks import differ, logits_on_trial, small_copy, tokens_on_trial
 
 NAME = "documents"
 """Of the implementation, among those of transformers."""
@@ -229,11 +229,11 @@ def can_slide_without_mask(model: Any, max_length: int) -> bool:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    return bool(window) and window < max_length and slides and obstacle_to_documents(model) is None
+    return bool(window) and window < max_length and slides and obstacle_to_documents(model, shared=False) is None
 
 
 def check_documents(model: nn.Module) -> None:
-    """Whether :func:`set_document_boundaries` reaches every layer of ``model``.
+    """Whether :func:`set_document_boundaries` keeps documents of ``model`` apart.
 
     Raises:
         UserError: naming the obstacle.
@@ -247,30 +247,22 @@ def check_documents(model: nn.Module) -> None:
         )
 
 
-def obstacle_to_documents(model: Any) -> str | None:
-    """Why documents in one row would not be kept apart, or None where they are; tried on eight tokens."""
+def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
+    """Why documents that share a row, or whole rows, would be seen wrongly, or None; a small copy is given them alone,
+    by its own attention, and together."""
     if not isinstance(model, PreTrainedModel):
         return "it is not a transformers model"
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        return "it numbers positions in its own way"
-    told: set[nn.Module] = set()
-
-    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        if kwargs.get("documents") is not None:
-            told.add(module)
-        return attend(module, *args, **kwargs)
-
-    def trial(copied: Any) -> None:
-        set_document_boundaries(copied)
-        copied.set_attn_implementation(NAME)
-        AttentionInterface.register(NAME, watched)
-        ids, documents = torch.zeros((1, 8), dtype=torch.long), Documents.of([[3, 5]])
-        copied(input_ids=ids, position_ids=documents.position_ids(), documents=documents)
-
-    register()
     try:
-        failure = obstacle_on_trial(model, trial)
-    finally:
-        register()
-    layers = model.config.get_text_config().num_hidden_layers
-    return failure or (None if len(told) == layers else f"{len(told)} of {layers} layers get the document boundaries")
+        with small_copy(model) as small:
+            tokens = torch.cat([tokens_on_trial(), tokens_on_trial() + 20])
+            documents = Documents.of([[5, 3, 4], [8, 4]] if shared else [[12], [12]])
+            inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
+            rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
+            alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])
+            set_document_boundaries(small)
+            implementation = "eager" if model.config._attn_implementation == "eager" else register()
+            small.set_attn_implementation(implementation)  # pyright: ignore[reportCallIssue]
+            changes = differ(logits_on_trial(small, tokens, **inputs), alone)
+    except Exception as error:  # models fail in their own ways
+        return f"trying it failed ({type(error).__name__}: {one_line(error, 200)})"
+    return "a small copy gives other results for them than alone" if changes else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, cce_sums_in_fp32, liger_sum, obstacle_to, torch_sum
 from train.extras.weightless import obstacle_on_trial
-from train.loss import ModelWithLoss, Objective, Scores, cross_entropy_scores, cross_entropy_sum, logits_of
+from train.loss import ModelWithLoss, Objective, Scores, balanced, cross_entropy_scores, cross_entropy_sum, logits_of
 from train.records import UserError
 from train.tasks import Task
 
@@ -88,8 +88,8 @@ class LossInHead:
             if self.kind in ("chunked", "liger"):
                 answer = partial(answer, objective=model.objective)
         with head_of(model.model).answering(answer):
-            loss = logits_of(model.model(**inputs))
-        return kept[-1] if scored else loss
+            output = model.model(**inputs)
+        return kept[-1] if scored else balanced(logits_of(output), output, labels, model.model)
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str) -> None:

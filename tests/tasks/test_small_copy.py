@@ -1,0 +1,120 @@
+"""What a model does with later tokens, neighbours in a row and padding is found on a small copy, by numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from train.config import Config
+from train.extras.long_sequences.attention import obstacle_to_documents
+from train.records import UserError
+from train.tasks import Task, causal_lm, masked_lm, sequence_classification, small_copy
+
+TASKS: dict[str, type[Task]] = {
+    "causal": causal_lm.Task,
+    "masked": masked_lm.Task,
+    "classes": sequence_classification.Task,
+}
+
+
+def published(model_type: str, task: type[Task], **fields: Any) -> nn.Module:
+    """The architecture of its default size, without weights, as ``build_model`` asks for it."""
+    config = AutoConfig.for_model(model_type, **fields)
+    if task.is_causal and getattr(config, "is_decoder", None) is False:
+        config.is_decoder = True
+    config.use_cache = False
+    with torch.device("meta"):
+        return getattr(transformers, task.auto_class).from_config(config)
+
+
+def checked(model: nn.Module, task: type[Task], **fields: Any) -> str | None:
+    """What the task finds wrong with the model."""
+    config = Config().changed(**{"model": "some:model", "tokenizer": "bytes", "micro_batch_size": 2, **fields})
+    try:
+        task.check_model(model, config, 300)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_causal"),
+    [(name, True) for name in ("llama", "bigbird_pegasus", "falcon_h1", "deepseek_v3", "bart")]
+    + [(name, False) for name in ("cpmant", "xlnet", "prophetnet", "reformer")],
+)
+def test_later_tokens(model_type: str, is_causal: bool) -> None:
+    found = checked(published(model_type, causal_lm.Task), causal_lm.Task)
+    assert found is None if is_causal else found is not None and "its tokens see those that follow" in found
+
+
+class Functional(nn.Module):
+    """Has neither an Embedding nor token ids of two dimensions inside."""
+
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.weight, self.is_causal = nn.Parameter(torch.randn(300, 8)), is_causal
+        self.head = nn.Parameter(torch.zeros(300, 8))  # as some initialise it: nothing would be seen
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = nn.functional.embedding(input_ids.flatten(), self.weight).view(*input_ids.shape, 8)
+        hidden = hidden + (hidden.cumsum(1) if self.is_causal else hidden.mean(1, keepdim=True))
+        return hidden @ self.head.T
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_later_tokens_of_a_module_of_ones_own(is_causal: bool) -> None:
+    assert (checked(Functional(is_causal), causal_lm.Task) is None) is is_causal
+
+
+@pytest.mark.parametrize("task", ["causal", "masked"])
+@pytest.mark.parametrize(
+    ("model_type", "is_apart"),
+    [(name, True) for name in ("llama", "mixtral", "olmo3", "deepseek_v3", "albert", "modernbert")]
+    + [(name, False) for name in ("falcon_h1", "jamba", "mamba", "bloom", "doge", "bart", "llama4_text", "gpt_oss")]
+    + [(name, False) for name in ("layoutlm", "roberta", "qwen3_next")],
+)
+def test_documents_that_share_a_row(model_type: str, is_apart: bool, task: str) -> None:
+    mapping = getattr(transformers, f"MODEL_FOR_{'CAUSAL' if task == 'causal' else 'MASKED'}_LM_MAPPING")
+    if type(AutoConfig.for_model(model_type)) not in mapping:
+        pytest.skip("there is no such model for this task")
+    obstacle = obstacle_to_documents(published(model_type, TASKS[task]))
+    assert obstacle is None if is_apart else obstacle is not None and "other results" in obstacle
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "changes"),
+    [(name, "masked", True) for name in ("fnet", "yoso", "convbert", "funnel", "nystromformer")]
+    + [(name, "masked", False) for name in ("bert", "mobilebert", "roberta", "modernbert", "deberta-v2", "longformer")]
+    + [(name, "classes", False) for name in ("bert", "llama", "gpt2", "mistral", "bart", "distilbert")]
+    + [("canine", "classes", True), ("fnet", "classes", True)],
+)
+def test_padding(model_type: str, task: str, changes: bool) -> None:
+    model = published(model_type, TASKS[task], pad_token_id=1)
+    found = checked(model, TASKS[task])
+    if not changes:
+        assert found is None
+        return
+    assert found == (
+        "model 'some:model': padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, so that "
+        "nothing is padded, or another model."
+    )
+    assert checked(model, TASKS[task], micro_batch_size=1, eval_batch_size=1) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [("qwen3_next", {"linear_attention", "full_attention"}), ("gemma3_text", {"sliding_attention", "full_attention"})],
+)
+def test_a_small_copy_has_every_kind_of_layer(model_type: str, kinds: set[str]) -> None:
+    with small_copy(published(model_type, causal_lm.Task)) as small:
+        config: Any = small.config
+        assert sum(p.numel() for p in small.parameters()) <= 40_000_000
+        assert set(config.layer_types) == kinds
+        assert getattr(config, "sliding_window", 3) <= 3  # else a window would hide nothing from so few tokens
+        assert {p.dtype for p in small.parameters()} == {torch.float32}
+        assert not small.training
