@@ -35,6 +35,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "nu
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 128, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+OWN_KEYS = {"num_key_value_heads": 4}
 CPU = Target("cpu")
 H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
@@ -240,6 +241,17 @@ def test_what_a_card_would_do_depends_on_the_card(predictor: Predictor) -> None:
     assert kernels(replace(H100, prefers_cudnn=True), mixed_precision="fp16") == ("cudnn",)
     with pytest.raises(UserError, match="bf16"):
         kernels(turing, mixed_precision="bf16")
+
+
+@pytest.mark.parametrize(("capability", "precision"), [((7, 5), "fp16"), ((8, 0), "no")])
+def test_no_card_holds_all_scores_of_heads_that_share_keys(
+    capability: tuple[int, int], precision: str, predictor: Predictor
+) -> None:
+    target, settings = Target("cuda", capability), {"length": 8192, "mixed_precision": precision}
+    shared, own = (predictor.predict(job(shape, target, **settings)) for shape in (LLAMA, {**LLAMA, **OWN_KEYS}))
+    assert shared.attention_kernels == own.attention_kernels == ("efficient",)
+    scores = 4 * 4 * 8192 * 8192  # bytes of all four heads in fp32
+    assert shared.peak_bytes < scores / 2 and own.peak_bytes < scores / 2
 
 
 def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_document(predictor: Predictor) -> None:

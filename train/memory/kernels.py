@@ -106,13 +106,19 @@ def _attention_flops(name: str, given: dict[str, Any]) -> float:
 
 
 def attention_kernel(
-    query: Tensor, mask: Tensor | None, dropout: float, capability: tuple[int, int], prefers_cudnn: bool
+    query: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    capability: tuple[int, int],
+    prefers_cudnn: bool,
+    shares_heads: bool = False,
 ) -> str:
     """The kernel that ``scaled_dot_product_attention`` runs on a card: cudnn, flash, efficient or math.
 
     Args:
         query: (B, H, S, D).
         prefers_cudnn: torch tries cuDNN first: on Hopper and data-centre Blackwell with a cuDNN newer than 9.15.
+        shares_heads: ``enable_gqa`` with fewer heads of keys and values, which the efficient kernel cannot do.
     """
     half, head_size = query.dtype in HALF, query.shape[-1]
     if query.dtype not in (*HALF, torch.float32) or query.ndim != 4:
@@ -125,7 +131,7 @@ def attention_kernel(
         return "flash"
     if capability < (8, 0) and query.dtype == torch.bfloat16:
         return "math"
-    return "efficient" if half or head_size % 4 == 0 else "math"
+    return "efficient" if (half or head_size % 4 == 0) and not shares_heads else "math"
 
 
 class Attention:
@@ -172,7 +178,8 @@ class Attention:
         if torch.is_autocast_enabled("cuda"):
             query, key, value = (_autocast(t) for t in (query, key, value))
             attn_mask = None if attn_mask is None else _autocast(attn_mask)
-        kernel = attention_kernel(query, attn_mask, dropout_p, self._capability, self._prefers_cudnn)
+        shares_heads = enable_gqa and query.shape[1] != key.shape[1]
+        kernel = attention_kernel(query, attn_mask, dropout_p, self._capability, self._prefers_cudnn, shares_heads)
         self.kernels_used.add(kernel)
         if kernel == "math":
             run = aten._scaled_dot_product_attention_math
@@ -189,8 +196,6 @@ class Attention:
                 zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, -torch.inf))
                 attn_mask = torch.where(attn_mask, zero, never)
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        if kernel == "efficient" and enable_gqa:
-            key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
         return run(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0][..., :head_size]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,46 @@ def test_flash_attention_of_its_own_package_is_told_lengths_in_its_words() -> No
     assert torch.equal(given.pop("cu_seq_lens_q"), torch.tensor([0, 3, 12, 16, 32], dtype=torch.int32))
     assert torch.equal(given.pop("cu_seq_lens_k"), documents.boundaries)
     assert given == {"input_ids": 1, "max_length_q": 16, "max_length_k": 16}
+
+
+# Heads that share keys
+
+
+@pytest.mark.parametrize("name", ["sdpa", attention.NAME])
+@pytest.mark.parametrize("padded", [False, True])
+def test_repeated_heads_give_the_same(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {"input_ids": torch.arange(3, 35).view(2, 16)}
+    if padded:
+        inputs["attention_mask"] = torch.ones(2, 16, dtype=torch.long).tril(10)
+    found = []
+    for shares in (True, False):
+        monkeypatch.setattr(attention, "_kernels_share_heads", lambda query, shares=shares: shares)
+        found.append(loss_and_gradients(built("llama", CAUSAL["llama"], name=name), batch_of(inputs)))
+    (loss, gradients), (other, other_gradients) = found
+    assert loss.item() == pytest.approx(other.item(), rel=1e-12)
+    torch.testing.assert_close(gradients, other_gradients, rtol=1e-9, atol=1e-12)
+
+
+def batch_of(inputs: dict[str, Tensor]) -> MicroBatch:
+    return MicroBatch(inputs, inputs["input_ids"], inputs["input_ids"].numel(), (0, 1), inputs["input_ids"].numel())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "head_size", "shares"),
+    [
+        (torch.float16, (8, 0), 256, True),
+        (torch.float16, (7, 5), 64, False),
+        (torch.float32, (9, 0), 64, False),
+        (torch.bfloat16, (8, 9), 192, True),
+        (torch.bfloat16, (8, 9), 224, False),
+    ],
+)
+def test_heads_are_shared_only_where_a_kernel_does(
+    dtype: torch.dtype, capability: tuple[int, int], head_size: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 128, head_size))
+    assert attention._kernels_share_heads(query) is shares  # pyright: ignore[reportArgumentType]
 
 
 # Which models can be told

@@ -122,6 +122,7 @@ class Room(Extra):
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         from train.extras.long_sequences import attention
 
+        attention.register()
         packing = run.config.of(Options).packing
         if packing:
             attention.check_documents(network)

@@ -30,7 +30,8 @@ MIN_QUERIES = 256
 
 
 def register() -> str:
-    """Makes the implementation known to transformers; its name."""
+    """Makes the implementation known to transformers, and ``sdpa`` share heads only where that saves; its name."""
+    AttentionInterface.register("sdpa", attend_rows)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
@@ -93,7 +94,7 @@ def attend(
         ValueError: the model asks for something in its attention that this cannot do.
     """
     if documents is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return attend_rows(module, query, key, value, attention_mask, **options)
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
@@ -102,6 +103,31 @@ def attend(
     window = None if window is None or window >= documents.longest else window
     how = _How(options.get("dropout", 0.0), options.get("scaling"), causal, window)
     return _attend_within(query, key, value, documents, how), None
+
+
+def attend_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' ``sdpa``; repeats heads of key and value where torch would hold all scores to share them."""
+    shared, within = query.shape[1] // key.shape[1], module
+    if shared > 1 and not _kernels_share_heads(query):
+        key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
+        within = nn.Module()  # without its number of shared heads
+        within.is_causal = getattr(module, "is_causal", True)
+    return sdpa_attention_forward(within, query, key, value, attention_mask, **options)
+
+
+def _kernels_share_heads(query: Tensor) -> bool:
+    """Whether torch's attention without a mask shares heads in a kernel that does not hold all scores.
+
+    On a card flash attention and cuDNN do, the memory-efficient kernel does not (torch 2.13, ``sdp_utils.cpp``).
+    """
+    if query.device.type != "cuda":
+        return True
+    capability = torch.cuda.get_device_capability(query.device)
+    limit = 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192  # elsewhere flash has no backward for wider ones
+    is_half = _product_dtype(query) in (torch.float16, torch.bfloat16)
+    return is_half and capability >= (8, 0) and query.shape[-1] <= limit
 
 
 class _How(NamedTuple):
@@ -150,7 +176,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _
     """Attention, heads of the query sharing those of key and value; a mask says what is visible, causality included."""
     options: dict[str, Any] = {}
     if (shared := query.shape[1] // key.shape[1]) > 1:
-        if mask is None:
+        if mask is None and _kernels_share_heads(query):
             options["enable_gqa"] = True
         else:  # with a mask and shared heads torch takes the kernel that holds all scores
             key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
@@ -187,15 +213,8 @@ def _flash_of_lengths() -> Callable[..., Any] | None:
 
 
 def _suits_flash(query: Tensor, value: Tensor) -> bool:
-    head_size = query.shape[-1]
-    return (
-        query.device.type == "cuda"
-        and _product_dtype(query) in (torch.float16, torch.bfloat16)
-        and head_size % 8 == 0
-        and head_size <= 256
-        and value.shape[-1] == head_size
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+    head_size, on_card = query.shape[-1], query.device.type == "cuda"
+    return on_card and _kernels_share_heads(query) and head_size % 8 == 0 and value.shape[-1] == head_size
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:
