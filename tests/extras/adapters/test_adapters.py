@@ -206,6 +206,60 @@ def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path
     assert "its base is `base`" in card
 
 
+def test_adapters_of_embeddings_and_the_head_are_merged_too(recipe: Path, tmp_path: Path) -> None:
+    """(W + BA)x in ``final/`` against Wx + B(Ax) beside it, for tokens and logits as well as for attention."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, output = tmp_path / "base", tmp_path / "run"
+    built({**LLAMA, "max_position_embeddings": 64}, max_length=64, seed=5).save_pretrained(base)
+    BYTES.save_pretrained(base)
+    names = ("embed_tokens", "q_proj", "lm_head")
+    assert train(recipe, output, "--model", base, "--adapter", "lora", "--lora_target_modules", *names) == EXIT_DONE
+    learned = load_file(output / "final" / "adapter" / "adapter_model.safetensors")
+    assert {key for key in learned if "embed_tokens" in key} == {
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.embed_tokens.lora_embedding_B",
+    }
+    with torch.no_grad():
+        plain: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+        before = plain.get_input_embeddings().weight.clone()
+        beside = PeftModel.from_pretrained(plain, str(output / "final" / "adapter")).eval()(**batch()[0]).logits
+        merged: Any = AutoModelForCausalLM.from_pretrained(output / "final").eval()
+        after = merged(**batch()[0]).logits
+    assert (merged.get_input_embeddings().weight - before).abs().max() > 0.01
+    torch.testing.assert_close(after, beside, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "other"), [("lm_head", "embed_tokens"), ("embed_tokens", "lm_head")])
+def test_adapters_of_one_of_two_tied_layers_are_refused_before_the_first_step(
+    name: str, other: str, recipe: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--model", base, "--adapter", "lora", "--lora_target_modules", name, "q_proj")
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_ERROR
+    said = capsys.readouterr().err
+    assert "lora_target_modules: " in said and f"{name}.weight" in said and f"{other}.weight" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Convolutions can have adapters, but the product of these is not the change of a weight."""
+    (tmp_path / "convolution.py").write_text(
+        "from torch import nn\n\n\nclass Convolution(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.embedding = nn.Embedding(300, 8)\n"
+        "        self.mix, self.head = nn.Conv1d(8, 8, 3, padding=2), nn.Linear(8, 300)\n\n"
+        "    def forward(self, input_ids):\n        mixed = self.mix(self.embedding(input_ids).transpose(1, 2))\n"
+        "        return self.head(mixed[..., : input_ids.shape[1]].transpose(1, 2))\n"
+    )
+    network = f"{tmp_path / 'convolution.py'}:Convolution"
+    flags = ("--model", network, "--tokenizer", "bytes", "--adapter", "lora", "--lora_target_modules", "mix", "head")
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_ERROR
+    assert "lora_target_modules: what adapters of such layers learn" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("adapter", KINDS)
 def test_stopped_and_resumed_equals_uninterrupted_and_checkpoints_are_small(
     adapter: str, recipe: Path, base: Path, tmp_path: Path

@@ -88,4 +88,6 @@ class Room(Extra):
             return None
         from train.extras.adapters.lora import AdapterState
 
-        return AdapterState(network, optimizer, identity, scaler)
+        found = AdapterState(network, optimizer, identity, scaler)
+        found.try_final()
+        return found

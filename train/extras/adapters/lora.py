@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.extras.adapters import Options
-from train.records import Run, UserError
+from train.records import Run, UserError, one_line
 from train.state import TrainingState, model_tensors
 from train.tasks import load_task
 
@@ -205,7 +206,40 @@ class AdapterState(TrainingState):
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
         """As of the core, under the names and of the types of a model without adapters, which are added to weights."""
         whole = super().whole_tensors(keep)
-        return _merged(self.model, whole) if keep else {}
+        if not keep:
+            return {}
+        for name, parameter in self.model.named_parameters():
+            if getattr(parameter, "quant_state", None) is not None:
+                from bitsandbytes.functional import dequantize_4bit
+
+                whole[name] = dequantize_4bit(parameter.detach(), cast("Any", parameter).quant_state).cpu()
+        return _merged(self.model, whole)
+
+    def try_final(self) -> None:
+        """Merges tensors without values.
+
+        Raises:
+            UserError: ``final/`` could not hold what would be trained: known now, not after the last step.
+        """
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for tied in names.values():
+            if {".base_layer." in name for name in tied} == {True, False}:  # an adapter of one would change the other
+                weights = " and ".join(map(_plain_name, tied))
+                raise UserError(f"lora_target_modules: {weights} are one weight: name none of these layers.")
+        shapes = {n: (getattr(t, "quant_state", None) or t).shape for n, t in model_tensors(self.model).items()}
+        plain = {_plain_name(name): shape for name, shape in shapes.items() if ".lora_" not in name}
+        try:
+            merged = _merged(self.model, {name: torch.empty(s, device="meta") for name, s in shapes.items()})
+            wrong = [name for name, tensor in merged.items() if tensor.shape != plain[name]]
+        except (RuntimeError, KeyError, ValueError) as error:
+            wrong = [one_line(error, 200)]
+        if wrong:
+            raise UserError(
+                f"lora_target_modules: what adapters of such layers learn cannot be added to weights ({wrong[0]}): "
+                "name linear layers and embeddings, or give all-linear."
+            )
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
@@ -214,8 +248,7 @@ class AdapterState(TrainingState):
             if parameter.requires_grad:
                 full = _full(parameter)  # on all ranks, whichever of them keep it
                 if keep:
-                    plain = name.replace(f".{ADAPTER}.", ".").replace(".base_layer.", ".")
-                    adapter[f"base_model.model.{plain}"] = full
+                    adapter[f"base_model.model.{_plain_name(name)}"] = full
         if not keep:
             return self.model
         folder = folder / "adapter"
@@ -243,21 +276,22 @@ def _full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
 
 
+def _plain_name(name: str) -> str:
+    """``name`` without what peft adds to that of a weight, and to that of an adapter inside the model."""
+    return re.sub(rf"\.(base_layer|{ADAPTER})(?=\.|$)", "", name)
+
+
 def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once; none in 4 bits any more."""
+    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once."""
     from peft.tuners.lora import LoraLayer
 
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "quant_state", None) is not None:
-            from bitsandbytes.functional import dequantize_4bit
-
-            whole[name] = dequantize_4bit(parameter.detach(), cast("Any", parameter).quant_state).cpu()
     layers: list[tuple[str, Any]] = [(n, layer) for n, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     for name, layer in layers:
-        down, up = (whole.pop(f"{name}.lora_{part}.{ADAPTER}.weight") for part in "AB")
+        # Linear layers have lora_A and lora_B, embeddings lora_embedding_A and lora_embedding_B.
+        down, up = (whole.pop(key) for key in [key for key in whole if key.startswith(f"{name}.lora_")])
         delta, weight = layer.scaling[ADAPTER] * (up @ down), whole.pop(f"{name}.base_layer.weight")
-        delta = delta.T if getattr(layer, "fan_in_fan_out", False) else delta
-        whole[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        transposed = getattr(layer, "fan_in_fan_out", False) or isinstance(layer.get_base_layer(), nn.Embedding)
+        whole[f"{name}.weight"] = (weight.float() + (delta.T if transposed else delta)).to(weight.dtype)
         if f"{name}.base_layer.bias" in whole:
             whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
     # without what a layer in 4 bits adds to the names of a model
