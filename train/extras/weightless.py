@@ -23,7 +23,8 @@ def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> s
 
     try:
         # What a prediction counts, and the device that it builds on, do not matter here.
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        fake, uncompiled = FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
+        with _disable_current_modes(), fake, uncompiled, torch.device("cpu"):
             return trial(without_weights(model).eval())
     except Exception as error:  # models fail in their own ways
         return f"trying it failed ({type(error).__name__}: {one_line(error, 200)})"

@@ -89,9 +89,18 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     settings.modules_to_save = list(heads) or None  # after peft has looked: they are trained in place, without copies
     for head in heads.values():
         head.requires_grad_(True)
+        head.register_forward_pre_hook(_as_its_weights)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``inputs`` in the type of a head in fp32 after layers in 16 bits; where there is autocast, it sees to that."""
+    given, dtype = [x for x in inputs if isinstance(x, Tensor)], next(head.parameters()).dtype
+    if len(given) < len(inputs) or any(torch.is_autocast_enabled(x.device.type) for x in given):
+        return inputs
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in given)
 
 
 def _targets(model: nn.Module, names: tuple[str, ...], auto_class: str) -> list[str]:
@@ -216,29 +225,20 @@ class AdapterState(TrainingState):
         return _merged(self.model, whole)
 
     def try_final(self) -> None:
-        """Merges tensors without values.
-
-        Raises:
-            UserError: ``final/`` could not hold what would be trained: known now, not after the last step.
-        """
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        for tied in names.values():
-            if {".base_layer." in name for name in tied} == {True, False}:  # an adapter of one would change the other
-                weights = " and ".join(map(_plain_name, tied))
-                raise UserError(f"lora_target_modules: {weights} are one weight: name none of these layers.")
+        """Merges tensors without values; raises UserError, before the first step, where ``final/`` cannot be made."""
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        adapted = {id(p) for name, p in named if ".base_layer." in name}
+        tied = [name for name, p in named if id(p) in adapted and ".base_layer." not in name]
+        reason = f"one of them shares {tied[0]}" if tied else None
         shapes = {n: (getattr(t, "quant_state", None) or t).shape for n, t in model_tensors(self.model).items()}
-        plain = {_plain_name(name): shape for name, shape in shapes.items() if ".lora_" not in name}
         try:
-            merged = _merged(self.model, {name: torch.empty(s, device="meta") for name, s in shapes.items()})
-            wrong = [name for name, tensor in merged.items() if tensor.shape != plain[name]]
+            _merged(self.model, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
         except (RuntimeError, KeyError, ValueError) as error:
-            wrong = [one_line(error, 200)]
-        if wrong:
+            reason = reason or one_line(error, 200)
+        if reason is not None:
             raise UserError(
-                f"lora_target_modules: what adapters of such layers learn cannot be added to weights ({wrong[0]}): "
-                "name linear layers and embeddings, or give all-linear."
+                f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
+                "linear layers and embeddings that share no weight with others, or give all-linear."
             )
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
@@ -291,7 +291,8 @@ def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         down, up = (whole.pop(key) for key in [key for key in whole if key.startswith(f"{name}.lora_")])
         delta, weight = layer.scaling[ADAPTER] * (up @ down), whole.pop(f"{name}.base_layer.weight")
         transposed = getattr(layer, "fan_in_fan_out", False) or isinstance(layer.get_base_layer(), nn.Embedding)
-        whole[f"{name}.weight"] = (weight.float() + (delta.T if transposed else delta)).to(weight.dtype)
+        merged = weight.float() + (delta.T if transposed else delta)
+        whole[f"{name}.weight"] = merged.view_as(weight).to(weight.dtype)  # a product of another shape ends here
         if f"{name}.base_layer.bias" in whole:
             whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
     # without what a layer in 4 bits adds to the names of a model

@@ -65,7 +65,8 @@ class Saving:
         try:
             # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
             checkpoint.together(run.accelerator, self._own_part_is_done.wait)
-            thread.join()
+            if thread.is_alive():
+                thread.join()
             checkpoint.together(run.accelerator, self._raise_error)
         except OSError as error:
             if run.accelerator.process_index == 0:
@@ -77,7 +78,7 @@ class Saving:
 
     def wait(self, seconds: float) -> None:
         """Gives this rank's thread time to end, without asking other ranks."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
@@ -101,7 +102,10 @@ class Saving:
         self._error, work = None, (copied(parts), checkpoint.values_of(state, progress), rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # as many threads as the system allows: written at once, while others' threads wait
+            self._write(*work)
         return True
 
     def _write(self, parts: dict[str, dict[str, Part]], values: Mapping[str, object], rank: int) -> None:
