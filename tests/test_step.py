@@ -148,7 +148,7 @@ def test_gradient_that_is_not_finite_leaves_weights_and_optimizer_alone(value: f
     optimizer_step(engine, model, optimizer, window)
     weights = {k: v.clone() for k, v in network.state_dict().items()}
     moments = [v.clone() for state in optimizer.optimizer.state.values() for v in state.values()]
-    hook = network.head.weight.register_hook(lambda grad: grad * value)
+    hook = network.head.weight.register_hook(lambda grad: torch.full_like(grad, value))
     outcome = optimizer_step(engine, model, optimizer, window)
     assert outcome.skipped
     assert not math.isfinite(outcome.grad_norm) and not outcome.clipped

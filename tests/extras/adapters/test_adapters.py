@@ -159,6 +159,23 @@ def test_head_in_fp32_takes_what_layers_in_16_bits_give(model_type: str) -> None
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
+@pytest.mark.parametrize("adapter", KINDS)
+def test_experts_that_are_left_out_are_said_with_their_share(
+    adapter: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 64}
+    experts = 2 * 8 * 3 * 64 * 64  # blocks × experts × matrices
+    every = sum(p.numel() for p in built(mixture).parameters())
+    flags = ("--adapter", adapter, "--lora_rank", 1, "--max_steps", 1, "--model_config", json.dumps(mixture))
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("adapter: ")]
+    trained = json.loads((tmp_path / "run" / "summary.json").read_text())["num_trained_parameters"]
+    assert f"{experts / (every + trained):.0%} of the parameters" in said and "experts.gate_up_proj" in said
+    assert ("stay in full precision" in said) == (adapter == "qlora") and said.endswith("get no adapters")
+    assert train(recipe, tmp_path / "dense", *flags[:-1], json.dumps(LLAMA)) == EXIT_DONE
+    assert "adapter: " not in capsys.readouterr().out
+
+
 def test_chosen_layers_get_adapters_and_wrong_names_are_refused() -> None:
     model = built(adapter="lora", lora_target_modules=("q_proj", "v_proj"))
     assert {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {

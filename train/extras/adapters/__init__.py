@@ -78,7 +78,7 @@ class Room(Extra):
         if run.config.of(Options).adapter != "none":
             from train.extras.adapters.lora import add_adapter
 
-            add_adapter(network, run, task.auto_class)
+            return add_adapter(network, run, task.auto_class)
         return []
 
     def state(

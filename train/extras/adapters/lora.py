@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.extras.adapters import Options
+from train.model import parameter_counts
 from train.records import Run, UserError, one_line
 from train.state import TrainingState, model_tensors
 from train.tasks import load_task
@@ -60,8 +61,10 @@ def quantization(run: Run, model_config: Any) -> BitsAndBytesConfig:
     )
 
 
-def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
+def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
     """Freezes ``model`` and puts fp32 adapters next to its layers, in place; a classifier's new head is trained whole.
+
+    Returns a line where a part of the weights cannot take part: those of no layer, such as fused experts.
 
     Raises:
         UserError: no layer has one of the names, or the layers are of a kind that cannot have adapters.
@@ -93,6 +96,12 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    left = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.ndim > 2}
+    share, four_bits = sum(left.values()) / parameter_counts(model)[1], own.adapter == "qlora"
+    if share < 0.01 or not (four_bits or own.lora_target_modules == ("all-linear",)):
+        return []
+    what = f"adapter: {share:.0%} of the parameters are not those of linear layers ({next(iter(left))} ...)"
+    return [f"{what}: they {'stay in full precision and ' if four_bits else ''}get no adapters"]
 
 
 def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
