@@ -28,10 +28,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> str:
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
     alone. Mixtures of experts are left whole: the routing of a token depends on others, and each expert already gets a
-    part of the tokens.
-
-    Raises:
-        UserError: the model does not have any.
+    part of the tokens. Raises UserError where the model does not have any.
     """
     found = mlps(model)
     if not found:

@@ -64,10 +64,8 @@ def quantization(run: Run, model_config: Any) -> BitsAndBytesConfig:
 def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
     """Freezes ``model`` and puts fp32 adapters next to its layers, in place; a classifier's new head is trained whole.
 
-    Returns a line where a part of the weights cannot take part: those of no layer, such as fused experts.
-
-    Raises:
-        UserError: no layer has one of the names, or the layers are of a kind that cannot have adapters.
+    Returns a line where weights are left out, such as fused experts; raises UserError where no layer has one of the
+    names, or the layers are of a kind that cannot have adapters.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -106,10 +104,8 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
 
 def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """``inputs`` in the type of a head in fp32 after layers in 16 bits; where there is autocast, it sees to that."""
-    given, dtype = [x for x in inputs if isinstance(x, Tensor)], next(head.parameters()).dtype
-    if len(given) < len(inputs) or any(torch.is_autocast_enabled(x.device.type) for x in given):
-        return inputs
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in given)
+    is_cast = not inputs or torch.is_autocast_enabled(inputs[0].device.type)
+    return inputs if is_cast else tuple(x.to(next(head.parameters()).dtype) for x in inputs)
 
 
 def _targets(model: nn.Module, names: tuple[str, ...], auto_class: str) -> list[str]:
@@ -193,11 +189,7 @@ class AdapterState(TrainingState):
         return {**super().values(), "frozen": self.frozen_digest}
 
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
-        """Takes everything back in place.
-
-        Raises:
-            UserError: the frozen weights are not those that the adapters were trained with.
-        """
+        """Takes everything back in place; raises UserError for other frozen weights than those of the adapters."""
         if values.get("frozen") != self.frozen_digest:
             raise UserError(
                 f"the frozen weights have the digest {self.frozen_digest[:16]}, those that the checkpoint's adapters "

@@ -163,11 +163,8 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     """Restores the newest intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
     As the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1): weights, optimizer and schedule go back;
-    the order of the data continues behind the last step that was made. Returns where to continue.
-
-    Raises:
-        DivergenceError: there is no checkpoint from before.
-        UserError: there are some, but none is intact; or a later one cannot be removed.
+    the order of the data continues behind the last step that was made. Returns where to continue; raises
+    DivergenceError where there is no checkpoint from before, UserError where none is intact or a later one stays.
     """
     outputs, lost = run.outputs, error.progress
 

@@ -106,15 +106,13 @@ class Room(Extra):
 
 def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> list[str]:
     """Where a step on ``batch`` leaves parameters without a gradient, tells DDP, which would wait for them; a line."""
-    import torch
     from accelerate import DistributedDataParallelKwargs
 
     from train.extras.weightless import obstacle_on_trial
 
     def unused(twin: ModelWithLoss) -> str | None:
-        names, weights = zip(*((n, p) for n, p in twin.model.named_parameters() if p.requires_grad), strict=True)
-        gradients = torch.autograd.grad(twin(batch.inputs, batch.labels), weights, allow_unused=True)
-        missing = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+        twin(batch.inputs, batch.labels).backward()
+        missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
         return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
 
     if (found := obstacle_on_trial(model, unused)) is None:
