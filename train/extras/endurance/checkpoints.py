@@ -109,27 +109,20 @@ class Saving:
         return True
 
     def _write(self, parts: dict[str, dict[str, Part]], values: Mapping[str, object], rank: int) -> None:
-        """The thread. A rank leaves word in the folder of what it wrote."""
+        """The thread."""
+        written = ""  # of a rank that failed
         try:
-            written = checkpoint.write_parts(self._partial, parts, rank)
-            self._word(rank).write_text(json.dumps(written), encoding="utf-8")
+            written = json.dumps(checkpoint.write_parts(self._partial, parts, rank))
         except Exception as error:  # the run has to hear of it in any case
             self._error = error
         parts.clear()
         self._own_part_is_done.set()
         try:
-            failed = self._gather(f"checkpoint {self.checkpoints_in_background}", "failed" if self._error else "")
-            if rank == 0 and not any(failed):
-                words = [self._word(other) for other in range(len(failed))]
-                written = [json.loads(word.read_text(encoding="utf-8")) for word in words]
-                for word in words:
-                    word.unlink()
-                checkpoint.complete(self._partial, self._final, values, written)
+            everyones = self._gather(f"checkpoint {self.checkpoints_in_background}", written)
+            if rank == 0 and all(everyones):
+                checkpoint.complete(self._partial, self._final, values, list(map(json.loads, everyones)))
         except Exception as error:
             self._error = self._error or error
-
-    def _word(self, rank: int) -> Path:
-        return self._partial / f"rank-{rank:05d}.json"
 
     def _raise_error(self) -> None:
         if self._error is not None:
