@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from support import run_for
 from test_step import TinyModel, batch, rows
 
+from train import loop
 from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras
 from train.loop import Goal, Parts, fit
 from train.loss import ModelWithLoss
 from train.outputs import Outputs
-from train.records import Evaluation, MicroBatch, Progress, Run, UserError
+from train.records import Evaluation, MicroBatch, Progress, Run, StepOutcome, UserError
 from train.step import Engine, optimizer_step
 
 
@@ -151,6 +152,74 @@ def test_training_line_has_the_figures_of_its_steps() -> None:
     assert values["peak_allocated_bytes"] == 2**30
     assert 0 < values["loss"] < 10
     assert values["tokens_per_second"] > 0
+
+
+@dataclass
+class Clock:
+    """In place of the module ``time``."""
+
+    now: float = 50.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Given(Engine):
+    """Makes the outcomes that it is given, each in two seconds of a clock of the test's own."""
+
+    def __init__(self, accelerator: Accelerator, outcomes: list[StepOutcome], clock: Clock) -> None:
+        super().__init__(accelerator, config())
+        self.outcomes, self.clock = outcomes, clock
+
+    def step(self, model: Any, optimizer: Any, micro_batches: Sequence[MicroBatch], stop: bool = False) -> StepOutcome:
+        self.clock.now += 2
+        return self.outcomes.pop(0)
+
+
+def outcome(
+    loss: float, targets: int, tokens: int, positions: int, clipped: bool, skipped: bool = False
+) -> StepOutcome:
+    norm = math.nan if skipped else 1.5
+    return StepOutcome(torch.tensor(loss), targets, tokens, positions, norm, clipped, skipped, stop_requested=False)
+
+
+def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss per target of steps that were made, clipped per step, tokens per second of training: not of evaluating."""
+    clock, settings = Clock(), config(eval_every_steps=1, save_every_steps=1, log_every_steps=2)
+    run = Recorder(settings, accuracies=[0.5, 0.4, 0.3, 0.2, 0.1])
+    outcomes = [
+        outcome(6.0, 3, 5, 8, clipped=True),
+        outcome(math.nan, 7, 4, 4, clipped=False, skipped=True),
+        outcome(4.0, 2, 3, 4, clipped=False),
+        outcome(9.0, 4, 6, 8, clipped=True),
+        outcome(5.0, 2, 10, 16, clipped=True),
+    ]
+    given, validate, save = Given(run.accelerator, outcomes, clock), Recorder.validation, RecordingOutputs.save
+
+    def slow_validation(*arguments: Any) -> Evaluation:
+        clock.now += 100
+        return validate(*arguments)
+
+    def slow_save(*arguments: Any) -> None:
+        clock.now += 1000
+        save(*arguments)
+
+    monkeypatch.setattr(Recorder, "engine", given)
+    monkeypatch.setattr(Recorder, "validation", slow_validation)
+    monkeypatch.setattr(RecordingOutputs, "save", slow_save)
+    monkeypatch.setattr(loop, "time", clock)
+    progress = run.fit(5)
+    lines = {step: values for kind, step, values in run.lines if kind == "train"}
+    names = ("loss", "clipped_share", "tokens_per_second", "seconds_per_step", "padding_share", "tokens_seen")
+    assert {step: [values[name] for name in names] for step, values in lines.items()} == {
+        2: [6 / 3, 1 / 2, 9 / 4, 2, 1 - 9 / 12, 9],
+        4: [13 / 6, 1 / 2, 9 / 4, 2, 1 - 9 / 12, 18],
+        5: [5 / 2, 1, 10 / 2, 2, 1 - 10 / 16, 28],
+    }
+    assert (lines[2]["nonfinite_steps"], lines[5]["nonfinite_steps"]) == (1, 1)
+    assert (progress.training_seconds, clock.now) == (10, 50 + 10 + 500 + 5000)
+    first, second, third = 2.0, 13 / 6, 2.5
+    assert progress.usual_loss == pytest.approx(0.9 * (0.9 * first + 0.1 * second) + 0.1 * third, rel=1e-12)
 
 
 def test_stop_request_saves_once_and_leaves_without_evaluating() -> None:

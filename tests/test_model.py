@@ -86,6 +86,38 @@ def test_model_from_an_architecture_learns_and_fits_the_tokenizer(model_config: 
     assert model(inputs, labels).item() < before.item()
 
 
+@pytest.mark.parametrize("model_type", ["roberta", "mpnet", "longformer", "esm", "ibert"])
+def test_positions_that_begin_after_the_padding_token_are_as_many_as_the_longest_example(
+    model_type: str, tmp_path: Path
+) -> None:
+    """RoBERTa's family numbers a row's tokens from padding_idx + 1 on: so many rows of its table are never used."""
+    shape = {"model_type": model_type, **SHAPE, **({"attention_window": 8} if model_type == "longformer" else {})}
+    network, ids = built(shape, MASKED), torch.arange(3, 67).view(2, 32)
+    skipped = network.config.max_position_embeddings - 32
+    assert skipped == (2 if model_type == "mpnet" else PAD + 1)
+    row = network(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    assert row.shape == (2, 32, len(BYTES)) and row.isfinite().all()
+    with pytest.raises(UserError, match=f"max_length: 33 is more than the model's {33 - skipped} positions"):
+        built({**shape, "max_position_embeddings": 33}, MASKED, max_length=33)
+    network.save_pretrained(tmp_path)
+    assert built(None, MASKED, model=str(tmp_path)).config.max_position_embeddings == 32 + skipped
+    with pytest.raises(UserError, match="max_length: 33 is more than the model's 32 positions"):
+        built(None, MASKED, model=str(tmp_path), max_length=33)
+
+
+def test_a_model_without_a_limit_on_positions_is_given_none() -> None:
+    network = built({"model_type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}, CLASSES)
+    assert network(input_ids=torch.arange(3, 43).view(1, 40)).logits.shape == (1, 2)
+
+
+def test_fields_that_a_configuration_reads_but_does_not_declare_may_be_given() -> None:
+    mixture = {"model_type": "qwen3_moe", **SHAPE, "num_key_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    wide = built({**mixture, "moe_intermediate_size": 8, "head_dim": 32})
+    assert wide.model.layers[0].self_attn.q_proj.out_features == SHAPE["num_attention_heads"] * 32
+    layer = built({"model_type": "gemma4_text", **SHAPE, "num_key_value_heads": 2, "head_dim": 16}).model.layers[0]
+    assert layer.self_attn.q_proj.out_features == SHAPE["num_attention_heads"] * 16
+
+
 def test_decoder_of_a_new_encoder_decoder_has_a_start() -> None:
     t5 = {"model_type": "t5", "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8}
     network = built(t5, CLASSES, label_names=("no", "yes"))
@@ -128,6 +160,11 @@ def test_field_under_its_other_name_counts_as_given() -> None:
 def test_architecture_that_cannot_work_is_refused_by_name(change: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         built({**LLAMA, **change})
+
+
+def test_an_assertion_of_a_model_is_told_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"model 'flaubert' cannot be built: .*multiple of n_heads"):
+        built({"model_type": "flaubert", "emb_dim": 30, "n_heads": 4, "n_layers": 1}, MASKED)
 
 
 def test_attention_that_does_not_exist_is_refused() -> None:

@@ -123,6 +123,9 @@ def test_clipping_by_norm(order: str) -> None:
     assert outcome.grad_norm == pytest.approx(norm, rel=1e-9)
     expected = {k: start[k] - (start[k] - free[k]) / 4 for k in free}
     assert largest_difference(clipped, expected) < 1e-5  # torch adds 1e-6 to the norm
+    for bound, is_above in ((0.99, True), (1.01, False)):  # what the share of clipped steps counts
+        _, [outcome] = stepped([window], grad_norm_type=order, max_grad_norm=norm * bound)
+        assert outcome.clipped is is_above
 
 
 def test_clipping_by_value() -> None:
@@ -145,10 +148,10 @@ def test_gradient_that_is_not_finite_leaves_weights_and_optimizer_alone(value: f
     optimizer_step(engine, model, optimizer, window)
     weights = {k: v.clone() for k, v in network.state_dict().items()}
     moments = [v.clone() for state in optimizer.optimizer.state.values() for v in state.values()]
-    hook = network.head.weight.register_hook(lambda grad: grad * value)
+    hook = network.head.weight.register_hook(lambda grad: torch.full_like(grad, value))
     outcome = optimizer_step(engine, model, optimizer, window)
     assert outcome.skipped
-    assert not math.isfinite(outcome.grad_norm)
+    assert not math.isfinite(outcome.grad_norm) and not outcome.clipped
     assert largest_difference(weights, network.state_dict()) == 0
     kept = [v for state in optimizer.optimizer.state.values() for v in state.values()]
     assert all(torch.equal(one, other) for one, other in zip(moments, kept, strict=True))

@@ -237,16 +237,15 @@ def write(folder: Path, state: TrainingState, progress: Progress, accelerator: A
 
 
 def together(accelerator: Accelerator, action: Callable[[], Any], acts: bool = True) -> list[Any]:
-    """What each rank's ``action`` gave; an OSError of one is raised on all, so that none waits for another."""
+    """What each rank's ``action`` gave; an OSError or UserError of one is raised on all: none waits for another."""
     try:
         outcome = action() if acts else None
-    except OSError as error:
-        outcome = error
     except Exception as error:  # of safetensors, for one
-        outcome = OSError(f"{type(error).__name__}: {error}")
+        other = OSError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+        outcome = error if isinstance(error, OSError | UserError) else other
     outcomes = exchange(outcome, accelerator.num_processes)
     for failed in outcomes:
-        if isinstance(failed, OSError):
+        if isinstance(failed, OSError | UserError):
             raise failed
     return outcomes
 

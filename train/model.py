@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from train.config import Architecture
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-# What transformers raises when it cannot make a model; the last one: weights that would run code.
-UNREADABLE = (OSError, ValueError, ImportError, RuntimeError, AttributeError, TypeError, KeyError)
-UNREADABLE += (SafetensorError, UnpicklingError)
+LIMIT = "max_position_embeddings"  # transformers' name for it; -1: none
 
 
 def build_model(
@@ -82,8 +80,12 @@ def _from_transformers(
             model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
         else:
             model = factory.from_config(model_config, **options)
-    except UNREADABLE as error:
-        raise UserError(f"model {config.name!r} cannot be built: {one_line(error)}") from None
+            if (skipped := _skipped_positions(model)) and not stored and LIMIT not in (config.model_config or {}):
+                model_config.max_position_embeddings += skipped
+                model = factory.from_config(model_config, **options)
+    except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
+        raise UserError(f"model {config.name!r} cannot be built: {one_line(why)}") from None
+    _check_fit(model_config, tokenizer, max_length, _skipped_positions(model))
     model.config.use_cache = False
     return model
 
@@ -103,11 +105,12 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         known = AutoConfig.for_model(model_type)
-        if unknown := [name for name in fields if not hasattr(known, name)]:
+        # Some read what they do not declare: Qwen3-MoE's model takes head_dim if it is there.
+        source = inspect.getsource(import_module(type(known).__module__.replace("configuration_", "modeling_")))
+        if unknown := [n for n in fields if n not in {*dir(known), *known.attribute_map} and f'"{n}"' not in source]:
             raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.")
-        limit = "max_position_embeddings"
-        if limit not in fields and hasattr(known, limit) and known.attribute_map.get(limit, limit) not in fields:
-            fields[limit] = max_length
+        if getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
+            fields[LIMIT] = max_length
         if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
             fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
         if task.is_causal and getattr(known, "is_decoder", None) is False:
@@ -119,15 +122,21 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
         raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
 
 
-def _check_fit(config: PretrainedConfig, tokenizer: Tokenizer, max_length: int) -> None:
+def _skipped_positions(model: nn.Module) -> int:
+    """How many rows of its table of positions a model never uses: RoBERTa's family counts from the padding's on."""
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # pyright: ignore
+
+
+def _check_fit(config: PretrainedConfig, tokenizer: Tokenizer, max_length: int, skipped: int = 0) -> None:
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is not None and vocab_size < len(tokenizer):
         raise UserError(
             f"the model has {vocab_size} embeddings, the tokenizer {len(tokenizer)} tokens: give the tokenizer that "
             "belongs to the model (leave --tokenizer out), or a larger vocab_size in model_config."
         )
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and max_length > limit > 0:
+    limit = (getattr(config, LIMIT, None) or 0) - skipped
+    if max_length > limit > 0:
         raise UserError(
             f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
             "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."

@@ -19,7 +19,7 @@ from train import checkpoint, figures
 from train.config import Config, dump
 from train.launch import peak_bytes
 from train.optim import learning_rate_at, num_warmup_steps
-from train.records import Evaluation, Progress, Run, UserError, exchange
+from train.records import Evaluation, Progress, Run, UserError
 from train.state import TrainingState
 
 if TYPE_CHECKING:
@@ -122,14 +122,7 @@ class Outputs:
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
         """What ``choose`` gives on the main process, or the UserError that it raises, on every rank."""
-        try:
-            choice = choose() if self._accelerator.is_main_process else None
-        except UserError as error:
-            choice = error
-        found = exchange(choice, self._accelerator.num_processes)[0]
-        if isinstance(found, UserError):
-            raise found
-        return found
+        return checkpoint.together(self._accelerator, choose, self._accelerator.is_main_process)[0]
 
     def with_its_best(self, progress: Progress, best_of: str | None) -> Progress:
         """``progress``, without its best step if that cannot be used any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,9 @@ def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> s
 
     try:
         # What a prediction counts, and the device that it builds on, do not matter here.
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        fake, uncompiled = FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager")
+        with _disable_current_modes(), fake, uncompiled, warnings.catch_warnings(), torch.device("cpu"):
+            warnings.simplefilter("ignore")  # about tensors without values
             return trial(without_weights(model).eval())
     except Exception as error:  # models fail in their own ways
         return f"trying it failed ({type(error).__name__}: {one_line(error, 200)})"

@@ -144,6 +144,38 @@ def test_head_of_a_classifier_is_trained_whole() -> None:
         assert inside and all(n.startswith(model.base_model_prefix) for n in inside)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "modernbert", "bert"])
+def test_head_in_fp32_takes_what_layers_in_16_bits_give(model_type: str) -> None:
+    """Without autocast; the loss is that of the same weights in fp32, as far as bf16 goes."""
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = built({"model_type": model_type, **SHAPE}, CLASSES, adapter="lora", dtype="bfloat16").eval()
+        model = model.float() if dtype == torch.float32 else model
+        loss = ModelWithLoss(model, task=CLASSES)(batch()[0], torch.tensor([0, 1]))
+        loss.backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert all(p.grad is not None and p.dtype == p.grad.dtype == torch.float32 for p in trained)
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.parametrize("adapter", KINDS)
+def test_experts_that_are_left_out_are_said_with_their_share(
+    adapter: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 64}
+    experts = 2 * 8 * 3 * 64 * 64  # blocks × experts × matrices
+    every = sum(p.numel() for p in built(mixture).parameters())
+    flags = ("--adapter", adapter, "--lora_rank", 1, "--max_steps", 1, "--model_config", json.dumps(mixture))
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("adapter: ")]
+    trained = json.loads((tmp_path / "run" / "summary.json").read_text())["num_trained_parameters"]
+    assert f"{experts / (every + trained):.0%} of the parameters" in said and "experts.gate_up_proj" in said
+    assert ("stay in full precision" in said) == (adapter == "qlora") and said.endswith("get no adapters")
+    assert train(recipe, tmp_path / "dense", *flags[:-1], json.dumps(LLAMA)) == EXIT_DONE
+    assert "adapter: " not in capsys.readouterr().out
+
+
 def test_chosen_layers_get_adapters_and_wrong_names_are_refused() -> None:
     model = built(adapter="lora", lora_target_modules=("q_proj", "v_proj"))
     assert {n.split(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {
@@ -204,6 +236,60 @@ def test_final_holds_the_merged_model_and_the_adapter(adapter: str, recipe: Path
     card = (output / "final" / "README.md").read_text()
     assert f"fine-tuned from `base` by {'QLoRA' if adapter == 'qlora' else 'LoRA'} " in card
     assert "its base is `base`" in card
+
+
+def test_adapters_of_embeddings_and_the_head_are_merged_too(recipe: Path, tmp_path: Path) -> None:
+    """(W + BA)x in ``final/`` against Wx + B(Ax) beside it, for tokens and logits as well as for attention."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, output = tmp_path / "base", tmp_path / "run"
+    built({**LLAMA, "max_position_embeddings": 64}, max_length=64, seed=5).save_pretrained(base)
+    BYTES.save_pretrained(base)
+    names = ("embed_tokens", "q_proj", "lm_head")
+    assert train(recipe, output, "--model", base, "--adapter", "lora", "--lora_target_modules", *names) == EXIT_DONE
+    learned = load_file(output / "final" / "adapter" / "adapter_model.safetensors")
+    assert {key for key in learned if "embed_tokens" in key} == {
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.embed_tokens.lora_embedding_B",
+    }
+    with torch.no_grad():
+        plain: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+        before = plain.get_input_embeddings().weight.clone()
+        beside = PeftModel.from_pretrained(plain, str(output / "final" / "adapter")).eval()(**batch()[0]).logits
+        merged: Any = AutoModelForCausalLM.from_pretrained(output / "final").eval()
+        after = merged(**batch()[0]).logits
+    assert (merged.get_input_embeddings().weight - before).abs().max() > 0.01
+    torch.testing.assert_close(after, beside, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "other"), [("lm_head", "embed_tokens"), ("embed_tokens", "lm_head")])
+def test_adapters_of_one_of_two_tied_layers_are_refused_before_the_first_step(
+    name: str, other: str, recipe: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--model", base, "--adapter", "lora", "--lora_target_modules", name, "q_proj")
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_ERROR
+    said = capsys.readouterr().err
+    assert "lora_target_modules: " in said and f"shares {other}.weight" in said.replace("model.", "")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_adapters_that_cannot_be_merged_are_refused_before_the_first_step(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Convolutions can have adapters, but the product of these is not the change of a weight."""
+    (tmp_path / "convolution.py").write_text(
+        "from torch import nn\n\n\nclass Convolution(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.embedding = nn.Embedding(300, 8)\n"
+        "        self.mix, self.head = nn.Conv1d(8, 8, 3, padding=2), nn.Linear(8, 300)\n\n"
+        "    def forward(self, input_ids):\n        mixed = self.mix(self.embedding(input_ids).transpose(1, 2))\n"
+        "        return self.head(mixed[..., : input_ids.shape[1]].transpose(1, 2))\n"
+    )
+    network = f"{tmp_path / 'convolution.py'}:Convolution"
+    flags = ("--model", network, "--tokenizer", "bytes", "--adapter", "lora", "--lora_target_modules", "mix", "head")
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_ERROR
+    assert "lora_target_modules: what adapters of these layers learn cannot be added" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("adapter", KINDS)

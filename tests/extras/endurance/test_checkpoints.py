@@ -101,6 +101,24 @@ def test_without_room_for_a_copy_training_waits_and_says_so_once(
     assert (outputs.notes, saving.checkpoints_in_background) == ([NO_ROOM], 0)
 
 
+def test_a_thread_that_cannot_start_costs_time_and_no_checkpoint(
+    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on processes counts threads, too."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    saving = Saving(in_background=True)
+    for step in (1, 2):
+        saving.save(run, state, Progress(step=step), wait=False)
+    saving.wait(1)
+    saving.finish(run)
+    assert (names(outputs), outputs.rotated) == (["step-00000001", "step-00000002"], [1, 2])
+    assert checkpoint.verify(outputs.checkpoints / "step-00000002") is None
+
+
 def test_one_failure_is_forgiven_and_two_in_a_row_are_not(
     run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

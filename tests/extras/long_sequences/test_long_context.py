@@ -103,6 +103,12 @@ def test_a_window_as_long_as_the_data_leaves_attention_alone() -> None:
             r"llama already scales its own \(linear\)",
         ),
         (LLAMA, 64, {"sliding_window": 8}, "sliding_window: 8: llama sees all positions"),
+        (
+            {**LLAMA, "model_type": "minimax", "num_local_experts": 2, "head_dim": 8},
+            64,
+            {"sliding_window": 8},
+            "sliding_window: 8: minimax sees all positions",
+        ),
         (LLAMA, 200, {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}, "max_length: 200 is more than .* 128"),
         (LLAMA, 200, {}, "--rope_scaling yarn"),
     ],

@@ -535,9 +535,10 @@ def test_cuda_without_growth_at_equal_shapes_is_clean(fake_cuda: None, monkeypat
 
 
 def test_live_tensors_are_listed_by_shape_and_views_once():
+    gc.collect()  # what earlier tests left in cycles must not go between the two lists
     before = list_tensors(CPU)
-    weight = torch.zeros(3, 17, requires_grad=True)
-    kept = [torch.zeros(3, 17) for _ in range(4)]
+    weight = torch.zeros(3, 17, dtype=torch.float32, requires_grad=True)
+    kept = [torch.zeros(3, 17, dtype=torch.float32) for _ in range(4)]
     views = [tensor.view(17, 3) for tensor in kept]
     product = weight * 2
     after = list_tensors(CPU)

@@ -39,10 +39,8 @@ def check_compiler(device: torch.device) -> None:
 def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
     """Compiles the repeated layers of ``model`` in place, when each is first called; returns how many there are.
 
-    To be called before the model is wrapped or sharded, after activation checkpointing was set up.
-
-    Raises:
-        UserError: no repeated layers are known of this model.
+    To be called before the model is wrapped or sharded, after activation checkpointing was set up. Raises UserError
+    where no repeated layers are known of this model.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

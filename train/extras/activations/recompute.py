@@ -27,15 +27,12 @@ torch's allocator of pinned memory, which rounds sizes up to powers of two, has 
 
 
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
-    """Recompute activations of layers 0, n, 2n ... in backward instead of keeping them (arXiv 1604.06174).
+    """Recompute activations of layers 0, n, 2n ... in backward (arXiv 1604.06174); raises UserError where it cannot.
 
     Args:
         mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the most expensive to recompute
             (arXiv 2205.05198).
         offload: keep the inputs of checkpointed layers in host memory; on a CPU it does nothing.
-
-    Raises:
-        UserError: the model does not support it.
     """
     if mode == "none":
         return

@@ -7,7 +7,6 @@ keeps copies of the hidden states in fp32, and makes more of them in backward: a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from train.extras.weightless import obstacle_on_trial
 from train.records import UserError
 
 MIN_TILE_TOKENS = 512
@@ -28,10 +28,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> str:
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
     alone. Mixtures of experts are left whole: the routing of a token depends on others, and each expert already gets a
-    part of the tokens.
-
-    Raises:
-        UserError: the model does not have any.
+    part of the tokens. Raises UserError where the model does not have any.
     """
     found = mlps(model)
     if not found:
@@ -50,12 +47,12 @@ def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> str:
 
 def mlps(model: nn.Module) -> list[nn.Module]:
     """What :func:`tile_mlps` tiles."""
-    return [m for layer in _layers(model) if (m := cast("nn.Module", layer.mlp)) and _treats_tokens_alone(m)]
+    return [layer.mlp for layer in _layers(model) if _treats_tokens_alone(layer.mlp, model)]
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
     """The norms of hidden states next to these MLPs, and the last one, after the layers."""
-    layers = [layer for layer in _layers(model) if _treats_tokens_alone(layer.mlp)]
+    layers = [layer for layer in _layers(model) if _treats_tokens_alone(layer.mlp, model)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
@@ -70,12 +67,14 @@ def _layers(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _treats_tokens_alone(mlp: nn.Module) -> bool:
-    if isinstance(mlp, Tiled):
-        return True
-    given = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
-    required = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return type(mlp).__name__.endswith("MLP") and len(required) == 1
+def _treats_tokens_alone(mlp: nn.Module, model: Any) -> bool:
+    def gives_hidden_states_alone(twin: nn.Module) -> str | None:
+        dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
+        hidden = torch.empty(1, 1, model.config.get_text_config().hidden_size, dtype=dtype)
+        return None if isinstance(twin(hidden), Tensor) else "a router's scores come with them"
+
+    is_one = isinstance(mlp, Tiled) or type(mlp).__name__.endswith("MLP")
+    return is_one and obstacle_on_trial(mlp, gives_hidden_states_alone) is None
 
 
 class Tiled(nn.Module):
@@ -192,14 +191,14 @@ def _in_tiles(part: Tiled, hidden: Tensor, size: int, draws: list[Any] | None) -
         before = _random_state(hidden.device) if draws is not None else None
         tile = part.compute_whole(tokens[rows].unsqueeze(0)).squeeze(0)
         if out is None:
-            out = tile.new_empty((len(tokens), tile.shape[-1]))
+            out = tile.new_empty((*hidden.shape[:-1], tile.shape[-1]))  # no view: falcon's layers add to it in place
             if draws is not None and _same(before, _random_state(hidden.device)):
                 draws = None  # no dropout here: nothing to remember
-        out[rows] = tile
+        out.view(-1, tile.shape[-1])[rows] = tile
         if draws is not None:
             draws.append(before)
     assert out is not None
-    return out.view(*hidden.shape[:-1], out.shape[-1])
+    return out
 
 
 def tiles(tokens: int, size: int) -> Iterator[slice]:

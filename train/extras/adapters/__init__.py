@@ -78,7 +78,7 @@ class Room(Extra):
         if run.config.of(Options).adapter != "none":
             from train.extras.adapters.lora import add_adapter
 
-            add_adapter(network, run, task.auto_class)
+            return add_adapter(network, run, task.auto_class)
         return []
 
     def state(
@@ -88,4 +88,6 @@ class Room(Extra):
             return None
         from train.extras.adapters.lora import AdapterState
 
-        return AdapterState(network, optimizer, identity, scaler)
+        found = AdapterState(network, optimizer, identity, scaler)
+        found.try_final()
+        return found

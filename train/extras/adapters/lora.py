@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.extras.adapters import Options
-from train.records import Run, UserError
+from train.model import parameter_counts
+from train.records import Run, UserError, one_line
 from train.state import TrainingState, model_tensors
 from train.tasks import load_task
 
@@ -59,11 +61,11 @@ def quantization(run: Run, model_config: Any) -> BitsAndBytesConfig:
     )
 
 
-def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
+def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
     """Freezes ``model`` and puts fp32 adapters next to its layers, in place; a classifier's new head is trained whole.
 
-    Raises:
-        UserError: no layer has one of the names, or the layers are of a kind that cannot have adapters.
+    Returns a line where weights are left out, such as fused experts; raises UserError where no layer has one of the
+    names, or the layers are of a kind that cannot have adapters.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -88,9 +90,22 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     settings.modules_to_save = list(heads) or None  # after peft has looked: they are trained in place, without copies
     for head in heads.values():
         head.requires_grad_(True)
+        head.register_forward_pre_hook(_as_its_weights)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    left = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.ndim > 2}
+    share, four_bits = sum(left.values()) / parameter_counts(model)[1], own.adapter == "qlora"
+    if share < 0.01 or not (four_bits or own.lora_target_modules == ("all-linear",)):
+        return []
+    what = f"adapter: {share:.0%} of the parameters are not those of linear layers ({next(iter(left))} ...)"
+    return [f"{what}: they {'stay in full precision and ' if four_bits else ''}get no adapters"]
+
+
+def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``inputs`` in the type of a head in fp32 after layers in 16 bits; where there is autocast, it sees to that."""
+    is_cast = not inputs or torch.is_autocast_enabled(inputs[0].device.type)
+    return inputs if is_cast else tuple(x.to(next(head.parameters()).dtype) for x in inputs)
 
 
 def _targets(model: nn.Module, names: tuple[str, ...], auto_class: str) -> list[str]:
@@ -174,11 +189,7 @@ class AdapterState(TrainingState):
         return {**super().values(), "frozen": self.frozen_digest}
 
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
-        """Takes everything back in place.
-
-        Raises:
-            UserError: the frozen weights are not those that the adapters were trained with.
-        """
+        """Takes everything back in place; raises UserError for other frozen weights than those of the adapters."""
         if values.get("frozen") != self.frozen_digest:
             raise UserError(
                 f"the frozen weights have the digest {self.frozen_digest[:16]}, those that the checkpoint's adapters "
@@ -205,7 +216,31 @@ class AdapterState(TrainingState):
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
         """As of the core, under the names and of the types of a model without adapters, which are added to weights."""
         whole = super().whole_tensors(keep)
-        return _merged(self.model, whole) if keep else {}
+        if not keep:
+            return {}
+        for name, parameter in self.model.named_parameters():
+            if getattr(parameter, "quant_state", None) is not None:
+                from bitsandbytes.functional import dequantize_4bit
+
+                whole[name] = dequantize_4bit(parameter.detach(), cast("Any", parameter).quant_state).cpu()
+        return _merged(self.model, whole)
+
+    def try_final(self) -> None:
+        """Merges tensors without values; raises UserError, before the first step, where ``final/`` cannot be made."""
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        adapted = {id(p) for name, p in named if ".base_layer." in name}
+        tied = [name for name, p in named if id(p) in adapted and ".base_layer." not in name]
+        reason = f"one of them shares {tied[0]}" if tied else None
+        shapes = {n: (getattr(t, "quant_state", None) or t).shape for n, t in model_tensors(self.model).items()}
+        try:
+            _merged(self.model, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        except (RuntimeError, KeyError, ValueError) as error:
+            reason = reason or one_line(error, 200)
+        if reason is not None:
+            raise UserError(
+                f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
+                "linear layers and embeddings that share no weight with others, or give all-linear."
+            )
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
@@ -214,8 +249,7 @@ class AdapterState(TrainingState):
             if parameter.requires_grad:
                 full = _full(parameter)  # on all ranks, whichever of them keep it
                 if keep:
-                    plain = name.replace(f".{ADAPTER}.", ".").replace(".base_layer.", ".")
-                    adapter[f"base_model.model.{plain}"] = full
+                    adapter[f"base_model.model.{_plain_name(name)}"] = full
         if not keep:
             return self.model
         folder = folder / "adapter"
@@ -243,21 +277,23 @@ def _full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
 
 
+def _plain_name(name: str) -> str:
+    """``name`` without what peft adds to that of a weight, and to that of an adapter inside the model."""
+    return re.sub(rf"\.(base_layer|{ADAPTER})(?=\.|$)", "", name)
+
+
 def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once; none in 4 bits any more."""
+    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once."""
     from peft.tuners.lora import LoraLayer
 
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "quant_state", None) is not None:
-            from bitsandbytes.functional import dequantize_4bit
-
-            whole[name] = dequantize_4bit(parameter.detach(), cast("Any", parameter).quant_state).cpu()
     layers: list[tuple[str, Any]] = [(n, layer) for n, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     for name, layer in layers:
-        down, up = (whole.pop(f"{name}.lora_{part}.{ADAPTER}.weight") for part in "AB")
+        # Linear layers have lora_A and lora_B, embeddings lora_embedding_A and lora_embedding_B.
+        down, up = (whole.pop(key) for key in [key for key in whole if key.startswith(f"{name}.lora_")])
         delta, weight = layer.scaling[ADAPTER] * (up @ down), whole.pop(f"{name}.base_layer.weight")
-        delta = delta.T if getattr(layer, "fan_in_fan_out", False) else delta
-        whole[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+        transposed = getattr(layer, "fan_in_fan_out", False) or isinstance(layer.get_base_layer(), nn.Embedding)
+        merged = weight.float() + (delta.T if transposed else delta)
+        whole[f"{name}.weight"] = merged.view_as(weight).to(weight.dtype)  # a product of another shape ends here
         if f"{name}.base_layer.bias" in whole:
             whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
     # without what a layer in 4 bits adds to the names of a model

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import Config, option
@@ -104,10 +105,8 @@ class Room(Extra):
         if not may or type(engine) is not Engine or not can_recover(accelerator):
             return engine
 
-        def measures(model: Any) -> list[Any]:
-            return run.extras.lines("memory_measures", run, model) if on_oom == "adapt" else []
-
-        self._recovering = Recovering(engine, run.outputs.say, measures)
+        measures: list[Any] = [partial(run.extras.lines, "memory_measures", run)] if on_oom == "adapt" else []
+        self._recovering = Recovering(engine, run.outputs.say, *measures)
         return self._recovering
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> None:

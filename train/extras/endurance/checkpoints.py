@@ -65,7 +65,8 @@ class Saving:
         try:
             # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
             checkpoint.together(run.accelerator, self._own_part_is_done.wait)
-            thread.join()
+            if thread.is_alive():
+                thread.join()
             checkpoint.together(run.accelerator, self._raise_error)
         except OSError as error:
             if run.accelerator.process_index == 0:
@@ -77,7 +78,7 @@ class Saving:
 
     def wait(self, seconds: float) -> None:
         """Gives this rank's thread time to end, without asking other ranks."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
@@ -101,31 +102,27 @@ class Saving:
         self._error, work = None, (copied(parts), checkpoint.values_of(state, progress), rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # as many threads as the system allows: written at once, while others' threads wait
+            self._write(*work)
         return True
 
     def _write(self, parts: dict[str, dict[str, Part]], values: Mapping[str, object], rank: int) -> None:
-        """The thread. A rank leaves word in the folder of what it wrote."""
+        """The thread."""
+        written = ""  # of a rank that failed
         try:
-            written = checkpoint.write_parts(self._partial, parts, rank)
-            self._word(rank).write_text(json.dumps(written), encoding="utf-8")
+            written = json.dumps(checkpoint.write_parts(self._partial, parts, rank))
         except Exception as error:  # the run has to hear of it in any case
             self._error = error
         parts.clear()
         self._own_part_is_done.set()
         try:
-            failed = self._gather(f"checkpoint {self.checkpoints_in_background}", "failed" if self._error else "")
-            if rank == 0 and not any(failed):
-                words = [self._word(other) for other in range(len(failed))]
-                written = [json.loads(word.read_text(encoding="utf-8")) for word in words]
-                for word in words:
-                    word.unlink()
-                checkpoint.complete(self._partial, self._final, values, written)
+            everyones = self._gather(f"checkpoint {self.checkpoints_in_background}", written)
+            if rank == 0 and all(everyones):
+                checkpoint.complete(self._partial, self._final, values, list(map(json.loads, everyones)))
         except Exception as error:
             self._error = self._error or error
-
-    def _word(self, rank: int) -> Path:
-        return self._partial / f"rank-{rank:05d}.json"
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -159,11 +156,8 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     """Restores the newest intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
     As the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1): weights, optimizer and schedule go back;
-    the order of the data continues behind the last step that was made. Returns where to continue.
-
-    Raises:
-        DivergenceError: there is no checkpoint from before.
-        UserError: there are some, but none is intact; or a later one cannot be removed.
+    the order of the data continues behind the last step that was made. Returns where to continue; raises
+    DivergenceError where there is no checkpoint from before, UserError where none is intact or a later one stays.
     """
     outputs, lost = run.outputs, error.progress
 

@@ -57,7 +57,9 @@ def _scale_positions(config: PretrainedConfig, kind: str, factor: float | None, 
 
 def _slide(config: PretrainedConfig, window: int) -> None:
     """Gives the layers that slide a window of so many tokens; where none does, all of them."""
-    if not hasattr(config, "sliding_window"):
+    layers = getattr(config, "layer_types", None) or ["full_attention"]
+    slides = any("sliding" in kind for kind in layers)
+    if not hasattr(config, "sliding_window") or not (slides or set(layers) == {"full_attention"}):
         raise UserError(
             f"sliding_window: {window}: {config.model_type} sees all positions and knows no window: leave it out, "
             "or take a model that does (mistral, qwen3, gemma3, modernbert ...)."
@@ -65,6 +67,5 @@ def _slide(config: PretrainedConfig, window: int) -> None:
     if hasattr(config, "use_sliding_window"):
         config.use_sliding_window = True
     config.sliding_window = window
-    layers = getattr(config, "layer_types", None)
-    if layers and "sliding_attention" not in layers:
+    if getattr(config, "layer_types", None) and not slides:
         config.layer_types = ["sliding_attention"] * len(layers)

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.config import Config
+    from train.data import PreparedData
     from train.launch import Launch
     from train.loss import ModelWithLoss
-    from train.records import Run
+    from train.records import Batches, MicroBatch, Run
     from train.state import TrainingState
     from train.step import Engine
 
@@ -28,6 +29,7 @@ class Room(Extra):
 
     def __init__(self) -> None:
         self._sp_size = 1  # of a Ulysses model that is about to be prepared, else 1
+        self._batches: Batches | None = None
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -61,11 +63,16 @@ class Room(Extra):
             plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
         return {}
 
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+        self._batches = batches
+
     def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         if (kind := _kind(run.launch)) is not None:
             self._sp_size = run.launch.sp_size
             kind[0](run, model)
+        elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
+            return _expect_unused(run, model, self._batches.longest())
         return []
 
     def state(
@@ -95,6 +102,24 @@ class Room(Extra):
             f"{' '.join(str(error).split())[:300]}. It needs a causal model of transformers, with attn_implementation "
             "sdpa or flash_attention_2 and a number of heads that it divides."
         )
+
+
+def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> list[str]:
+    """Where a step on ``batch`` leaves parameters without a gradient, tells DDP, which would wait for them; a line."""
+    from accelerate import DistributedDataParallelKwargs
+
+    from train.extras.weightless import obstacle_on_trial
+
+    def unused(twin: ModelWithLoss) -> str | None:
+        twin(batch.inputs, batch.labels).backward()
+        missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
+        return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
+
+    if (found := obstacle_on_trial(model, unused)) is None:
+        return []
+    # Only then: DDP's search for them takes up to a tenth of a short step.
+    run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
+    return [f"DDP looks for parameters without a gradient in each step: {found}"]
 
 
 def _kind(launch: Launch) -> tuple[Callable[[Run, ModelWithLoss], None], type[Engine]] | None:
