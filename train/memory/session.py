@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 MARGIN = 0.03
 """Share of the free memory that a chosen micro-batch leaves alone."""
-SIZES = [2**power for power in range(11)]
-"""Micro-batch sizes to choose from where no global batch restricts them."""
 
 
 class MemorySession:
@@ -119,10 +117,8 @@ class MemorySession:
         return chosen
 
     def _largest_fitting(self, config: Config) -> int:
-        name, global_batch_size, sizes = "micro_batch_size", config.optimization.global_batch_size, SIZES
-        if global_batch_size is not None:
-            share = global_batch_size // self._run.launch.dp_size
-            sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
+        name, share = "micro_batch_size", (config.optimization.global_batch_size or 1) // self._run.launch.dp_size
+        sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
         room, needed = self._room_bytes(), {}
 
         def needs(size: int) -> int:
