@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from train.batching import Loading, MapBatches, Rounds, evaluation_batches
-from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch, Run, UserError, one_line
+from train.batching import Batches, Loading, Rounds, evaluation_batches
+from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError, one_line
 from train.state import examples_digest
 from train.tasks import Task, load_task, pad_token_id, tokenize
 
@@ -32,7 +32,7 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     examples: Examples
     loading: Loading
-    order: Callable[..., Batches] = MapBatches
+    order: Callable[..., Batches] = Batches
     training_digest: str = ""  # of the examples: another digest stands for other data
     validation_digest: str = ""
 

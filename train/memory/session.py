@@ -23,11 +23,12 @@ from train.memory.explain import Change, Situation, post_mortem
 from train.memory.ladder import cheaper, choose, largest_fitting
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import job_of, target_of
-from train.records import BatchArithmetic, Batches, MicroBatch, Run, UserError
+from train.records import BatchArithmetic, MicroBatch, Run, UserError
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
+    from train.batching import Batches
     from train.data import PreparedData
     from train.loop import Parts
 
