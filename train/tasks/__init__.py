@@ -5,13 +5,14 @@ A task is a file in this folder with a class ``Task(train.tasks.Task)``; adding 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum
@@ -101,12 +103,16 @@ class Task:
 
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
         """Metrics of a split; ``table`` (examples, 6): example, loss sum, targets, correct, prediction, reference."""
-        covered = np.zeros(len(table))
+        loss_sum, targets, correct = map(math.fsum, table[:, 1:4].T)
+        count = max(1.0, targets)
+        loss = loss_sum / count
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": correct / count}
         if "num_bytes" in examples.column_names:
             # Of an example's text, the share that its targets stand for: a task may leave positions out.
             num_bytes, lengths = (column(examples, name)[table[:, 0].astype(int)] for name in ("num_bytes", "length"))
-            covered = num_bytes * table[:, 2] / lengths
-        return token_metrics(*table[:, 1:4].T, num_bytes=covered)
+            if (covered := math.fsum(num_bytes * table[:, 2] / lengths)) > 0:
+                metrics["bits_per_byte"] = loss_sum / math.log(2) / covered
+        return metrics
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises UserError when the tokenizer lacks what the task needs."""
@@ -144,16 +150,22 @@ class Task:
         return found
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
-        """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""
+        """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,).
+
+        ``attention_mask`` (B, S) is among its inputs only where some position is padding that tokens could see.
+        """
         pairs = [self.inputs_and_labels(example, seed) for example in examples]
-        inputs, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        rows, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        inputs = {"input_ids": pad(rows, pad_id)}
+        # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
+        if not self.is_causal and len(set(map(len, rows))) > 1:
+            inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
         return MicroBatch(
-            # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
-            inputs={"input_ids": pad(inputs, pad_id)} if self.is_causal else attention_inputs(inputs, pad_id),
+            inputs=inputs,
             labels=pad(labels, IGNORE) if labels[0].ndim else torch.stack(labels),
             num_targets=sum(int((row != IGNORE).sum()) for row in labels),
             example_ids=tuple(int(example["id"]) for example in examples),
-            num_tokens=sum(map(len, inputs)),
+            num_tokens=sum(map(len, rows)),
         )
 
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -167,11 +179,33 @@ class Task:
                 found = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)
                 yield from found["input_ids"]  # pyright: ignore[reportReturnType]
 
+    def marks(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """The tokenizer's marks for the start and the end of a sequence, one each or none."""
+        starts: list[Any] = [tokenizer.cls_token_id, tokenizer.bos_token_id]
+        ends: list[Any] = [tokenizer.sep_token_id, tokenizer.eos_token_id]
+        if self.is_causal:  # else nothing would predict the first token
+            starts += [tokenizer.eos_token_id, tokenizer.pad_token_id]
+        start, end = ([i for i in ids if isinstance(i, int)][:1] for ids in (starts, ends))
+        return start, end
+
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
-        """``ids`` between the tokenizer's marks for the start and the end of a sequence, where it has them."""
-        start = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
-        end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-        return [i for i in (start, *ids, end) if isinstance(i, int)]
+        """``ids`` between the marks."""
+        start, end = self.marks(tokenizer)
+        return [*start, *ids, *end]
+
+    def stand_alone(self, tokenizer: Tokenizer) -> Tokenizer:
+        """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model writes on."""
+        made, (start, end) = copy.deepcopy(tokenizer), self.marks(tokenizer)
+        if self.is_causal:
+            end = []
+        else:
+            made.model_max_length, is_left = self.data.max_length, self.data.truncation == "keep_tail"
+            made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
+        if (backend := getattr(made, "backend_tokenizer", None)) is not None:
+            names = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in start + end}
+            frame = [*(names[i] for i in start), "$A", *(names[i] for i in end)]
+            backend.post_processor = TemplateProcessing(frame, special_tokens=[(name, i) for i, name in names.items()])
+        return made
 
     def room(self, tokenizer: Tokenizer) -> int:
         """Tokens of text in one example, in addition to those that :meth:`framed` adds; raises UserError for none."""
@@ -180,16 +214,6 @@ class Task:
             why = f"{self.name} adds {marks} tokens for start and end"
             raise UserError(f"max_length: {length} leaves no room for text: {why}. Give {marks + 1} or more.")
         return length - marks
-
-
-def token_metrics(
-    loss_sums: Iterable[float], targets: Iterable[float], correct: Iterable[float], num_bytes: Iterable[float]
-) -> dict[str, float]:
-    """Loss, perplexity and accuracy over all targets, and bits per byte of the text they cover; an entry an example."""
-    loss_sum, count, covered = math.fsum(loss_sums), max(1.0, math.fsum(targets)), math.fsum(num_bytes)
-    loss, accuracy = loss_sum / count, math.fsum(correct) / count
-    bits_per_byte = {"bits_per_byte": loss_sum / math.log(2) / covered} if covered > 0 else {}
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy, **bits_per_byte}
 
 
 def pad(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -201,14 +225,6 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
     """The padding token, or the end token where there is none."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return found if isinstance(found, int) else 0
-
-
-def attention_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
-    """``input_ids`` (B, S), and ``attention_mask`` (B, S) only where some position is padding."""
-    inputs = {"input_ids": pad(rows, pad_id)}
-    if len({len(row) for row in rows}) > 1:
-        inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
-    return inputs
 
 
 def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:

@@ -34,15 +34,15 @@ def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) ->
     if not ids:
         return None
     model.eval()
-    prompt = torch.tensor([ids], device=model.device)
+    prompt = torch.tensor([[*task.marks(tokenizer)[0], *ids]], device=model.device)
     torch.manual_seed(run.config.optimization.seed)
     written = cast("Any", model).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(160, max_length - len(ids)),
+        max_new_tokens=min(160, max_length - prompt.shape[1]),
         do_sample=True,
         temperature=0.8,
         top_k=50,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)}⟫"
+    return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)}⟫"
