@@ -331,6 +331,15 @@ def test_wrong_input_gets_one_message_and_its_status(
     assert "Traceback" not in error
 
 
+def test_a_length_beyond_the_models_positions_is_told_before_anything_is_tokenised(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model_config", '{"model_type": "gpt2", "n_positions": 16}', "--max_length", 61)
+    assert train(recipe, tmp_path / "run", *model) == EXIT_ERROR
+    said = capfd.readouterr().err
+    assert "max_length: 61 is more than the model's 16 positions" in said and "Tokenising" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

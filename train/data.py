@@ -57,6 +57,8 @@ def prepare_data(run: Run) -> PreparedData:
     Raises:
         UserError: the data, its labels or the tokenizer cannot be used.
     """
+    from train.model import fitting_config  # here: it needs this module
+
     config = run.config
     task = load_task(config.data.task)(config)
     corpus = load_corpus(run, task.labelled)
@@ -67,6 +69,7 @@ def prepare_data(run: Run) -> PreparedData:
     tokenizer = run.extras.first("tokenizer", run, spec, corpus)
     tokenizer = tokenizer or load_tokenizer(spec, config.architecture.trust_remote_code)
     task.check_tokenizer(tokenizer)
+    fitting_config(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
 
     examples = tokenize(corpus, task, tokenizer)
     task.check_metrics(examples.label_names)

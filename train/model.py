@@ -41,13 +41,17 @@ def build_model(
     config, max_length = run.config.architecture, run.config.data.max_length
     name = config.model or str((config.model_config or {}).get("model_type"))
     # The network: a function's, or one of transformers from a configuration that extras may change.
-    if config.model is not None and ":" in name and not Path(name).exists():
-        run.extras.each("change_model_config", run, None, max_length)
+    model_config, changes = fitting_config(run, task, tokenizer)
+    if model_config is None:
         network = load_function(name, "model")()
         if not isinstance(network, nn.Module):
             raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     else:
-        network = _from_transformers(run, task, tokenizer, label_names, has_weights)
+        if label_names:
+            model_config.id2label = dict(enumerate(label_names))
+            model_config.label2id = {name: number for number, name in enumerate(label_names)}
+            model_config.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
+        network = _from_transformers(config, task, model_config, changes, has_weights)
     task.check_model(network, name, len(tokenizer), max_length, has_weights)
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
@@ -61,22 +65,14 @@ def build_model(
 
 
 def _from_transformers(
-    run: Run, task: type[Task], tokenizer: Tokenizer, label_names: Sequence[str], has_weights: bool
+    config: Architecture, task: type[Task], model_config: PretrainedConfig, changes: dict[str, Any], has_weights: bool
 ) -> nn.Module:
     import transformers
 
-    config, max_length = run.config.architecture, run.config.data.max_length
     stored, factory = config.model is not None, getattr(transformers, task.auto_class)
-    model_config = stored_config(config) if stored else _new_config(config, task, tokenizer, max_length)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
     options |= {"trust_remote_code": config.trust_remote_code} if stored else {}
-    changes = run.extras.merged("change_model_config", run, model_config, max_length)
-    if label_names:
-        model_config.id2label = dict(enumerate(label_names))
-        model_config.label2id = {name: number for number, name in enumerate(label_names)}
-        model_config.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
-    _check_fit(model_config, tokenizer, max_length)
     try:
         if stored and has_weights:
             model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
@@ -120,7 +116,18 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
         raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
 
 
-def _check_fit(config: PretrainedConfig, tokenizer: Tokenizer, max_length: int) -> None:
+def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
+    """transformers' configuration of the model, None for a function's, and further arguments of ``from_pretrained``.
+
+    Raises:
+        UserError: it cannot be loaded or made, or does not fit tokenizer or length.
+    """
+    architecture, max_length = run.config.architecture, run.config.data.max_length
+    if (name := architecture.model) is None:
+        config = _new_config(architecture, task, tokenizer, max_length)
+    else:
+        config = None if ":" in name and not Path(name).exists() else stored_config(architecture)
+    changes = run.extras.merged("change_model_config", run, config, max_length)
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is not None and vocab_size < len(tokenizer):
         raise UserError(
@@ -133,3 +140,4 @@ def _check_fit(config: PretrainedConfig, tokenizer: Tokenizer, max_length: int) 
             f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
             "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."
         )
+    return config, changes
