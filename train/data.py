@@ -164,7 +164,6 @@ def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:
-    named = (("training", splits.train), ("validation", splits.validation), ("test", splits.test))
-    there = [(name, split) for name, split in named if split is not None]
-    counts = [f"{len(split):,}" if isinstance(split, datasets.Dataset) else "a stream" for _, split in there]
-    return f"{what} {', '.join(f'{n} for {name}' for n, (name, _) in zip(counts, there, strict=True))}"
+    named = {"training": splits.train, "validation": splits.validation, "test": splits.test}
+    counts = {k: f"{len(v):,}" if isinstance(v, datasets.Dataset) else "a stream" for k, v in named.items() if v}
+    return f"{what} {', '.join(f'{count} for {name}' for name, count in counts.items())}"

@@ -119,14 +119,13 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
 def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
     """transformers' configuration of the model, None for a function's, and further arguments of ``from_pretrained``.
 
-    Raises:
-        UserError: it cannot be loaded or made, or does not fit tokenizer or length.
+    Raises UserError if it cannot be loaded or made, or does not fit tokenizer or length.
     """
-    architecture, max_length = run.config.architecture, run.config.data.max_length
-    if (name := architecture.model) is None:
-        config = _new_config(architecture, task, tokenizer, max_length)
-    else:
-        config = None if ":" in name and not Path(name).exists() else stored_config(architecture)
+    own, max_length, config = run.config.architecture, run.config.data.max_length, None
+    if own.model is None:
+        config = _new_config(own, task, tokenizer, max_length)
+    elif ":" not in own.model or Path(own.model).exists():
+        config = stored_config(own)
     changes = run.extras.merged("change_model_config", run, config, max_length)
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is not None and vocab_size < len(tokenizer):

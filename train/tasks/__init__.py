@@ -140,9 +140,8 @@ class Task:
     ) -> dict[str, list[Any]]:
         """A batch of documents (columns ``text``, ``label``) as examples, a row each (``example_columns``)."""
         found: dict[str, list[Any]] = {name: [] for name in self.example_columns}
-        texts, classes = documents["text"], [None] * len(documents["text"])
-        if self.labelled:
-            classes = self.classes_of(documents["label"], label_names)
+        texts = documents["text"]
+        classes = self.classes_of(documents["label"], label_names) if self.labelled else [None] * len(texts)
         for text, label, ids in zip(texts, classes, self.token_ids(texts, tokenizer), strict=True):
             for example in self.cut(text, ids, label, tokenizer):
                 for name, values in found.items():
@@ -243,8 +242,7 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
     for name, documents in splits.items():
         if isinstance(documents, IterableDataset):
             splits[name] = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
-            continue
-        if documents is None:
+        if not isinstance(documents, Dataset):
             continue
         documents, split_notes = task.accepted(documents, label_names)
         notes += split_notes
