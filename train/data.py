@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from train.batching import Batches, Loading, Rounds, evaluation_batches
-from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError, one_line
+from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError
 from train.state import examples_digest
-from train.tasks import Task, load_task, pad_token_id, tokenize
+from train.tasks import Task, from_pretrained, load_task, pad_token_id, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -147,20 +147,12 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
 
 
 def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or on the Hub.
-
-    Raises:
-        UserError: it cannot be found or read.
-    """
+    """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(spec, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise UserError(
-            f"tokenizer {spec!r} cannot be loaded: {one_line(error)} Give a folder with a "
-            "tokenizer, a Hub name (and a connection), or bytes, words or train:8192 (train/extras/readers/)."
-        ) from None
+    own = "bytes, words or train:8192 (train/extras/readers/)"
+    instead = f"a folder with a tokenizer, a Hub name (and a connection), or {own}"
+    return from_pretrained(AutoTokenizer, spec, trust_remote_code, "tokenizer", instead)
 
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:

@@ -149,10 +149,7 @@ class Task:
         return found
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
-        """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,).
-
-        ``attention_mask`` (B, S) is among its inputs only where some position is padding that tokens could see.
-        """
+        """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""
         pairs = [self.inputs_and_labels(example, seed) for example in examples]
         rows, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         inputs = {"input_ids": pad(rows, pad_id)}
@@ -180,11 +177,10 @@ class Task:
 
     def marks(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """The tokenizer's marks for the start and the end of a sequence, one each or none."""
-        starts: list[Any] = [tokenizer.cls_token_id, tokenizer.bos_token_id]
-        ends: list[Any] = [tokenizer.sep_token_id, tokenizer.eos_token_id]
-        if self.is_causal:  # else nothing would predict the first token
-            starts += [tokenizer.eos_token_id, tokenizer.pad_token_id]
-        start, end = ([i for i in ids if isinstance(i, int)][:1] for ids in (starts, ends))
+        instead = ("eos", "pad") if self.is_causal else ()  # without a start nothing would predict the first token
+        kinds = ("cls", "bos", *instead), ("sep", "eos")
+        ids = [[getattr(tokenizer, f"{name}_token_id") for name in names] for names in kinds]
+        start, end = ([i for i in found if isinstance(i, int)][:1] for found in ids)
         return start, end
 
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -273,13 +269,16 @@ def stored_config(config: Architecture) -> PretrainedConfig:
     from transformers import AutoConfig
 
     assert config.model is not None
+    instead = "a folder with a model, a Hub name (and a connection), module:function, or a model_config for a new one"
+    return from_pretrained(AutoConfig, config.model, config.trust_remote_code, "model", instead)
+
+
+def from_pretrained(loader: Any, name: str, trust_remote_code: bool, what: str, instead: str) -> Any:
+    """What a class of transformers loads by ``name``; raises UserError, which says what to give, if it cannot."""
     try:
-        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model {config.model!r} cannot be loaded: {one_line(error)} Give a folder with a model, a Hub name "
-            "(and a connection), module:function, or a model_config to train from scratch."
-        ) from None
+        return loader.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        raise UserError(f"{what} {name!r} cannot be loaded: {one_line(error)} Give {instead}.") from None
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
