@@ -66,8 +66,8 @@ def prepare_data(run: Run) -> PreparedData:
 
     spec = config.data.tokenizer or config.architecture.model
     assert spec is not None
-    tokenizer = run.extras.first("tokenizer", run, spec, corpus)
-    tokenizer = tokenizer or load_tokenizer(spec, config.architecture.trust_remote_code)
+    trusted = config.architecture.trust_remote_code
+    tokenizer = run.extras.first("tokenizer", run, spec, corpus) or load_tokenizer(spec, trusted)
     task.check_tokenizer(tokenizer)
     fitting_config(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
 

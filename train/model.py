@@ -117,10 +117,7 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
 
 
 def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
-    """transformers' configuration of the model, None for a function's, and further arguments of ``from_pretrained``.
-
-    Raises UserError if it cannot be loaded or made, or does not fit tokenizer or length.
-    """
+    """transformers' configuration (None: a function's model) and further arguments; UserError if it cannot fit."""
     own, max_length, config = run.config.architecture, run.config.data.max_length, None
     if own.model is None:
         config = _new_config(own, task, tokenizer, max_length)

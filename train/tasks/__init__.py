@@ -191,14 +191,12 @@ class Task:
     def stand_alone(self, tokenizer: Tokenizer) -> Tokenizer:
         """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model writes on."""
         made, (start, end) = copy.deepcopy(tokenizer), self.marks(tokenizer)
-        if self.is_causal:
-            end = []
-        else:
+        if not self.is_causal:
             made.model_max_length, is_left = self.data.max_length, self.data.truncation == "keep_tail"
             made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
         if (backend := getattr(made, "backend_tokenizer", None)) is not None:
             names = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in start + end}
-            frame = [*(names[i] for i in start), "$A", *(names[i] for i in end)]
+            frame = [*(names[i] for i in start), "$A", *(names[i] for i in end if not self.is_causal)]
             backend.post_processor = TemplateProcessing(frame, special_tokens=[(name, i) for i, name in names.items()])
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from train.records import Corpus, Run
 
 
+Encoding = Literal["utf-8", "utf-16", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
+
+
 @dataclass(frozen=True)
 class Options:
     """Documents from files, folders and the Hub."""
@@ -30,7 +32,7 @@ class Options:
     max_eval_samples: int | None = option(None, "Use this many validation documents.", ge=1)
     text_column: str = option("text", "Column of the text.")
     label_column: str = option("label", "Column of the label, for tasks that have one.")
-    encoding: str = option("utf-8", "Of text files, JSON and CSV; of Windows often cp1252.")
+    encoding: Encoding = option("utf-8", "Of text files, JSON and CSV; of Windows often cp1252.")
     quoting: Literal["standard", "none"] = option("standard", "none: quotes in CSV and TSV are only characters.")
     sample_by: Literal["document", "paragraph", "line"] = option("document", "What one document of a text file is.")
     on_bad_record: Literal["error", "skip"] = option(
@@ -59,10 +61,6 @@ class Room(Extra):
     def check(cls, config: Config, launch: Launch) -> None:
         if config.of(Options).streaming and config.optimization.max_steps is None:
             raise UsageError("streaming: the length of a stream is not known: give max_steps.")
-        try:
-            codecs.lookup(config.of(Options).encoding)
-        except LookupError as error:
-            raise UsageError(f"encoding: {error}. Give utf-8, cp1252, latin-1, utf-16 ...") from None
         kind, _, size = (config.data.tokenizer or "").partition(":")
         if kind == "train" and config.of(Options).streaming:
             raise UsageError(f"tokenizer: train:{size} cannot be trained on a stream: give a folder or a Hub name.")

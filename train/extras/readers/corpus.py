@@ -74,19 +74,13 @@ def _load(data: Source) -> dict[str, Any]:
         return tables.load_saved(path, data)
     if path.exists():
         return _load_files(path, data)
-    if not _may_be_on_hub(name):
+    is_path = path.suffix.lower() in (*SUFFIXES, *_PACKED) or (len(path.parts) == 2 and path.parent.is_dir())
+    if is_path or not _NAME.fullmatch(name):
         raise UserError(f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name).")
     return tables.load_named(data)
 
 
 # Files and folders
-
-
-def _may_be_on_hub(name: str) -> bool:
-    """Whether ``name`` can be a dataset on the Hub rather than a file or folder that is missing."""
-    path = Path(name)
-    is_path = path.suffix.lower() in (*SUFFIXES, *_PACKED) or (len(path.parts) == 2 and path.parent.is_dir())
-    return _NAME.fullmatch(name) is not None and not is_path
 
 
 def _load_files(path: Path, data: Source) -> dict[str, Any]:

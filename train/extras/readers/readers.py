@@ -26,7 +26,6 @@ TEXT_SUFFIXES = _MARKUP + _CODE
 
 _SPACE = re.compile(r"\s*")
 LONGEST_TEXT_BYTES = 2**31 - 1
-QUOTING: dict[str, dict[str, Any]] = {"standard": {}, "none": {"quoting": csv.QUOTE_NONE}}
 _TOO_LONG = Problem("larger than 2 GiB", "cut it with --sample_by paragraph or line")
 
 FileKey = tuple[str, str, int, int]
@@ -72,7 +71,8 @@ def read_records(path: Path, columns: Sequence[str], encoding: str = "utf-8", qu
             header = file.readline().rstrip()
         usual = "\t" if suffix == ".tsv" else ","
         named = (mark for mark in (usual, *",;\t|") if {name.strip('"') for name in header.split(mark)} >= set(columns))
-        return _read_csv(path, encoding, {"delimiter": next(named, usual), **QUOTING[quoting]})
+        quotes = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
+        return _read_csv(path, encoding, {"delimiter": next(named, usual), "quoting": quotes})
     return _read_json(path, encoding) if suffix == ".json" else _read_jsonl(path, encoding)
 
 
