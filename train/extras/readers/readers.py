@@ -220,9 +220,8 @@ def _read_csv(path: Path, encoding: str, dialect: Mapping[str, Any]) -> Found:
 def _csv_record(header: Sequence[str], fields: Sequence[str]) -> Mapping[str, str] | Problem:
     if len(fields) != len(header):
         return Problem("wrong number of fields", f"{len(fields)}, the header has {len(header)}")
-    for field in fields:
-        if not field.isascii() and (bad := _BAD_BYTE.search(field)):
-            return Problem("not UTF-8", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
+    if bad := next(filter(None, map(_BAD_BYTE.search, fields)), None):
+        return Problem("not UTF-8", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
     return dict(zip(header, fields, strict=True))
 
 

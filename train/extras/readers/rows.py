@@ -32,7 +32,6 @@ ROWS_IN_MEMORY = 64
 """Documents can be megabytes each: the library's default of 1,000 at a time would need gigabytes."""
 
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
-
 logger = logging.getLogger(__name__)
 
 

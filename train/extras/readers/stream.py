@@ -22,10 +22,7 @@ class StreamBatches(Batches):
     """
 
     buffer_size: int
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        return None
+    steps_per_epoch = None  # pyright: ignore - where a stream ends is not known
 
     def longest(self) -> MicroBatch:
         """The longest of the first examples, as many as three steps take: the rest of a stream is not known yet."""
