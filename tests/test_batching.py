@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from train.batching import (
+    Batches,
     Loading,
-    MapBatches,
-    batch_arithmetic,
+    Rounds,
+    arithmetic_of,
     epoch_order,
     evaluation_batches,
-    micro_batches,
     without_targets,
 )
 from train.config import Config
@@ -40,8 +40,8 @@ def examples(count: int = COUNT) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"tokens": tokens, "length": lengths})
 
 
-def map_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5) -> MapBatches:
-    return MapBatches(examples(), LOADING, BatchArithmetic(*split), rank, seed)
+def map_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5) -> Batches:
+    return Batches(examples(), LOADING, BatchArithmetic(*split), rank, seed)
 
 
 def stream_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5, buffer_size: int = 10) -> StreamBatches:
@@ -77,6 +77,11 @@ def same(one: Sequence[Sequence[MicroBatch]], other: Sequence[Sequence[MicroBatc
 # Arithmetic
 
 
+def arithmetic(micro: int, accumulation: int | None, total: int | None, world: int) -> BatchArithmetic:
+    given = {"gradient_accumulation_steps": accumulation, "global_batch_size": total}
+    return arithmetic_of(Config().changed(micro_batch_size=micro, **given), world)
+
+
 @pytest.mark.parametrize(
     ("micro", "accumulation", "total", "world", "expected"),
     [
@@ -91,7 +96,7 @@ def same(one: Sequence[Sequence[MicroBatch]], other: Sequence[Sequence[MicroBatc
 def test_arithmetic_completes_what_is_given(
     micro: int, accumulation: int | None, total: int | None, world: int, expected: tuple[int, int, int]
 ) -> None:
-    found = batch_arithmetic(micro, accumulation, total, world)
+    found = arithmetic(micro, accumulation, total, world)
     assert (found.micro_batch_size, found.accumulation_steps, found.world_size) == expected
     assert found.global_batch_size == expected[0] * expected[1] * expected[2]
     assert str(found.global_batch_size) in str(found)
@@ -110,7 +115,7 @@ def test_contradictions_are_refused_with_what_would_do(
     micro: int, accumulation: int | None, total: int, world: int, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        batch_arithmetic(micro, accumulation, total, world)
+        arithmetic(micro, accumulation, total, world)
 
 
 # Order
@@ -171,22 +176,39 @@ def test_workers_do_not_change_a_batch(rank: int) -> None:
     rows = examples().map(lambda row: {**row, "special": [False] * len(row["tokens"]), "vocab_size": 200, "mask_id": 2})
 
     def windows(workers: int) -> list[list[MicroBatch]]:
-        batches = MapBatches(rows, Loading(collate, num_workers=workers), BatchArithmetic(2, 2, 2), rank, 5)
+        batches = Batches(rows, Loading(collate, num_workers=workers), BatchArithmetic(2, 2, 2), rank, 5)
         return list(batches.steps(1, 1))
 
     assert same(windows(0), windows(2))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_is_planned_when_it_is_needed_or_fetched_ahead(workers: int) -> None:
+    planned = []
+
+    class Counted(Rounds):
+        def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> Any:
+            planned.append(list(ids))
+            return super().form(ids, lengths, arithmetic)
+
+    loading = Loading(COLLATE, workers, rounds=Counted())
+    steps = Batches(examples(100), loading, BatchArithmetic(1, 2, 1), 0, 5).steps(0, 10)
+    first = next(steps)
+    # two micro-batches for each worker are fetched ahead, and the step after those may have been begun
+    assert len(planned) <= 2 + 2 * workers and sorted(ids(first)) == sorted(planned[0])
+    assert len([first, *steps]) == len(planned) == 40
+
+
 def test_a_step_groups_examples_by_length_the_longest_first() -> None:
     lengths = [3, 9, 1, 4, 8, 2, 7]
-    parts = micro_batches([10, 11, 12, 13, 14, 15, 16], lengths, micro_batch_size=2, world_size=2)
+    parts = Rounds().form([10, 11, 12, 13, 14, 15, 16], lengths, BatchArithmetic(2, 1, world_size=2))
     assert parts == [[[11, 14], [16, 13]], [[10, 15], [12]]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 11, 12])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_sizes_within_a_step_differ_by_one_at_most(count: int, world: int) -> None:
-    rounds = micro_batches(list(range(count)), [1] * count, 3, world)
+    rounds = Rounds().form(list(range(count)), [1] * count, BatchArithmetic(3, 1, world))
     sizes = [len(part) for parts in rounds for part in parts]
     assert all(len(parts) == world for parts in rounds)
     assert sum(sizes) == count and max(sizes) <= 3 and max(sizes) - min(sizes) <= 1
@@ -199,7 +221,7 @@ def test_rank_without_examples_gets_a_batch_without_targets() -> None:
     for make in (map_batches, stream_batches):
         last = [list(make((3, 1, 4), rank).steps(0, 0))[-1] for rank in range(4)]
         assert [len(ids(window)) for window in last] == [2, 1, 1, 1]
-    few = [list(MapBatches(examples(2), LOADING, BatchArithmetic(4, 1, 4), rank, 0).steps(0, 0)) for rank in range(4)]
+    few = [list(Batches(examples(2), LOADING, BatchArithmetic(4, 1, 4), rank, 0).steps(0, 0)) for rank in range(4)]
     assert [[len(w) for w in windows] for windows in few] == [[1]] * 4
     for ((batch,),) in few[2:]:
         assert (batch.num_targets, batch.num_tokens, batch.example_ids) == (0, 0, ())
@@ -247,7 +269,7 @@ def of_tokens(max_tokens: int) -> Loading:
 
 def by_tokens(max_tokens: int, world_size: int, rank: int = 0, epoch: int = 0) -> list[list[MicroBatch]]:
     arithmetic = BatchArithmetic(1, 12 // world_size, world_size)
-    return list(MapBatches(examples(), of_tokens(max_tokens), arithmetic, rank, 5).steps(epoch, 0))
+    return list(Batches(examples(), of_tokens(max_tokens), arithmetic, rank, 5).steps(epoch, 0))
 
 
 @pytest.mark.parametrize(("max_tokens", "world_size"), BUDGETS)
@@ -272,7 +294,7 @@ def test_fewer_micro_batches_at_the_same_peak_than_by_number() -> None:
 def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
     for max_tokens, world_size in BUDGETS:
         arithmetic = BatchArithmetic(1, 12 // world_size, world_size)
-        longest = MapBatches(examples(), of_tokens(max_tokens), arithmetic, 0, 5).longest().labels.numel()
+        longest = Batches(examples(), of_tokens(max_tokens), arithmetic, 0, 5).longest().labels.numel()
         runs = [by_tokens(max_tokens, world_size, rank, epoch) for rank in range(world_size) for epoch in range(6)]
         made = [batch for windows in runs for window in windows for batch in window]
         assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens

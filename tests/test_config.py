@@ -74,6 +74,34 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_micro_batch_size_of_auto_asks_which_global_batch_it_divides(base: Path) -> None:
+    auto = ["--config", str(base), "--micro_batch_size", "auto"]
+    with pytest.raises(UsageError, match=r"micro_batch_size: auto.*--global_batch_size"):
+        parse(auto)
+    assert parse([*auto, "--global_batch_size", "6"]).optimization.global_batch_size == 6
+    base.write_text(f"{BASE}micro_batch_size: 2\nglobal_batch_size: 8\n")
+    assert parse(auto).optimization.global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("other", "ours"),
+    [
+        ("--batch_size=4", "--micro_batch_size"),
+        ("--per_device_train_batch_size=4", "--micro_batch_size"),
+        ("--max_len=64", "--max_length"),
+        ("--fp16", "--mixed_precision fp16"),
+        ("--bf16", "--mixed_precision bf16"),
+        ("--lr=1e-3", "--learning_rate"),
+        ("--epochs=1", "--num_epochs"),
+        ("--model_name_or_path=gpt2", "--model"),
+    ],
+)
+def test_flags_of_other_programs_lead_to_ours(base: Path, other: str, ours: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(["--config", str(base), other])
+    assert f"Did you mean {ours}?" in str(refused.value)
+
+
 def test_the_home_folder_is_expanded_in_a_recipe_and_on_the_command_line(home: Path) -> None:
     lines = [f"{name}: ~/of/{name}" for name in PATHS]
     (home / "mine.yaml").write_text("\n".join(lines))

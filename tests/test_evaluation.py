@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from train.loss import ModelWithLoss
 from train.model import build_model
 from train.records import IGNORE, Corpus, UserError
 from train.step import Engine
-from train.tasks import load_task, pad_token_id, token_metrics, tokenize
+from train.tasks import load_task, pad_token_id, tokenize
 from train.tasks.sequence_classification import class_metrics
 
 BYTES = tokenizer_of("bytes")
@@ -81,8 +81,16 @@ def evaluated(config: Config, prepared: PreparedData, model: nn.Module) -> dict[
 # Metrics by hand
 
 
+def metrics_of(rows: list[list[float]], **columns: Sequence[float]) -> dict[str, Any]:
+    """Of examples with (loss sum, targets, correct)."""
+    table = np.array([[i, *row, 0, 0] for i, row in enumerate(rows)], dtype=np.float64)
+    return load_task("causal_lm")(Config()).metrics(table, datasets.Dataset.from_dict(columns), ())
+
+
 def test_token_metrics_by_hand() -> None:
-    assert token_metrics([2.0, 4.0, 6.0], [4.0, 4.0, 2.0], [1.0, 2.0, 0.0], num_bytes=[5.0, 7.0, 3.0]) == {
+    rows = [[2.0, 4.0, 1.0], [4.0, 4.0, 2.0], [6.0, 2.0, 0.0]]
+    # all positions of the first two are targets, of the last one half: three of its six bytes count
+    assert metrics_of(rows, num_bytes=[5.0, 7.0, 6.0], length=[4, 4, 4]) == {
         "loss": pytest.approx(1.2),
         "perplexity": pytest.approx(math.exp(1.2)),
         "accuracy": pytest.approx(0.3),
@@ -91,11 +99,12 @@ def test_token_metrics_by_hand() -> None:
 
 
 def test_token_metrics_without_bytes_have_no_bits_per_byte() -> None:
-    assert set(token_metrics([1.0], [1.0], [1.0], num_bytes=[0.0])) == {"loss", "perplexity", "accuracy"}
+    for columns in ({"num_bytes": [0.0], "length": [1]}, {"length": [1]}):
+        assert set(metrics_of([[1.0, 1.0, 1.0]], **columns)) == {"loss", "perplexity", "accuracy"}
 
 
 def test_perplexity_of_a_hopeless_model_is_finite() -> None:
-    assert math.isfinite(token_metrics([1e6], [1.0], [0.0], num_bytes=[0.0])["perplexity"])
+    assert math.isfinite(metrics_of([[1e6, 1.0, 0.0]], length=[1])["perplexity"])
 
 
 @pytest.mark.parametrize(

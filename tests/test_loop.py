@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ class Recorder:
         evaluator: Any = self
         parts = Parts(
             data=unused,
-            batches=self.batches,
+            batches=cast("Any", self.batches),
             arithmetic=unused,
             model=self.model,
             sizes=(0, 0),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from faults.processes import started
+from made_tokenizers import tokenizer_of
 from safetensors.torch import load_file
 from support import ROOT, Run, checkpoint_digests
 
@@ -18,7 +19,8 @@ from train.checkpoint import verify
 from train.config import fields, parse
 from train.figures import read_metrics
 from train.main import main
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, IGNORE
+from train.tasks import load_task
 
 STEPS = 6
 """Two epochs of 20 examples in global batches of 8: windows of 8, 8 and 4."""
@@ -51,7 +53,8 @@ def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(output / "final")
     tokenizer = AutoTokenizer.from_pretrained(output / "final")
     assert model.config.vocab_size == len(tokenizer)
-    assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
+    first, *rest = tokenizer("héllo")["input_ids"]
+    assert first == tokenizer.bos_token_id and tokenizer.decode(rest) == "héllo"  # the prompt of a document's beginning
     assert (output / "final" / "README.md").read_text().startswith("---")
 
 
@@ -80,6 +83,71 @@ def test_other_tasks_train_and_resume_exactly(recipe: Path, tmp_path: Path, task
     assert train(recipe, tmp_path / "pieces", *flags, "--lr_scheduler", "constant") == EXIT_DONE
     assert checkpoint_digests(tmp_path / "pieces", STEPS) == checkpoint_digests(tmp_path / "steady", STEPS)
     assert all(loss < 10 for loss in trained_losses(tmp_path / "whole").values())
+
+
+def own_losses(task: str, output: Path, texts: list[str], labels: list[str]) -> list[float]:
+    """Losses of the targets of ``texts`` by ``final/`` alone; the task only says which tokens masked_lm hides."""
+    import torch
+    import transformers
+
+    kind = load_task(task)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(output / "final")
+    model: Any = getattr(transformers, kind.auto_class).from_pretrained(output / "final").eval()
+    losses: list[float] = []
+    for number, (text, label) in enumerate(zip(texts, labels, strict=True)):
+        ids = tokenizer(text, truncation=task == "sequence_classification")["input_ids"]
+        if task == "causal_lm":
+            inputs, targets = torch.tensor(ids), torch.tensor([*ids[1:], tokenizer.eos_token_id])
+        elif task == "masked_lm":
+            special = [token in tokenizer.all_special_ids for token in ids]
+            known = {"id": number, "vocab_size": len(tokenizer), "mask_id": tokenizer.mask_token_id}
+            example = {"tokens": ids, "special": special, **known}
+            inputs, targets = kind(parse(["--config", str(output / "config.yaml")])).inputs_and_labels(example, (0, 0))
+        else:
+            inputs, targets = torch.tensor(ids), torch.tensor([model.config.label2id[label]])
+        with torch.no_grad():
+            logits = model(inputs[None]).logits.reshape(len(targets), -1)
+        found = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        losses += found[targets != IGNORE].tolist()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("task", "flags"),
+    [
+        ("causal_lm", ()),
+        ("masked_lm", ()),
+        ("sequence_classification", ()),
+        ("sequence_classification", ("--truncation", "keep_tail")),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_final_used_by_itself_gives_the_figure_that_is_reported(
+    recipe: Path, tmp_path: Path, task: str, flags: tuple[str, ...], tokenizer: str
+) -> None:
+    if tokenizer == "gpt2":  # of a class of its own, that adds no marks and has none for padding
+        from transformers import GPT2Tokenizer
+
+        marks: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|end|>")
+        marks |= {"mask_token": "<|mask|>"} if task == "masked_lm" else {}
+        GPT2Tokenizer(vocab=tokenizer_of("bytes").get_vocab(), merges=[], **marks).save_pretrained(tmp_path / "gpt2")
+        tokenizer = str(tmp_path / "gpt2")
+    texts = [f"{n % 3} is the label of " + "abc " * (n % 5) for n in range(15)]
+    if task == "sequence_classification":
+        texts = [f"{text} and {'more ' * (n % 3 * 12)}{n % 3}" for n, text in enumerate(texts)]  # some are cut
+    labels = [f"kind {n % 3}" for n in range(15)]
+    for name, part in (("train", slice(0, 10)), ("held_out", slice(10, 15))):
+        rows = [{"text": text, "label": label} for text, label in zip(texts[part], labels[part], strict=True)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ("--dataset", tmp_path / "train.jsonl", "--validation_dataset", tmp_path / "held_out.jsonl")
+    options = ("--task", task, "--tokenizer", tokenizer, *flags, "--num_epochs", 3, "--mixed_precision", "no")
+    if task == "masked_lm":
+        bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        options += ("--model_config", json.dumps({**bert, "intermediate_size": 32}))
+    assert train(recipe, tmp_path / "run", *data, *options) == EXIT_DONE
+    reported = json.loads((tmp_path / "run" / "summary.json").read_text())["result"]["validation"]["loss"]
+    losses = own_losses(task, tmp_path / "run", texts[10:], labels[10:])
+    assert sum(losses) / len(losses) == pytest.approx(reported, rel=1e-5)
 
 
 def test_learns(recipe: Path, tmp_path: Path) -> None:
@@ -261,6 +329,15 @@ def test_wrong_input_gets_one_message_and_its_status(
     assert got == status
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_length_beyond_the_models_positions_is_told_before_anything_is_tokenised(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model_config", '{"model_type": "gpt2", "n_positions": 16}', "--max_length", 61)
+    assert train(recipe, tmp_path / "run", *model) == EXIT_ERROR
+    said = capfd.readouterr().err
+    assert "max_length: 61 is more than the model's 16 positions" in said and "Tokenising" not in said
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ Within one step examples are grouped by length: the gradient of a step is a sum,
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,15 +39,11 @@ class Loading:
     rounds: Rounds = field(default_factory=lambda: Rounds())
 
 
-def arithmetic_of(config: Config, dp_size: int, size_for_auto: int = 1) -> BatchArithmetic:
-    """The batch sizes of ``config`` completed; ``micro_batch_size: auto`` counts as ``size_for_auto``."""
+def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
+    """The batch sizes of ``config`` completed, ``auto`` as 1; raises UsageError if they contradict each other."""
     optim = config.optimization
-    size = size_for_auto if optim.micro_batch_size == "auto" else optim.micro_batch_size
-    return batch_arithmetic(size, optim.gradient_accumulation_steps, optim.global_batch_size, dp_size)
-
-
-def batch_arithmetic(size: int, accumulation: int | None, total: int | None, world_size: int) -> BatchArithmetic:
-    """Micro-batch size, accumulation and global batch size, completed; raises UsageError if they contradict."""
+    size = 1 if optim.micro_batch_size == "auto" else optim.micro_batch_size
+    accumulation, total = optim.gradient_accumulation_steps, optim.global_batch_size
     if total is None:
         return BatchArithmetic(size, accumulation or 1, world_size)
     steps, rest = divmod(total, size * world_size)
@@ -69,26 +66,20 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_examples)
 
 
-def micro_batches(
-    ids: Sequence[int], lengths: Sequence[int], micro_batch_size: int, world_size: int
-) -> list[list[list[int]]]:
-    """The examples of one step as ``[round][rank]`` lists of ids.
-
-    Every rank gets as many rounds, each of at most ``micro_batch_size`` examples of similar length, the longest first.
-    Sizes within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
-    """
-    rounds = -(-len(ids) // (micro_batch_size * world_size))
-    by_length = [ids[i] for i in np.argsort([-int(length) for length in lengths], kind="stable")]
-    parts = np.array_split(np.asarray(by_length), rounds * world_size) if rounds else []
-    return [[part.tolist() for part in parts[r * world_size : (r + 1) * world_size]] for r in range(rounds)]
-
-
 class Rounds:
     """How the examples of a step form micro-batches; an extra may form them otherwise."""
 
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
-        """The examples of one step as ``[round][rank]`` lists of ids."""
-        return micro_batches(ids, lengths, arithmetic.micro_batch_size, arithmetic.world_size)
+        """The examples of one step as ``[round][rank]`` lists of ids.
+
+        Every rank gets as many rounds, each of a micro-batch at most, of similar length, the longest first. Sizes
+        within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
+        """
+        size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
+        by_length = [ids[i] for i in np.argsort([-int(length) for length in lengths], kind="stable")]
+        rounds = -(-len(ids) // (size * ranks))
+        parts = np.array_split(np.asarray(by_length), rounds * ranks) if rounds else []
+        return [[part.tolist() for part in parts[r * ranks : (r + 1) * ranks]] for r in range(rounds)]
 
     def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
         """The micro-batch that takes most memory: the longest examples, padded if lengths differ at all."""
@@ -104,32 +95,46 @@ def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list
     return ids
 
 
-class MapBatches:
-    """Batches of examples that can be fetched by number."""
+@dataclass
+class Batches:
+    """What each optimizer step of an epoch sees on this rank; examples can be fetched by number."""
 
-    def __init__(
-        self, examples: datasets.Dataset, loading: Loading, arithmetic: BatchArithmetic, rank: int, seed: int
-    ) -> None:
-        self.arithmetic, self.rank, self.seed = arithmetic, rank, seed
-        self.lengths = column(examples, "length")
-        self.steps_per_epoch: int | None = -(-len(examples) // arithmetic.global_batch_size)
-        self._examples, self._loading = examples, loading
+    examples: Any
+    loading: Loading
+    arithmetic: BatchArithmetic
+    rank: int
+    seed: int
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """(examples,) the length of each."""
+        return column(self.examples, "length")
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None: known only when the stream ends."""
+        return -(-len(self.examples) // self.arithmetic.global_batch_size)
 
     def longest(self) -> MicroBatch:
         """The longest examples of all, whatever step they belong to."""
-        ids = self._loading.rounds.longest(self.lengths, self.arithmetic)
-        return next(load(self._examples, self._loading, [ids], (self.seed, 0)))
+        ids = self.loading.rounds.longest(self.lengths, self.arithmetic)
+        return next(load(self.examples, self.loading, [ids], (self.seed, 0)))
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step of ``epoch`` from ``first_step``."""
-        size, order, plan = self.arithmetic.global_batch_size, epoch_order(len(self.lengths), self.seed, epoch), []
-        for first in range(first_step * size, len(order), size):
-            ids = order[first : first + size]
-            parts = self._loading.rounds.form(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
-            plan.append([part[self.rank] for part in parts])
-        batches = load(self._examples, self._loading, list(itertools.chain(*plan)), (self.seed, epoch))
-        for step in plan:
-            yield list(itertools.islice(batches, len(step)))
+        size, order = self.arithmetic.global_batch_size, epoch_order(len(self.lengths), self.seed, epoch)
+        counts: deque[int] = deque()  # micro-batches of the steps that the workers have begun
+
+        def planned() -> Iterator[list[int]]:
+            for first in range(first_step * size, len(order), size):
+                ids = order[first : first + size]
+                parts = self.loading.rounds.form(ids.tolist(), self.lengths[ids].tolist(), self.arithmetic)
+                counts.append(len(parts))
+                yield from (part[self.rank] for part in parts)
+
+        batches = load(self.examples, self.loading, planned(), (self.seed, epoch))
+        for batch in batches:
+            yield [batch, *itertools.islice(batches, counts.popleft() - 1)]
 
 
 def evaluation_batches(
@@ -142,31 +147,32 @@ def evaluation_batches(
 
 
 def load(
-    examples: datasets.Dataset, loading: Loading, id_lists: list[list[int]], seed: Sequence[int]
+    examples: datasets.Dataset, loading: Loading, id_lists: Iterable[list[int]], seed: Sequence[int]
 ) -> Iterator[MicroBatch]:
     """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
-    table = examples.with_format("arrow")  # numpy's formatter takes four times as long
-    make: Any = partial(_micro_batch, table, loading.collate, seed)
-    return iter(
-        DataLoader(
-            id_lists,  # pyright: ignore[reportArgumentType] - a list is a dataset
-            batch_size=None,
-            num_workers=loading.num_workers,
-            pin_memory=loading.pin_memory,
-            collate_fn=make,
-        )
-    )
+    fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
+    options: Any = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory, "sampler": id_lists}
+    return iter(DataLoader(fetch, batch_size=None, **options))
 
 
-def _micro_batch(table: datasets.Dataset, collate: Collate, seed: Sequence[int], ids: list[int]) -> MicroBatch:
-    """The examples ``ids`` of an Arrow-formatted dataset, lists as numpy arrays, collated."""
-    found: Any = table[ids or [0]]
-    rows: list[dict[str, Any]] = [{"id": i} for i in ids or [0]]
-    for name in found.column_names:
-        for row, value in zip(rows, found.column(name), strict=True):
-            row[name] = value.values.to_numpy(zero_copy_only=False) if pa.types.is_list(value.type) else value.as_py()
-    batch = collate(rows, seed)
-    return batch if ids else without_targets(batch)
+@dataclass(frozen=True)
+class _Fetch:
+    """A dataset whose indices are lists of ids, and whose items are micro-batches."""
+
+    table: datasets.Dataset
+    collate: Collate
+    seed: Sequence[int]
+
+    def __getitem__(self, ids: list[int]) -> MicroBatch:
+        """The examples ``ids`` of the Arrow-formatted table, lists as numpy arrays, collated."""
+        found: Any = self.table[ids or [0]]
+        rows: list[dict[str, Any]] = [{"id": i} for i in ids or [0]]
+        for name in found.column_names:
+            for row, value in zip(rows, found.column(name), strict=True):
+                is_list = pa.types.is_list(value.type)
+                row[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
+        batch = self.collate(rows, self.seed)
+        return batch if ids else without_targets(batch)
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:

@@ -37,6 +37,9 @@ def option(default: Any, help: str, **rules: Any) -> Any:
 
 
 everyday = functools.partial(option, everyday=True)
+FAMILIAR = {"batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size", "lr": "learning_rate"}
+FAMILIAR |= {"fp16": "mixed_precision fp16", "bf16": "mixed_precision bf16", "model_name_or_path": "model"}
+"""Flags of other programs that are spelt too differently to be guessed."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ def _from_text(text: Any, hint: Any) -> Any:
 
 
 def _unknown(name: str, dashes: str = "") -> UsageError:
-    close = difflib.get_close_matches(name, fields(), n=1)
+    close = [FAMILIAR[name]] if name in FAMILIAR else difflib.get_close_matches(name, fields(), n=1)
     hint = f"Did you mean {dashes}{close[0]}?" if close else "train/main.py --help lists all."
     if missing := extras.missing():
         hint += f" This copy of the template is without the extras {', '.join(missing)} and their options."
@@ -359,6 +362,8 @@ def check(config: Config) -> None:
             raise UsageError(f"{name}: {value} is not valid: it must be {expected}{off}.")
     if optim.max_grad_norm is not None and optim.max_grad_value is not None:
         raise UsageError("max_grad_norm and max_grad_value clip the same gradient: set one to null (a flag to None).")
+    if optim.micro_batch_size == "auto" and optim.global_batch_size is None:
+        raise UsageError("micro_batch_size: auto divides a global batch of known size: give --global_batch_size, too.")
     if optim.max_steps is not None and optim.num_epochs is not None:
         raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
     if optim.warmup_steps is not None and optim.warmup_ratio > 0:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from train.batching import Loading, MapBatches, Rounds, evaluation_batches
-from train.records import BatchArithmetic, Batches, Corpus, Examples, MicroBatch, Run, UserError, one_line
+from train.batching import Batches, Loading, Rounds, evaluation_batches
+from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError
 from train.state import examples_digest
-from train.tasks import Task, load_task, pad_token_id, tokenize
+from train.tasks import Task, from_pretrained, load_task, pad_token_id, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     examples: Examples
     loading: Loading
-    order: Callable[..., Batches] = MapBatches
+    order: Callable[..., Batches] = Batches
     training_digest: str = ""  # of the examples: another digest stands for other data
     validation_digest: str = ""
 
@@ -57,6 +57,8 @@ def prepare_data(run: Run) -> PreparedData:
     Raises:
         UserError: the data, its labels or the tokenizer cannot be used.
     """
+    from train.model import fitting_config  # here: it needs this module
+
     config = run.config
     task = load_task(config.data.task)(config)
     corpus = load_corpus(run, task.labelled)
@@ -64,9 +66,10 @@ def prepare_data(run: Run) -> PreparedData:
 
     spec = config.data.tokenizer or config.architecture.model
     assert spec is not None
-    tokenizer = run.extras.first("tokenizer", run, spec, corpus)
-    tokenizer = tokenizer or load_tokenizer(spec, config.architecture.trust_remote_code)
+    trusted = config.architecture.trust_remote_code
+    tokenizer = run.extras.first("tokenizer", run, spec, corpus) or load_tokenizer(spec, trusted)
     task.check_tokenizer(tokenizer)
+    fitting_config(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
 
     examples = tokenize(corpus, task, tokenizer)
     task.check_metrics(examples.label_names)
@@ -144,24 +147,15 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
 
 
 def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or on the Hub.
-
-    Raises:
-        UserError: it cannot be found or read.
-    """
+    """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(spec, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise UserError(
-            f"tokenizer {spec!r} cannot be loaded: {one_line(error)} Give a folder with a "
-            "tokenizer, a Hub name (and a connection), or bytes, words or train:8192 (train/extras/readers/)."
-        ) from None
+    own = "bytes, words or train:8192 (train/extras/readers/)"
+    instead = f"a folder with a tokenizer, a Hub name (and a connection), or {own}"
+    return from_pretrained(AutoTokenizer, spec, trust_remote_code, "tokenizer", instead)
 
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:
-    named = (("training", splits.train), ("validation", splits.validation), ("test", splits.test))
-    there = [(name, split) for name, split in named if split is not None]
-    counts = [f"{len(split):,}" if isinstance(split, datasets.Dataset) else "a stream" for _, split in there]
-    return f"{what} {', '.join(f'{n} for {name}' for n, (name, _) in zip(counts, there, strict=True))}"
+    named = {"training": splits.train, "validation": splits.validation, "test": splits.test}
+    counts = {k: f"{len(v):,}" if isinstance(v, datasets.Dataset) else "a stream" for k, v in named.items() if v}
+    return f"{what} {', '.join(f'{count} for {name}' for name, count in counts.items())}"

@@ -20,9 +20,10 @@ from train.step import seed_step
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
+    from train.batching import Batches
     from train.data import PreparedData
     from train.evaluation import Evaluator
-    from train.records import BatchArithmetic, Batches, MicroBatch, StepOutcome
+    from train.records import BatchArithmetic, MicroBatch, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
 

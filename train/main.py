@@ -120,7 +120,7 @@ def finish(run: Run, parts: Parts, progress: Progress) -> int:
     if data.examples.test is not None:
         evaluations.append(outputs.record_evaluation(run, parts.evaluator.split("test", data.examples.test, step)))
     summary = outputs.summary(run, parts, progress, evaluations, STARTED)
-    outputs.write_final(parts.state, data.tokenizer)
+    outputs.write_final(parts.state, data.task.stand_alone(data.tokenizer))
     run.extras.each("finished", run, parts, summary)
     outputs.finish(summary)
     return EXIT_DONE

@@ -38,14 +38,19 @@ def build_model(
     """
     config, max_length = run.config.architecture, run.config.data.max_length
     # The network: a function's, or one of transformers from a configuration that extras may change.
-    name = config.name
-    if config.model is not None and ":" in name and not Path(name).exists():
-        run.extras.each("change_model_config", run, None, max_length)
-        network = load_function(name, "model")()
+    model_config, changes = fitting_config(run, task, tokenizer)
+    if model_config is None:
+        network = load_function(config.name, "model")()
         if not isinstance(network, nn.Module):
-            raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
+            raise UserError(f"model {config.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     else:
-        network = _from_transformers(run, task, tokenizer, label_names, has_weights)
+        if label_names:
+            model_config.id2label = dict(enumerate(label_names))
+            model_config.label2id = {name: number for number, name in enumerate(label_names)}
+            for part in (model_config, model_config.get_text_config()):
+                part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
+        network = _from_transformers(config, task, model_config, changes, has_weights)
+        _check_fit(model_config, tokenizer, max_length, _skipped_positions(network))
     task.check_model(network, run.config, len(tokenizer))
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
@@ -59,22 +64,14 @@ def build_model(
 
 
 def _from_transformers(
-    run: Run, task: type[Task], tokenizer: Tokenizer, label_names: Sequence[str], has_weights: bool
+    config: Architecture, task: type[Task], model_config: PretrainedConfig, changes: dict[str, Any], has_weights: bool
 ) -> nn.Module:
     import transformers
 
-    config, max_length = run.config.architecture, run.config.data.max_length
     stored, factory = config.model is not None, getattr(transformers, task.auto_class)
-    model_config = stored_config(config) if stored else _new_config(config, task, tokenizer, max_length)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
     options |= {"trust_remote_code": config.trust_remote_code} if stored else {}
-    changes = run.extras.merged("change_model_config", run, model_config, max_length)
-    if label_names:
-        model_config.id2label = dict(enumerate(label_names))
-        model_config.label2id = {name: number for number, name in enumerate(label_names)}
-        model_config.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
-    _check_fit(model_config, tokenizer, max_length)
     try:
         if stored and has_weights:
             model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
@@ -85,7 +82,6 @@ def _from_transformers(
                 model = factory.from_config(model_config, **options)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
         raise UserError(f"model {config.name!r} cannot be built: {one_line(why)}") from None
-    _check_fit(model_config, tokenizer, max_length, _skipped_positions(model))
     model.config.use_cache = False
     return model
 
@@ -122,13 +118,25 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
         raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
 
 
+def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
+    """transformers' configuration (None: a function's model) and further arguments; UserError if it cannot fit."""
+    own, max_length, config = run.config.architecture, run.config.data.max_length, None
+    if own.model is None:
+        config = _new_config(own, task, tokenizer, max_length)
+    elif ":" not in own.model or Path(own.model).exists():
+        config = stored_config(own)
+    changes = run.extras.merged("change_model_config", run, config, max_length)
+    _check_fit(config, tokenizer, max_length)
+    return config, changes
+
+
 def _skipped_positions(model: nn.Module) -> int:
     """How many rows of its table of positions a model never uses: RoBERTa's family counts from the padding's on."""
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
     return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # pyright: ignore
 
 
-def _check_fit(config: PretrainedConfig, tokenizer: Tokenizer, max_length: int, skipped: int = 0) -> None:
+def _check_fit(config: PretrainedConfig | None, tokenizer: Tokenizer, max_length: int, skipped: int = 0) -> None:
     vocab_size = getattr(config, "vocab_size", None)
     if vocab_size is not None and vocab_size < len(tokenizer):
         raise UserError(

@@ -260,7 +260,7 @@ class Outputs:
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_line_of(metrics)}")
         self.say(
-            f"{summary['steps']:,} steps, {figures.count(summary['tokens'])} tokens in "
+            f"{summary['steps']:,} step{'s' * (summary['steps'] != 1)}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
             f"peak memory {figures.gib(summary['peak_allocated_bytes'])}, first step after "
             f"{summary['seconds_to_first_step'] or 0:.1f} s"
@@ -276,7 +276,7 @@ class Outputs:
         self.note(f"model: {name}, {size}, sequences of up to {run.config.data.max_length:,} tokens")
         total, peak, per_epoch = goal.total_steps, goal.peak_learning_rate, parts.batches.steps_per_epoch
         epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
-        self.note(f"batch: {parts.arithmetic}; {total:,} steps ({epochs})")
+        self.note(f"batch: {parts.arithmetic}; {total:,} step{'s' * (total > 1)} ({epochs})")
         if (warmup := num_warmup_steps(total, optim)) > total:
             highest = learning_rate_at(total - 1, total, peak, optim)
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
@@ -328,7 +328,7 @@ class Outputs:
             return False
         longer = "--max_steps" if progress.step >= total_steps else "--early_stopping_patience"
         self.say(
-            f"nothing to do: {self.folder} already holds this run, {progress.step} steps long. For a new run give "
+            f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. For a new run give "
             f"--resume never or another --output_dir; for a longer one a higher {longer}."
         )
         return True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import datasets
@@ -208,16 +208,6 @@ class Evaluation:
     step: int
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-class Batches(Protocol):
-    """The order of the data: what each optimizer step of an epoch sees on this rank."""
-
-    steps_per_epoch: int | None  # None: known only when the stream ends
-
-    def longest(self) -> MicroBatch: ...
-
-    def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]: ...
 
 
 def column(examples: datasets.Dataset, name: str) -> np.ndarray:

@@ -433,16 +433,19 @@ def example_order(num_examples: int, seed: int) -> np.ndarray:
 
 def by_count(ids: list[int], lengths: np.ndarray, size: int) -> Iterator[list[int]]:
     """Micro-batches of ``size`` examples that the template forms of one step's ``ids``."""
-    from train.batching import micro_batches
+    from train.batching import Rounds
+    from train.records import BatchArithmetic
 
-    return (part for (part,) in micro_batches(ids, lengths[ids].tolist(), size, 1))
+    return (part for (part,) in Rounds().form(ids, lengths[ids].tolist(), BatchArithmetic(size, 1, 1)))
 
 
 def by_tokens(ids: list[int], lengths: np.ndarray, most_tokens: int) -> Iterator[list[int]]:
     """Micro-batches of at most ``most_tokens``, padding included, that the template forms of one step's ``ids``."""
-    from train.extras.long_sequences.token_batches import micro_batches_by_tokens
+    from train.extras.long_sequences.token_batches import TokenRounds
+    from train.records import BatchArithmetic
 
-    return (part for (part,) in micro_batches_by_tokens(ids, lengths[ids].tolist(), most_tokens, 1))
+    rounds = TokenRounds(most_tokens).form(ids, lengths[ids].tolist(), BatchArithmetic(1, 1, 1))
+    return (part for (part,) in rounds)
 
 
 def packed_rows(lengths: np.ndarray, length: int) -> int:

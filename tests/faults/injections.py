@@ -219,16 +219,16 @@ def disk_is_slow() -> None:
 
 def _follow_windows() -> dict[str, int]:
     """The number of the window that is being trained on, in the order of the data, from 0 and over all epochs."""
-    from train.batching import MapBatches
+    from train.batching import Batches
 
-    now, windows = {"window": -1}, MapBatches.steps
+    now, windows = {"window": -1}, Batches.steps
 
     def counted(self: Any, epoch: int, first_step: int) -> Any:
         for number, window in enumerate(windows(self, epoch, first_step), epoch * self.steps_per_epoch + first_step):
             now["window"] = number
             yield window
 
-    MapBatches.steps = counted
+    Batches.steps = counted
     return now
 
 

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from train.batching import Batches
     from train.config import Config
     from train.data import PreparedData
     from train.launch import Launch
     from train.loop import Parts
     from train.loss import ModelWithLoss
-    from train.records import Batches, Corpus, DivergenceError, MicroBatch, Progress, Run
+    from train.records import Corpus, DivergenceError, MicroBatch, Progress, Run
     from train.state import TrainingState
     from train.step import Engine
     from train.tasks import Task

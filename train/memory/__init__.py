@@ -11,11 +11,12 @@ from train.config import option
 from train.extras import Extra
 
 if TYPE_CHECKING:
+    from train.batching import Batches
     from train.config import Config
     from train.data import PreparedData
     from train.launch import Launch
     from train.loop import Parts
-    from train.records import Batches, Run
+    from train.records import Run
 
 
 @dataclass(frozen=True)

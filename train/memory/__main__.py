@@ -211,8 +211,6 @@ def read_request(command: str, arguments: list[str]) -> Request:
     if command == "predict" and left_open:
         raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
     if "micro_batch_size" in left_open:
-        if config.optimization.global_batch_size is None and not request.grid:
-            raise UsageError("micro_batch_size: auto keeps the global batch: give it with --global_batch_size.")
         config = config.changed(micro_batch_size=1)  # the search begins with the smallest
     if "gradient_checkpointing" in left_open:  # the search tries every way
         config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)

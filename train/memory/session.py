@@ -23,18 +23,17 @@ from train.memory.explain import Change, Situation, post_mortem
 from train.memory.ladder import cheaper, choose, largest_fitting
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import job_of, target_of
-from train.records import BatchArithmetic, Batches, MicroBatch, Run, UserError
+from train.records import BatchArithmetic, MicroBatch, Run, UserError
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
+    from train.batching import Batches
     from train.data import PreparedData
     from train.loop import Parts
 
 MARGIN = 0.03
 """Share of the free memory that a chosen micro-batch leaves alone."""
-SIZES = [2**power for power in range(11)]
-"""Micro-batch sizes to choose from where no global batch restricts them."""
 
 
 class MemorySession:
@@ -119,10 +118,8 @@ class MemorySession:
         return chosen
 
     def _largest_fitting(self, config: Config) -> int:
-        name, global_batch_size, sizes = "micro_batch_size", config.optimization.global_batch_size, SIZES
-        if global_batch_size is not None:
-            share = global_batch_size // self._run.launch.dp_size
-            sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
+        name, share = "micro_batch_size", (config.optimization.global_batch_size or 1) // self._run.launch.dp_size
+        sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
         room, needed = self._room_bytes(), {}
 
         def needs(size: int) -> int:

@@ -9,11 +9,10 @@ import copy
 import hashlib
 import importlib
 import inspect
-import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,11 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum, logits_of
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
+from train.state import tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -112,7 +113,8 @@ class Task:
                 row = ended(tokens_on_trial(config.data.max_length, vocabulary), small)[0]
                 short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
                 alone = logits_on_trial(small, short.unsqueeze(0))
-                padded = logits_on_trial(small, **attention_inputs([row, short], pad_id))[1:]
+                inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
+                padded = logits_on_trial(small, inputs, attention_mask=mask)[1:]
                 changes = differ(padded[:, : len(short)] if padded.ndim > 2 else padded, alone)
         if changes:
             raise UserError(
@@ -127,12 +129,16 @@ class Task:
 
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
         """Metrics of a split; ``table`` (examples, 6): example, loss sum, targets, correct, prediction, reference."""
-        covered = np.zeros(len(table))
+        loss_sum, targets, correct = map(math.fsum, table[:, 1:4].T)
+        count = max(1.0, targets)
+        loss = loss_sum / count
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": correct / count}
         if "num_bytes" in examples.column_names:
             # Of an example's text, the share that its targets stand for: a task may leave positions out.
             num_bytes, lengths = (column(examples, name)[table[:, 0].astype(int)] for name in ("num_bytes", "length"))
-            covered = num_bytes * table[:, 2] / lengths
-        return token_metrics(*table[:, 1:4].T, num_bytes=covered)
+            if (covered := math.fsum(num_bytes * table[:, 2] / lengths)) > 0:
+                metrics["bits_per_byte"] = loss_sum / math.log(2) / covered
+        return metrics
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises UserError when the tokenizer lacks what the task needs."""
@@ -160,9 +166,8 @@ class Task:
     ) -> dict[str, list[Any]]:
         """A batch of documents (columns ``text``, ``label``) as examples, a row each (``example_columns``)."""
         found: dict[str, list[Any]] = {name: [] for name in self.example_columns}
-        texts, classes = documents["text"], [None] * len(documents["text"])
-        if self.labelled:
-            classes = self.classes_of(documents["label"], label_names)
+        texts = documents["text"]
+        classes = self.classes_of(documents["label"], label_names) if self.labelled else [None] * len(texts)
         for text, label, ids in zip(texts, classes, self.token_ids(texts, tokenizer), strict=True):
             for example in self.cut(text, ids, label, tokenizer):
                 for name, values in found.items():
@@ -172,14 +177,17 @@ class Task:
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""
         pairs = [self.inputs_and_labels(example, seed) for example in examples]
-        inputs, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        rows, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        inputs = {"input_ids": pad(rows, pad_id)}
+        # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
+        if not self.is_causal and len(set(map(len, rows))) > 1:
+            inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
         return MicroBatch(
-            # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
-            inputs={"input_ids": pad(inputs, pad_id)} if self.is_causal else attention_inputs(inputs, pad_id),
+            inputs=inputs,
             labels=pad(labels, IGNORE) if labels[0].ndim else torch.stack(labels),
             num_targets=sum(int((row != IGNORE).sum()) for row in labels),
             example_ids=tuple(int(example["id"]) for example in examples),
-            num_tokens=sum(map(len, inputs)),
+            num_tokens=sum(map(len, rows)),
         )
 
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -193,11 +201,30 @@ class Task:
                 found = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)
                 yield from found["input_ids"]  # pyright: ignore[reportReturnType]
 
+    def marks(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """The tokenizer's marks for the start and the end of a sequence, one each or none."""
+        instead = ("eos", "pad") if self.is_causal else ()  # without a start nothing would predict the first token
+        kinds = ("cls", "bos", *instead), ("sep", "eos")
+        ids = [[getattr(tokenizer, f"{name}_token_id") for name in names] for names in kinds]
+        start, end = ([i for i in found if isinstance(i, int)][:1] for found in ids)
+        return start, end
+
     def framed(self, ids: list[int], tokenizer: Tokenizer) -> list[int]:
-        """``ids`` between the tokenizer's marks for the start and the end of a sequence, where it has them."""
-        start = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
-        end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-        return [i for i in (start, *ids, end) if isinstance(i, int)]
+        """``ids`` between the marks."""
+        start, end = self.marks(tokenizer)
+        return [*start, *ids, *end]
+
+    def stand_alone(self, tokenizer: Tokenizer) -> Tokenizer:
+        """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model writes on."""
+        made, (start, end) = copy.deepcopy(tokenizer), self.marks(tokenizer)
+        if not self.is_causal:
+            made.model_max_length, is_left = self.data.max_length, self.data.truncation == "keep_tail"
+            made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
+        if (backend := getattr(made, "backend_tokenizer", None)) is not None:
+            names = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in start + end}
+            frame = [*(names[i] for i in start), "$A", *(names[i] for i in end if not self.is_causal)]
+            backend.post_processor = TemplateProcessing(frame, special_tokens=[(name, i) for i, name in names.items()])
+        return made
 
     def room(self, tokenizer: Tokenizer) -> int:
         """Tokens of text in one example, in addition to those that :meth:`framed` adds; raises UserError for none."""
@@ -206,16 +233,6 @@ class Task:
             why = f"{self.name} adds {marks} tokens for start and end"
             raise UserError(f"max_length: {length} leaves no room for text: {why}. Give {marks + 1} or more.")
         return length - marks
-
-
-def token_metrics(
-    loss_sums: Iterable[float], targets: Iterable[float], correct: Iterable[float], num_bytes: Iterable[float]
-) -> dict[str, float]:
-    """Loss, perplexity and accuracy over all targets, and bits per byte of the text they cover; an entry an example."""
-    loss_sum, count, covered = math.fsum(loss_sums), max(1.0, math.fsum(targets)), math.fsum(num_bytes)
-    loss, accuracy = loss_sum / count, math.fsum(correct) / count
-    bits_per_byte = {"bits_per_byte": loss_sum / math.log(2) / covered} if covered > 0 else {}
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy, **bits_per_byte}
 
 
 def pad(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -227,14 +244,6 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
     """The padding token, or the end token where there is none."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return found if isinstance(found, int) else 0
-
-
-def attention_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
-    """``input_ids`` (B, S), and ``attention_mask`` (B, S) only where some position is padding."""
-    inputs = {"input_ids": pad(rows, pad_id)}
-    if len({len(row) for row in rows}) > 1:
-        inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
-    return inputs
 
 
 def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
@@ -253,8 +262,7 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
     for name, documents in splits.items():
         if isinstance(documents, IterableDataset):
             splits[name] = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
-            continue
-        if documents is None:
+        if not isinstance(documents, Dataset):
             continue
         documents, split_notes = task.accepted(documents, label_names)
         notes += split_notes
@@ -285,13 +293,16 @@ def stored_config(config: Architecture) -> PretrainedConfig:
     from transformers import AutoConfig
 
     assert config.model is not None
+    instead = "a folder with a model, a Hub name (and a connection), module:function, or a model_config for a new one"
+    return from_pretrained(AutoConfig, config.model, config.trust_remote_code, "model", instead)
+
+
+def from_pretrained(loader: Any, name: str, trust_remote_code: bool, what: str, instead: str) -> Any:
+    """What a class of transformers loads by ``name``; raises UserError, which says what to give, if it cannot."""
     try:
-        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model {config.model!r} cannot be loaded: {one_line(error)} Give a folder with a model, a Hub name "
-            "(and a connection), module:function, or a model_config to train from scratch."
-        ) from None
+        return loader.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # files of others are read by many libraries
+        raise UserError(f"{what} {name!r} cannot be loaded: {one_line(error)} Give {instead}.") from None
 
 
 @contextmanager
@@ -381,14 +392,3 @@ def _boosted(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             module.weight[module.padding_idx] = 0
     return model.eval()
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        # Truncation and padding are those of its last call.
-        text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
-    else:
-        text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
-    return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]

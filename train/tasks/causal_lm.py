@@ -38,10 +38,7 @@ class Task(tasks.Task):
 
         A window's ``num_bytes`` is its share, by tokens, of the document's UTF-8 bytes.
         """
-        marks = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-        start = next(mark for mark in marks if mark is not None)
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        tokens = np.array([start, *ids, *end], dtype=np.int32)
+        tokens = np.array(self.framed(ids, tokenizer), dtype=np.int32)
         bytes_per_target = len(text.encode()) / max(1, len(tokens) - 1)
         for first in range(0, len(tokens) - 1, self.data.max_length):
             window = tokens[first : first + self.data.max_length + 1]

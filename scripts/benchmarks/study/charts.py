@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from scripts.benchmarks.study.cells import Cell, Reach, Sweep
 from scripts.benchmarks.study.findings import small_share
-from train.extras.report.charts import FIRST, INK, MUTED, SECOND, STYLE, WARN, Chart, for_page, short_count
+from train.extras.report.charts import FIRST, INK, MUTED, SECOND, STYLE, WARN, Chart, for_page
+from train.figures import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +66,9 @@ def _speed_chart(sweep: Sweep) -> Chart:
             axes.plot(lengths, [best[length] for length in lengths], color=colour, marker=marker, label=technique)
         axes.set_ylim(0, 1.08 * max((c.tokens_per_second or 0 for c in sweep.measured), default=1))
         _powers_of_two(axes, "x", [cell.length for cell in sweep.measured])
-        axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
+        axes.yaxis.set_major_formatter(
+            lambda value, _: re.sub(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])", "", count(value))
+        )
         axes.set_xlabel("sequence length, tokens")
 
     title = "Tokens per second"

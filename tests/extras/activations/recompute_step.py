@@ -13,11 +13,12 @@ from test_model import LLAMA, built
 from test_recompute import LazyCopies, offloaded
 from test_step import batch, rows
 
-from train.batching import micro_batches, without_targets
+from train.batching import Rounds, without_targets
 from train.config import Config, Optimization
 from train.extras.activations import recompute
 from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
 from train.loss import ModelWithLoss
+from train.records import BatchArithmetic
 from train.state import TrainingState
 from train.step import Engine, optimizer_step
 
@@ -51,7 +52,7 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
         model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
         norms = []
         for ids in ([0, 1, 2, 3], [4, 5, 6, 7], [8]):  # the last window has fewer examples than there are ranks
-            parts = micro_batches(ids, [lengths[i] for i in ids], micro_batch_size, launch.dp_size)
+            parts = Rounds().form(ids, [lengths[i] for i in ids], BatchArithmetic(micro_batch_size, 1, launch.dp_size))
             mine = [part[launch.dp_rank] for part in parts]
             window = [batch([examples[i] for i in m]) if m else without_targets(batch([examples[0]])) for m in mine]
             outcome = optimizer_step(engine, model, optimizer, window)

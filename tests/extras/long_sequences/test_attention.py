@@ -21,7 +21,7 @@ from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import collate_packed, joined
 from train.loss import ModelWithLoss
 from train.records import MicroBatch, UserError
-from train.tasks import attention_inputs, pad
+from train.tasks import pad
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -57,7 +57,10 @@ def collate(members: Any, seed: Any, pad_id: int) -> MicroBatch:
     tokens = [torch.as_tensor(member["tokens"]) for member in members]
     labels = [row.roll(-1) for row in tokens]
     count = sum(map(len, tokens))
-    return MicroBatch(attention_inputs(tokens, pad_id), pad(labels, -100), count, tuple(range(len(tokens))), count)
+    inputs = {"input_ids": pad(tokens, pad_id)}
+    if len(set(map(len, tokens))) > 1:
+        inputs["attention_mask"] = pad([torch.ones_like(row) for row in tokens], 0)
+    return MicroBatch(inputs, pad(labels, -100), count, tuple(range(len(tokens))), count)
 
 
 def batches(rows: list[list[int]]) -> tuple[MicroBatch, MicroBatch]:

@@ -19,7 +19,7 @@ from test_main import checkpoint_digests, stopping_after, train, trained_losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train import extras
-from train.batching import Loading, MapBatches, evaluation_batches
+from train.batching import Batches, Loading, evaluation_batches
 from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
@@ -73,7 +73,7 @@ def collate_of(task: Task) -> Any:
 
 def batches_of(examples: datasets.Dataset, task: Task, size: int = 2) -> list[MicroBatch]:
     packed = pack_split(examples, ROOM)
-    windows = MapBatches(packed, Loading(collate_of(task)), BatchArithmetic(size, 1, 1), 0, 5).steps(0, 0)
+    windows = Batches(packed, Loading(collate_of(task)), BatchArithmetic(size, 1, 1), 0, 5).steps(0, 0)
     return [batch for window in windows for batch in window]
 
 
@@ -135,7 +135,7 @@ def test_a_batch_says_where_each_document_begins() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_target_is_in_one_batch_of_an_epoch(workers: int) -> None:
     packed = pack_split(causal_examples(), ROOM)
-    batches = MapBatches(packed, Loading(collate_of(task_of()), workers), BatchArithmetic(2, 1, 1), 0, 5)
+    batches = Batches(packed, Loading(collate_of(task_of()), workers), BatchArithmetic(2, 1, 1), 0, 5)
     found = [label for (batch,) in batches.steps(0, 0) for label in batch.labels[batch.labels != IGNORE].tolist()]
     assert sorted(found) == sorted(t for row in causal_examples()["tokens"] for t in row[1:])
     assert batches.longest().labels.shape == (2, 12)
@@ -147,7 +147,7 @@ def test_what_is_hidden_in_a_document_does_not_depend_on_its_row() -> None:
     task = task_of("masked_lm")
     plain = {
         i: (batch.inputs["input_ids"][0].tolist(), batch.labels[0].tolist())
-        for (batch,) in MapBatches(
+        for (batch,) in Batches(
             masked_examples(), Loading(partial(task.collate, pad_id=0)), BatchArithmetic(1, 1, 1), 0, 5
         ).steps(0, 0)
         for i in batch.example_ids

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from test_step import TinyModel, batch, rows
 from torch import Tensor
 
-from train.batching import micro_batches, without_targets
+from train.batching import Rounds, without_targets
 from train.config import Config, Optimization
 from train.launch import read_launch
 from train.loss import ModelWithLoss
 from train.optim import set_learning_rate
-from train.records import MicroBatch
+from train.records import BatchArithmetic, MicroBatch
 from train.state import TrainingState
 from train.step import Engine, optimizer_step
 
@@ -62,7 +62,7 @@ def main(output: str, engine: str) -> None:
     outcomes = []
     examples = rows(LENGTHS)
     for number, ids in enumerate(WINDOWS):
-        parts = micro_batches(ids, [LENGTHS[i] for i in ids], 1, launch.world_size)
+        parts = Rounds().form(ids, [LENGTHS[i] for i in ids], BatchArithmetic(1, 1, launch.world_size))
         window = [micro_batch(examples, part[launch.rank]) for part in parts]
         set_learning_rate(optimizer, 1.0 / (number + 1))
         network.factor = float("nan") if number == NOT_FINITE and launch.rank == launch.world_size - 1 else 1.0

@@ -109,6 +109,58 @@ def test_csv_with_quotes_newlines_and_bom(tmp_path: Path) -> None:
     }
 
 
+LINES = {"hello, you": "a", "h; i": "b", "cafe": "a", "y": "b"}
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_csv_is_divided_where_its_header_names_the_columns(tmp_path: Path, delimiter: str) -> None:
+    rows = [("label", "text"), *((label, f'"{text}"') for text, label in LINES.items())]
+    (tmp_path / "data.csv").write_text("".join(delimiter.join(row) + "\n" for row in rows))
+    found = all_documents(load(tmp_path / "data.csv", labelled=True))
+    assert {d["text"]: d["label"] for d in found.values()} == LINES
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("cp1252", "a.csv"), ("latin-1", "a.jsonl"), ("utf-16", "a.csv")])
+def test_another_encoding_is_read_when_it_is_named(tmp_path: Path, encoding: str, name: str) -> None:
+    lines = ["text", *LINES] if name == "a.csv" else [f'{{"text": "{text}"}}' for text in LINES]
+    (tmp_path / name).write_bytes(
+        "".join(f"{line.replace('cafe', 'café')}\n" for line in lines).replace(", ", " ").encode(encoding)
+    )
+    assert texts(load(tmp_path / name, encoding=encoding)) == {"hello you", "h; i", "café", "y"}
+    if encoding != "utf-16":
+        assert "not UTF-8" in message(tmp_path / name) and "--encoding cp1252" in message(tmp_path / name)
+
+
+def test_quotes_that_are_only_characters_are_read_when_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "glue.tsv").write_text('text\tlabel\n"a said\t1\nb "c"\t0\n"d"\t1\ne"\t0\n')
+    assert "--quoting none" in message(tmp_path / "glue.tsv", labelled=True)
+    found = load(tmp_path / "glue.tsv", labelled=True, quoting="none")
+    assert texts(found) == {'"a said', 'b "c"', '"d"', 'e"'}
+
+
+def test_a_csv_without_a_header_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"{'an article ' * 500},1\nb,0\n")
+    assert len(said := message(tmp_path / "a.csv")) < 400 and "first line" in said
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_arrays_and_objects_over_many_lines(tmp_path: Path, name: str, indent: int | None) -> None:
+    records = [{"text": text} for text in LINES]
+    (tmp_path / name).write_text(json.dumps(records, indent=indent))
+    assert texts(load(tmp_path / name)) == set(LINES)
+    (tmp_path / name).write_text("\n".join(json.dumps(record, indent=indent) for record in records))
+    assert texts(load(tmp_path / name)) == set(LINES)
+    if indent:
+        assert set(all_documents(load(tmp_path / name))) == {f"{name}:{line}" for line in (1, 4, 7, 10)}
+
+
+def test_labels_that_differ_only_in_case_or_spaces_are_told(jsonl: Write) -> None:
+    labels = ["Spam", "spam", "ham ", "eggs"]
+    notes = load(jsonl(*({"text": f"t{i}", "label": labels[i % 4]} for i in range(12))), labelled=True).notes
+    assert "labels that differ only in case or spaces are different classes: 'Spam', 'spam'" in notes
+
+
 def test_csv_fields_may_be_larger_than_pythons_limit(tmp_path: Path) -> None:
     (tmp_path / "d.tsv").write_text(f"text\tn\n{'x' * 200_000}\t1\nshort, yes\t2\n")
     assert {len(text) for text in texts(load(tmp_path / "d.tsv"))} == {200_000, 10}
@@ -281,7 +333,7 @@ def test_a_column_that_no_record_has(jsonl: Write, on_bad_record: str) -> None:
     refusal = message(path, on_bad_record=on_bad_record)
     assert refusal == (
         f"{path}: no record has 'text': the columns are body, y ({path}:1). "
-        "Name the right ones with --text_column and --label_column."
+        "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line."
     )
     assert "no record has 'label'" in message(path, True, on_bad_record=on_bad_record, text_column="body")
 
@@ -629,9 +681,9 @@ def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
     reads = []
     original = readers.read_records
 
-    def counted(path: Path, columns: Any) -> Any:
+    def counted(path: Path, *how: Any) -> Any:
         reads.append(path.name)
-        return original(path, columns)
+        return original(path, *how)
 
     monkeypatch.setattr(readers, "read_records", counted)
     path = jsonl({"text": "a"}, "{", {"text": "b"})
@@ -696,8 +748,8 @@ def test_a_stream_without_the_column(jsonl: Write) -> None:
 
 
 def test_flags_of_other_kinds_of_data(jsonl: Write) -> None:
-    with pytest.raises(UsageError, match="dataset_options"):
-        load(jsonl({"text": "a"}), dataset_options={"train": 1})
+    found = load(jsonl({"text": "a"}, {"text": "b"}), dataset_options={"train": 1})  # of a recipe with other data
+    assert "dataset_options: only a function takes them, so they are left out" in found.notes
     with pytest.raises(UsageError, match="nothing to stream"):
         load("stdlib", streaming=True)
 

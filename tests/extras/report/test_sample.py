@@ -21,6 +21,14 @@ def test_references_are_entropy_and_xz() -> None:
     assert found["xz -9"] < 1.0
 
 
+def test_references_are_those_of_a_part_of_a_large_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.extras.report.sample.REFERENCE_BYTES", 1000)
+    read = []
+    texts = (read.append(text) or text for text in ["ab" * 300, "ba" * 300, "c" * 10**9])
+    assert references(texts) == references(["ab" * 300 + "ba" * 200])
+    assert len(read) == 2
+
+
 def test_a_causal_model_continues_the_beginning_of_the_text() -> None:
     run = run_for(Config().changed(max_length=24, seed=3))
     task = load_task("causal_lm")(run.config)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -109,11 +110,10 @@ def attend_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa``; repeats heads of key and value where torch would hold all scores to share them."""
-    shared, within = query.shape[1] // key.shape[1], module
+    shared, within = query.shape[1] // key.shape[1], cast("Any", module)
     if shared > 1 and not _kernels_share_heads(query):
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
-        within = nn.Module()  # without its number of shared heads
-        within.is_causal = getattr(module, "is_causal", True)
+        within = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # not that it shares heads
     return sdpa_attention_forward(within, query, key, value, attention_mask, **options)
 
 

@@ -17,8 +17,28 @@ class TokenRounds(Rounds):
         self.max_tokens = max_tokens
 
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
-        """The examples of one step as ``[round][rank]`` lists of ids."""
-        return micro_batches_by_tokens(ids, lengths, self.max_tokens, arithmetic.world_size)
+        """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
+
+        The longest come first, and each list takes as many as fit. Every rank gets the same number of rounds: where
+        the lists do not divide, those of most examples are halved.
+        """
+        order, world_size = np.argsort([-int(length) for length in lengths], kind="stable"), arithmetic.world_size
+        parts: list[list[int]] = []
+        width = 0
+        for i in order:
+            if not parts or (len(parts[-1]) + 1) * width > self.max_tokens:
+                parts.append([])
+                width = int(lengths[i])
+            parts[-1].append(ids[i])
+        while len(parts) % world_size:
+            largest = max(range(len(parts)), key=lambda number: len(parts[number]))
+            part = parts[largest]
+            if len(part) < 2:
+                parts.append([])
+            else:
+                middle = len(part) // 2
+                parts[largest : largest + 1] = [part[:middle], part[middle:]]
+        return [parts[first : first + world_size] for first in range(0, len(parts), world_size)]
 
     def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
         """The micro-batch of most positions, padding included."""
@@ -29,30 +49,3 @@ class TokenRounds(Rounds):
         first = int(np.argmax(sizes * widths))
         order = order[first:]
         return with_padding(order[: int(sizes[first])].tolist(), order, lengths)
-
-
-def micro_batches_by_tokens(
-    ids: Sequence[int], lengths: Sequence[int], max_tokens: int, world_size: int
-) -> list[list[list[int]]]:
-    """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
-
-    The longest come first, and each list takes as many as fit. Every rank gets the same number of rounds: where the
-    lists do not divide, those of most examples are halved.
-    """
-    order = np.argsort([-int(length) for length in lengths], kind="stable")
-    parts: list[list[int]] = []
-    width = 0
-    for i in order:
-        if not parts or (len(parts[-1]) + 1) * width > max_tokens:
-            parts.append([])
-            width = int(lengths[i])
-        parts[-1].append(ids[i])
-    while len(parts) % world_size:
-        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
-        part = parts[largest]
-        if len(part) < 2:
-            parts.append([])
-        else:
-            middle = len(part) // 2
-            parts[largest : largest + 1] = [part[:middle], part[middle:]]
-    return [parts[first : first + world_size] for first in range(0, len(parts), world_size)]

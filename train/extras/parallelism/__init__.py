@@ -15,11 +15,12 @@ from train.launch import refuse
 if TYPE_CHECKING:
     from torch import nn
 
+    from train.batching import Batches
     from train.config import Config
     from train.data import PreparedData
     from train.launch import Launch
     from train.loss import ModelWithLoss
-    from train.records import Batches, MicroBatch, Run
+    from train.records import MicroBatch, Run
     from train.state import TrainingState
     from train.step import Engine
 

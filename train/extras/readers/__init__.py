@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from train.records import Corpus, Run
 
 
+Encoding = Literal["utf-8", "utf-16", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
+
+
 @dataclass(frozen=True)
 class Options:
     """Documents from files, folders and the Hub."""
@@ -29,6 +32,8 @@ class Options:
     max_eval_samples: int | None = option(None, "Use this many validation documents.", ge=1)
     text_column: str = option("text", "Column of the text.")
     label_column: str = option("label", "Column of the label, for tasks that have one.")
+    encoding: Encoding = option("utf-8", "Of text files, JSON and CSV; of Windows often cp1252.")
+    quoting: Literal["standard", "none"] = option("standard", "none: quotes in CSV and TSV are only characters.")
     sample_by: Literal["document", "paragraph", "line"] = option("document", "What one document of a text file is.")
     on_bad_record: Literal["error", "skip"] = option(
         "error", "Unreadable line, missing column, unknown label: refuse, or skip and report with file and line."
@@ -47,11 +52,6 @@ class Source(Options):
     validation_fraction: float = 0.05
     labelled: bool = False
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def held_out_of_stream(self) -> int:
-        """Documents at the head of a stream that become the validation split."""
-        return self.max_eval_samples or 100
 
 
 class Room(Extra):

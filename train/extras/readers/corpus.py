@@ -50,7 +50,7 @@ def load_corpus(data: Source) -> Corpus:
     if data.dataset in RECIPES:
         raise UsageError(f"dataset: {data.dataset} is generated. Write --dataset recipes/{data.dataset}.py:documents.")
     if data.dataset_options is not None:
-        raise UsageError("dataset_options: only a function takes them, as --dataset recipes/listops.py:documents.")
+        data.notes.append("dataset_options: only a function takes them, so they are left out")
     splits = _load(data)
     if data.validation_dataset is not None:
         splits["validation"] = _load_validation(Path(data.validation_dataset), data)
@@ -74,19 +74,13 @@ def _load(data: Source) -> dict[str, Any]:
         return tables.load_saved(path, data)
     if path.exists():
         return _load_files(path, data)
-    if not _may_be_on_hub(name):
+    is_path = path.suffix.lower() in (*SUFFIXES, *_PACKED) or (len(path.parts) == 2 and path.parent.is_dir())
+    if is_path or not _NAME.fullmatch(name):
         raise UserError(f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name).")
     return tables.load_named(data)
 
 
 # Files and folders
-
-
-def _may_be_on_hub(name: str) -> bool:
-    """Whether ``name`` can be a dataset on the Hub rather than a file or folder that is missing."""
-    path = Path(name)
-    is_path = path.suffix.lower() in (*SUFFIXES, *_PACKED) or (len(path.parts) == 2 and path.parent.is_dir())
-    return _NAME.fullmatch(name) is not None and not is_path
 
 
 def _load_files(path: Path, data: Source) -> dict[str, Any]:
@@ -129,7 +123,8 @@ def _documents(files: tuple[FileKey, ...], data: Source, what: str, streams: boo
         raise UserError(
             f"{files[0][0]}: a text file carries no label. Classification needs records with a label ({suffixes})."
         )
-    return rows.documents(readers.file_rows, data, what, streams, files=files, sample_by=data.sample_by)
+    how = data.sample_by, data.encoding, data.quoting
+    return rows.documents(readers.file_rows, data, what, streams, files=files, how=how)
 
 
 def _find(path: Path, data: Source) -> dict[str | None, tuple[FileKey, ...]]:
@@ -282,7 +277,7 @@ def _line_boundary(text: str, position: int) -> int:
 def _hold_out_head(stream: datasets.IterableDataset, data: Source) -> tuple[Any, Any]:
     from datasets import Dataset
 
-    count = data.held_out_of_stream
+    count = data.max_eval_samples or 100
     head = list(islice(stream, count + 1))
     if len(head) <= count:
         raise UserError(

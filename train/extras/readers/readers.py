@@ -24,6 +24,7 @@ _MARKUP = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc",
 _CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", ".rb", ".rs", ".sh", ".sql")
 TEXT_SUFFIXES = _MARKUP + _CODE
 
+_SPACE = re.compile(r"\s*")
 LONGEST_TEXT_BYTES = 2**31 - 1
 _TOO_LONG = Problem("larger than 2 GiB", "cut it with --sample_by paragraph or line")
 
@@ -48,33 +49,38 @@ def has_records(path: str | Path) -> bool:
 
 
 def file_rows(
-    files: Sequence[FileKey], text_column: str, label_column: str | None, sample_by: str, version: int
+    files: Sequence[FileKey], text_column: str, label_column: str | None, how: tuple[str, str, str], version: int
 ) -> Iterator[dict[str, Any]]:
-    """The rows of files; ``version`` only tells cache entries apart."""
+    """The rows of files; ``how``: sample_by, encoding and quoting; ``version`` only tells cache entries apart."""
     columns = [column for column in (text_column, label_column) if column is not None]
     for shown, path, *_ in files:
         if has_records(path):
-            found, names = read_records(Path(path), columns), (text_column, label_column)
+            found, names = read_records(Path(path), columns, *how[1:]), (text_column, label_column)
         else:
-            found, names = read_documents(Path(path), sample_by), ("text", None)
+            found, names = read_documents(Path(path), *how[:2]), ("text", None)
         yield from (row(record, shown, position, *names) for position, record in found)
 
 
-def read_records(path: Path, columns: Sequence[str]) -> Found:
+def read_records(path: Path, columns: Sequence[str], encoding: str = "utf-8", quoting: str = "standard") -> Found:
     """The records of a file by its suffix, with these columns at least; UserError for a header that cannot be used."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return _read_parquet(path, columns)
     if suffix in (".csv", ".tsv"):
-        return _read_csv(path, "\t" if suffix == ".tsv" else ",")
-    return _read_json(path) if suffix == ".json" else _read_jsonl(path)
+        with path.open(encoding=encoding.replace("utf-8", "utf-8-sig"), errors="surrogateescape") as file:
+            header = file.readline().rstrip()
+        usual = "\t" if suffix == ".tsv" else ","
+        named = (mark for mark in (usual, *",;\t|") if {name.strip('"') for name in header.split(mark)} >= set(columns))
+        quotes = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
+        return _read_csv(path, encoding, {"delimiter": next(named, usual), "quoting": quotes})
+    return _read_json(path, encoding) if suffix == ".json" else _read_jsonl(path, encoding)
 
 
-def read_documents(path: Path, sample_by: str) -> Found:
+def read_documents(path: Path, sample_by: str, encoding: str = "utf-8") -> Found:
     """The documents of a text file: the whole file, its paragraphs (separated by blank lines) or its lines."""
     with path.open("rb") as file:
         for line, raw in _blocks(file, sample_by):
-            found = _TOO_LONG if len(raw) > LONGEST_TEXT_BYTES else _decode(raw, line)
+            found = _TOO_LONG if len(raw) > LONGEST_TEXT_BYTES else _decode(raw, line, encoding)
             record = found if isinstance(found, Problem) else {"text": found.replace("\r\n", "\n")}
             yield (None if sample_by == "document" else line), record
 
@@ -92,23 +98,28 @@ def _blocks(file: BinaryIO, sample_by: str) -> Iterator[tuple[int, bytes]]:
             yield numbers[0], b"".join(lines).rstrip(b"\r\n")
 
 
-def _decode(raw: bytes, first_line: int) -> str | Problem:
-    """Decodes UTF-8; a byte order mark at the start of the file is dropped."""
+def _decode(raw: bytes, first_line: int, encoding: str) -> str | Problem:
+    """Decodes text; a byte order mark at the start of the file is dropped."""
     if first_line == 1:
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
-        return raw.decode("utf-8")
+        return raw.decode(encoding)
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
         column = error.start - raw.rfind(b"\n", 0, error.start)
-        return Problem("not UTF-8", f"byte 0x{raw[error.start]:02x} in line {line}, column {column}")
+        reason = f"not {encoding.upper()}"
+        return Problem(reason, f"byte 0x{raw[error.start]:02x} in line {line}, column {column}")
 
 
-def _read_jsonl(path: Path) -> Found:
-    """One object a line; blank lines are passed over."""
+def _read_jsonl(path: Path, encoding: str) -> Found:
+    """One object a line; blank lines are passed over. What begins like an array or an indented object is read whole."""
     with path.open("rb") as file:
+        if file.readline().removeprefix(b"\xef\xbb\xbf").strip() == b"{" or path.open("rb").read(9).strip()[:1] == b"[":
+            yield from _read_json(path, encoding)
+            return
+        file.seek(0)
         for number, raw in enumerate(file, start=1):
-            text = _decode(raw, number)
+            text = _decode(raw, number, encoding)
             if isinstance(text, Problem):
                 yield number, text
             elif text.strip():
@@ -119,9 +130,9 @@ def _read_jsonl(path: Path) -> Found:
                     yield number, Problem("not JSON", f"{getattr(error, 'msg', error)}{where}")
 
 
-def _read_json(path: Path) -> Found:
-    """A list of objects, an object that holds one list of objects, or in fact one object a line."""
-    text = _decode(path.read_bytes(), 1)
+def _read_json(path: Path, encoding: str) -> Found:
+    """A list of objects, an object that holds one list of objects, or in fact one object after another."""
+    text = _decode(path.read_bytes(), 1, encoding)
     if isinstance(text, Problem):
         yield None, text
         return
@@ -129,7 +140,8 @@ def _read_json(path: Path) -> Found:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         if getattr(error, "msg", None) == "Extra data" and not text.lstrip().startswith("["):
-            yield from _read_jsonl(path)
+            is_indented = text.lstrip().partition("\n")[0].strip() == "{"
+            yield from _objects(text) if is_indented else _read_jsonl(path, encoding)
         elif text.strip():
             yield getattr(error, "lineno", None), Problem("not JSON; the whole file is lost", str(error))
         return
@@ -146,7 +158,21 @@ def _read_json(path: Path) -> Found:
         yield 1, value
 
 
-def _read_csv(path: Path, delimiter: str) -> Found:
+def _objects(text: str) -> Found:
+    """Objects of several lines each, one after another, with the line at which each begins."""
+    at, line = 0, 1
+    while (start := at + len(_SPACE.match(text, at)[0])) < len(text):  # pyright: ignore - it always matches
+        line += text.count("\n", at, start)
+        try:
+            value, at = json.JSONDecoder().raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
+            yield line, Problem("not JSON; the rest of the file is lost", str(error))
+            return
+        yield line, value
+        line += text.count("\n", start, at)
+
+
+def _read_csv(path: Path, encoding: str, dialect: Mapping[str, Any]) -> Found:
     """Rows under a header line; a quoted field may run over several lines.
 
     A quote that is not closed would swallow all lines up to the next quote or to the end of the file. Only the line
@@ -159,14 +185,14 @@ def _read_csv(path: Path, delimiter: str) -> Found:
     taken: list[str] = []  # lines of the record under way
     # An exception for a bad byte would end the reading inside a quoted field, so bad bytes become surrogates, which
     # are looked for in the fields.
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with path.open(encoding=encoding.replace("utf-8", "utf-8-sig"), errors="surrogateescape", newline="") as file:
 
         def next_line() -> str:
             if line := again.popleft() if again else file.readline():
                 taken.append(line)
             return line
 
-        first, reader = 1, csv.reader(iter(next_line, ""), delimiter=delimiter, strict=True)
+        first, reader = 1, csv.reader(iter(next_line, ""), strict=True, **dialect)
         while True:
             taken.clear()
             try:
@@ -178,7 +204,7 @@ def _read_csv(path: Path, delimiter: str) -> Found:
                 where = f"a quote that is opened here is not closed: line {last}: " if last > first else ""
                 yield first, Problem("not CSV", f"{where}{error}")
                 again.extendleft(reversed(taken[1:]))
-                first, reader = first + 1, csv.reader(iter(next_line, ""), delimiter=delimiter, strict=True)
+                first, reader = first + 1, csv.reader(iter(next_line, ""), strict=True, **dialect)
                 continue
             if fields is None:
                 return
@@ -194,9 +220,8 @@ def _read_csv(path: Path, delimiter: str) -> Found:
 def _csv_record(header: Sequence[str], fields: Sequence[str]) -> Mapping[str, str] | Problem:
     if len(fields) != len(header):
         return Problem("wrong number of fields", f"{len(fields)}, the header has {len(header)}")
-    for field in fields:
-        if not field.isascii() and (bad := _BAD_BYTE.search(field)):
-            return Problem("not UTF-8", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
+    if bad := next(filter(None, map(_BAD_BYTE.search, fields)), None):
+        return Problem("not UTF-8", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
     return dict(zip(header, fields, strict=True))
 
 

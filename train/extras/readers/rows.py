@@ -7,6 +7,7 @@ A bad record is a row with a ``problem``. So a cached corpus still knows which r
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
     from train.extras.readers import Source
 
 EMPTY = "empty document"
-NAME_COLUMNS = "Name the right ones with --text_column and --label_column."
+NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line."
+ADVICE = {"without": NAME_COLUMNS, "not UTF-8": "Name its encoding, such as --encoding cp1252."}
+ADVICE |= {"not CSV": "Give --quoting none where quotes are only characters."}
 
-FORMAT = 4
+FORMAT = 5
 """Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
 
 ROWS_IN_MEMORY = 64
 """Documents can be megabytes each: the library's default of 1,000 at a time would need gigabytes."""
 
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +69,7 @@ def _check(record: Any, text_column: str, label_column: str | None) -> dict[str,
     for column in (text_column, label_column):
         if column is not None and column not in record:
             # Names may hold half characters, which could neither be stored nor printed.
-            names = ", ".join(map(str, record)).encode("utf-8", "backslashreplace").decode() or "none"
+            names = ", ".join(f"{name!s:.40}" for name in record).encode("utf-8", "backslashreplace").decode() or "none"
             return Problem(f"without {column!r}", f"the columns are {names}")
     text = record[text_column]
     if text is None:
@@ -74,7 +78,7 @@ def _check(record: Any, text_column: str, label_column: str | None) -> dict[str,
         return Problem(f"{text_column!r} is not text", f"but {type(text).__name__}")
     if "\0" in text:
         return Problem("a NUL character", f"at position {text.index(chr(0))} of {text_column!r}")
-    if not _encodable(text):
+    if _HALF.search(text):
         return Problem("half a surrogate pair, which is not a character", f"in {text_column!r}")
     label = _label(record[label_column], label_column) if label_column is not None else None
     if isinstance(label, Problem):
@@ -97,15 +101,7 @@ def _label(value: Any, column: str) -> str | int | Problem:
         return Problem(f"{column!r} is empty")
     if not isinstance(value, str):
         return Problem(f"{column!r} is neither text nor a whole number", f"but {type(value).__name__}")
-    return Problem(f"{column!r} is not readable text") if "\0" in value or not _encodable(value) else value
-
-
-def _encodable(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return Problem(f"{column!r} is not readable text") if "\0" in value or _HALF.search(value) else value
 
 
 def documents(
@@ -174,6 +170,11 @@ def _settle(rows: datasets.Dataset, data: Source, what: str) -> datasets.Dataset
         if rows.data.column("label_number").null_count == bad.sum():
             rows = rows.remove_columns("label").rename_column("label_number", "label")
         columns.insert(1, "label")
+        alike = defaultdict(set)
+        for label in rows.unique("label"):
+            alike[" ".join(str(label).casefold().split())].add(str(label))
+        if same := [f"{label!r}" for group in alike.values() if len(group) > 1 for label in sorted(group)]:
+            data.notes.append(f"labels that differ only in case or spaces are different classes: {some(same)}")
     documents = rows.select_columns(columns)
     return documents.select(np.flatnonzero(~bad)) if bad.any() else documents
 
@@ -214,10 +215,8 @@ def _refuse(problem: Mapping[str, Any], data: Source) -> None:
         flag, advice = "on_empty_document", "Leave such documents out"
     if getattr(data, flag) == "error":
         detail = f" ({problem['detail']})" if problem["detail"] else ""
-        name_columns = f" {NAME_COLUMNS}" if problem["problem"].startswith("without ") else ""
-        raise UserError(
-            f"{problem['source']}: {problem['problem']}{detail}.{name_columns} {advice} with --{flag} skip."
-        )
+        special = "".join(f" {text}" for reason, text in ADVICE.items() if problem["problem"].startswith(reason))
+        raise UserError(f"{problem['source']}: {problem['problem']}{detail}.{special} {advice} with --{flag} skip.")
 
 
 def _notes(problems: list[dict[str, Any]]) -> list[str]:

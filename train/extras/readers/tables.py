@@ -42,7 +42,7 @@ def load_named(data: Source) -> dict[str, Any]:
                 stream = _documents(loaded, data, name, split, streams=True)
                 if role == "train":
                     return stream
-                head = list(islice(stream, data.held_out_of_stream))
+                head = list(islice(stream, data.max_eval_samples or 100))
                 data.notes.append(f"streaming: validating on the first {len(head)} documents of {name}[{split}]")
                 return Dataset.from_list(head)
         return _documents(loaded, data, name, split)

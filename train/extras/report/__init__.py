@@ -83,10 +83,10 @@ class Room(Extra):
         from train.extras.report.sample import references
 
         figures = summary["result"]["validation"]
-        known = references(list(parts.data.corpus.validation["text"])) if "bits_per_byte" in figures else {}
+        known = references(parts.data.corpus.validation["text"]) if "bits_per_byte" in figures else {}
         if known:
             said = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
-            outputs.say(f"for comparison, bits per byte of the same text: {said}")
+            outputs.say(f"for comparison, bits per byte of the same text (of its first 8 MiB): {said}")
         summary["references"] = known
         sample = _sample(run, parts) if run.launch.has_whole_weights else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None

@@ -202,7 +202,8 @@ def _predicted(summary: Mapping[str, Any]) -> tuple[float, str] | None:
 def _from_zero(axes: Axes) -> None:
     """A y axis from zero to a little above the highest value."""
     axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
-    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
+    zeros = re.compile(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])")  # 5k rather than 5.00k
+    axes.yaxis.set_major_formatter(lambda value, _: zeros.sub("", count(value)))
 
 
 def _log_scale(axes: Axes, values: Sequence[float]) -> None:
@@ -233,11 +234,6 @@ def _at_right(axes: Axes, text: str, height: float) -> None:
     look: dict[str, Any] = {"va": "center", "color": MUTED, "fontsize": 9, "annotation_clip": False}
     where = {"xycoords": axes.get_yaxis_transform(), "xytext": (5, 0), "textcoords": "offset points"}
     axes.annotate(text, (1, height), **where, **look)
-
-
-def short_count(value: float) -> str:
-    """5k rather than 5.00k."""
-    return re.sub(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])", "", count(value))
 
 
 def _svg(title: str, label: str, draw: Callable[[Axes], None], legend_columns: int = 4) -> str:

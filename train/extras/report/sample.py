@@ -5,7 +5,7 @@ from __future__ import annotations
 import lzma
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,17 @@ from torch import nn
 from train.records import Run
 from train.tasks import Task
 
+REFERENCE_BYTES = 8 * 2**20  # xz takes a second for each of these MiB
 
-def references(texts: Sequence[str]) -> dict[str, float]:
-    """Bits per byte without any model: the entropy of single bytes, and xz at its best preset."""
-    data = "".join(texts).encode()
+
+def references(texts: Iterable[str]) -> dict[str, float]:
+    """Bits per byte without any model: the entropy of single bytes, and xz at its best preset, of a first part."""
+    data = bytearray()
+    for text in texts:
+        data += text.encode()
+        if len(data) >= REFERENCE_BYTES:
+            break
+    del data[REFERENCE_BYTES:]
     counts = Counter(data).values()
     entropy = -sum(n / len(data) * math.log2(n / len(data)) for n in counts)
     return {"order-0 entropy": entropy, "xz -9": 8 * len(lzma.compress(data, preset=9)) / len(data)}
@@ -34,15 +41,15 @@ def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) ->
     if not ids:
         return None
     model.eval()
-    prompt = torch.tensor([ids], device=model.device)
+    prompt = torch.tensor([[*task.marks(tokenizer)[0], *ids]], device=model.device)
     torch.manual_seed(run.config.optimization.seed)
     written = cast("Any", model).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(160, max_length - len(ids)),
+        max_new_tokens=min(160, max_length - prompt.shape[1]),
         do_sample=True,
         temperature=0.8,
         top_k=50,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)}⟫"
+    return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)}⟫"
