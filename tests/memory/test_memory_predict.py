@@ -35,6 +35,8 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "nu
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 128, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+LONGFORMER = {**BERT, "model_type": "longformer", "attention_window": 32, "max_position_embeddings": 520}
+T5 = {"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128, "d_kv": 32}
 CPU = Target("cpu")
 H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
@@ -141,6 +143,14 @@ CASES: dict[str, Job] = {
     "a sliding window": job({**LLAMA, "model_type": "mistral"}, sliding_window=32, length=1024),
     "positions scaled": job({**LLAMA, "max_position_embeddings": 32}, rope_scaling="yarn"),
     "classified": job(BERT, task="sequence_classification", num_labels=3),
+    # These read numbers out of their batch: whether anything is padding, where, and where each text ends.
+    "classified by a decoder, padded": job(
+        LLAMA, task="sequence_classification", num_labels=3, padded=True, length=512
+    ),
+    "classified by parts, padded": job(
+        LONGFORMER, task="sequence_classification", num_labels=3, padded=True, length=512
+    ),
+    "classified at the end of the text": job(T5, task="sequence_classification", num_labels=3, padded=True),
 }
 
 
@@ -240,6 +250,9 @@ def test_what_a_card_would_do_depends_on_the_card(predictor: Predictor) -> None:
     assert kernels(replace(H100, prefers_cudnn=True), mixed_precision="fp16") == ("cudnn",)
     with pytest.raises(UserError, match="bf16"):
         kernels(turing, mixed_precision="bf16")
+    classifier: dict[str, Any] = {"task": "sequence_classification", "num_labels": 3, "mixed_precision": "bf16"}
+    assert kernels(H100, **classifier) == ("flash",)
+    assert kernels(H100, **classifier, padded=True) == ("efficient",)  # flash takes no mask
 
 
 def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_document(predictor: Predictor) -> None:

@@ -46,9 +46,11 @@ def predict(job: Job) -> Prediction:
     run, costs = run_of(job, config), _costs_on(job.target)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
-        # Made before anything is counted: on the device only the step's own copies count.
-        batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
         tracker, attention = _enter_stand_ins(stack, job, costs)
+        # On the device only the step's own copies count.
+        tracker.paused = True
+        batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
+        tracker.paused = False
         tracker.ignore([*batch.inputs.values(), batch.labels, *evaluated.inputs.values(), evaluated.labels])
         model, optimizer, network = _built(job, run, tracker, asked)
         num_trained, num_parameters = parameter_counts(network)
@@ -115,7 +117,6 @@ def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[F
         granule_bytes=ROUNDING_BYTES if on_cuda else 1,
         num_classes=job.num_labels or job.vocab_size,
         keep_trace=on_cuda,
-        padded=job.padded,
         costs=costs,
     )
     stack.enter_context(tracker)
