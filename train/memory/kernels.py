@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from train.extras.meter.flops import attended
 from train.launch import cpu_has_fast_bf16
 
 
@@ -94,10 +95,7 @@ def _attention_flops(name: str, given: dict[str, Any]) -> float:
     size, value_size = given["query"].shape[-1], given["value"].shape[-1]
     left, right = given.get("window_size") or (-1, -1)
     seen = given["max_k"] if "max_k" in given else given["value"].shape[-2]
-    if given.get("is_causal") or right == 0:
-        seen /= 2  # half of the square is not computed
-    if left >= 0:
-        seen = min(seen, left + right + 1)
+    seen = attended(seen, left + right + 1 if left >= 0 else None, given.get("is_causal") or right == 0)
     sizes = 3 * size + 2 * value_size if "backward" in name else size + value_size
     return 2.0 * (given["query"].numel() // size) * seen * sizes
 
