@@ -327,6 +327,16 @@ def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: P
     assert three < two / 5
 
 
+def test_zero_keeps_state_of_what_is_trained_alone(predictor: Predictor) -> None:
+    pytest.importorskip("peft")
+    one = replace(job(target=H100, mixed_precision="bf16", adapter="lora"), world_size=8)
+    for sharding in ("zero2", "zero3"):
+        found = predictor.predict(replace(one, sharding=sharding))
+        assert found.num_trained_parameters < found.num_parameters / 5
+        state, gradients = (found.bytes_by_kind[kind] for kind in (OPTIMIZER_STATE, GRADIENTS))
+        assert (state, gradients) == pytest.approx((12 * found.num_trained_parameters / 8, state / 3), rel=0.2)
+
+
 def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predictor: Predictor) -> None:
     with pytest.raises(UserError, match="heads"):
         predictor.predict(job({**LLAMA, "num_attention_heads": 5}))

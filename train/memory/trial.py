@@ -148,14 +148,14 @@ def _built(
 
 def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module, asked: dict[str, Any]) -> None:
     """Counts what ZeRO's engine, DDP's reducer and cuBLAS hold, none of which fake tensors go through."""
-    trained, num_parameters = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[1]
+    trained, num_trained = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[0]
     if job.sharding in zero.STAGE:
-        tracker.hold(zero.state_bytes(asked, num_parameters, job.world_size), OPTIMIZER_STATE)
-        tracker.hold(zero.bucket_bytes(num_parameters), WORKSPACE)
+        tracker.hold(zero.state_bytes(asked, num_trained, job.world_size), OPTIMIZER_STATE)
+        tracker.hold(zero.bucket_bytes(num_trained), WORKSPACE)
         kept = 0
         if job.sharding == "zero3" and job.accumulates:  # FSDP2, which shards here, keeps them in the weights' type
-            kept = -(-num_parameters // job.world_size) * next(network.parameters()).element_size()
-        tracker.hold(zero.gradient_bytes(num_parameters, job.world_size) - kept, GRADIENTS)
+            kept = -(-num_trained // job.world_size) * next(network.parameters()).element_size()
+        tracker.hold(zero.gradient_bytes(num_trained, job.world_size) - kept, GRADIENTS)
         if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)

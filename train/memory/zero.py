@@ -21,18 +21,18 @@ def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "dtype": dtype, "mixed_precision": "no", "optimizer": "sgd", "sgd_momentum": 0.0}
 
 
-def state_bytes(values: dict[str, Any], num_parameters: int, world_size: int) -> int:
-    """This rank's optimizer state: fp32 weights, also where the model's own are fp32, and fp32 moments."""
-    return 4 * (1 + MOMENTS[values["optimizer"]]) * -(-num_parameters // world_size)
+def state_bytes(values: dict[str, Any], num_trained: int, world_size: int) -> int:
+    """This rank's optimizer state: fp32 copies of trained weights, also of those in fp32, and fp32 moments."""
+    return 4 * (1 + MOMENTS[values["optimizer"]]) * -(-num_trained // world_size)
 
 
-def gradient_bytes(num_parameters: int, world_size: int) -> int:
+def gradient_bytes(num_trained: int, world_size: int) -> int:
     """This rank's part of the gradients, in fp32."""
-    return 4 * -(-num_parameters // world_size)
+    return 4 * -(-num_trained // world_size)
 
 
-def bucket_bytes(num_parameters: int) -> int:
+def bucket_bytes(num_trained: int) -> int:
     """The buffer of gradients that are summed over the ranks at once, in fp32; held all the time, to be safe."""
     from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
 
-    return 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_parameters)
+    return 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_trained)
