@@ -1,8 +1,7 @@
-"""The numbers of masks, lengths, labels and positions next to fake tensors, so that questions about them are answered.
+"""Numbers next to fake tensors, so that what a model asks of its batch is answered: what is padding, where a text ends.
 
-A model asks its batch: is anything padding, where does each text end, how many marks does a row have? An operator on
-numbers that are known is computed on the CPU as well, and its result is kept with the storage of the fake one, where
-views find it. Activations, and whatever depends on them, stay unknown.
+An operator on numbers that are known is computed on the CPU as well, and its result is kept with the storage of the
+fake one, where views find it. Activations, and whatever depends on them, stay unknown.
 """
 
 from __future__ import annotations
@@ -19,13 +18,62 @@ from train.extras.meter.tracker import storage_of
 
 aten = torch.ops.aten
 _DECIDED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-MOST_ELEMENTS, MOST_OF_NEW_FLOATS = 2**22, 2**10
-"""Of a tensor whose numbers are kept: more than any batch has, fewer than a mask of long sequences × themselves. Of one
-that is made of nothing, and may become a weight, fewer."""
+MOST_ELEMENTS = 2**22
+"""Of a tensor whose numbers are kept: more than any batch has, fewer than a mask of long sequences × themselves."""
 
 
-def numbers_of(tensor: Tensor) -> Tensor | None:
-    """The numbers of ``tensor`` on the CPU; None where they are unknown."""
+def follow(func: Any, args: Any, kwargs: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
+    """What ``call`` gives for an operator on fake tensors, with its numbers where they are known.
+
+    Operators whose result only data decides, such as ``nonzero``, give what they would give for these numbers.
+    """
+    if func is aten.index.Tensor:  # by a mask: by the places where it is true
+        args = (args[0], [place for index in args[1] for place in _places(index, call)])
+    given = _tensors_in((args, kwargs))
+    if not _DECIDED_BY_DATA.isdisjoint(func.tags) and (numbers := _computed(func, args, kwargs)) is not None:
+        return tree_map(lambda value: _faked(value, given[0].device) if isinstance(value, Tensor) else value, numbers)
+    result = call(func, args, kwargs)
+    made = _tensors_in(result)
+    # what is made of nothing may become a weight
+    most = MOST_ELEMENTS if given or not any(tensor.is_floating_point() for tensor in made) else 1
+    numbers = _computed(func, args, kwargs) if made and all(tensor.numel() <= most for tensor in made) else None
+    if numbers is not None:
+        for tensor, value in zip(made, tree_leaves(numbers), strict=True):
+            _keep(tensor, value)
+    elif func._schema.is_mutable:
+        written = [args[place] for place, a in enumerate(func._schema.arguments[: len(args)]) if a.is_write]
+        for tensor in _tensors_in([written, kwargs.get("out")]):
+            vars(storage_of(tensor)).pop("_numbers", None)
+    return result
+
+
+def _places(index: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
+    if index is None or index.dtype != torch.bool or _numbers_of(index) is None:
+        return [index]
+    return follow(aten.nonzero.default, (index,), {}, call).unbind(1)
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives for the numbers of its arguments; None where some are unknown."""
+    numbers = {id(tensor): _numbers_of(tensor) for tensor in _tensors_in((args, kwargs))}
+    if any(found is None for found in numbers.values()):
+        return None
+
+    def on_cpu(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) else numbers.get(id(value), value)
+
+    try:
+        with unset_fake_temporarily():
+            return func(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
+    except (RuntimeError, IndexError):  # a CPU has no such operator
+        return None
+
+
+def _numbers_of(tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, FakeTensor):
         return None if tensor.is_meta else tensor
     storage = storage_of(tensor)
@@ -37,69 +85,13 @@ def numbers_of(tensor: Tensor) -> Tensor | None:
         return numbers.set_(kept, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def follow(func: Any, args: Any, kwargs: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
-    """What ``call`` gives for an operator on fake tensors, with its numbers where they are known.
-
-    Operators whose result only data decides, such as ``nonzero``, give what they would give for these numbers.
-    """
-    if func is aten.index.Tensor:  # by a mask: as many rows as it is true for
-        args = (args[0], [place for index in args[1] for place in _places(index, call)])
-    if not _DECIDED_BY_DATA.isdisjoint(func.tags):
-        numbers, device = _computed(func, args, kwargs), next(filter(_is_tensor, tree_leaves((args, kwargs)))).device
-        if numbers is not None:
-            return tree_map(lambda value: _faked(value, device) if _is_tensor(value) else value, numbers)
-    result, arguments = call(func, args, kwargs), func._schema.arguments
-    given = list(filter(_is_tensor, tree_leaves(result)))
-    if func._schema.is_mutable:
-        if _computed(func, args, kwargs) is None:
-            named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-            for tensor in filter(_is_tensor, tree_leaves([named.get(a.name) for a in arguments if a.is_write])):
-                vars(storage_of(tensor)).pop("_numbers", None)
-    elif given and all(_may_keep(tensor, not any(map(_is_tensor, tree_leaves(args)))) for tensor in given):
-        for tensor, numbers in zip(given, tree_leaves(_computed(func, args, kwargs)), strict=False):
-            _keep(tensor, numbers)
-    return result
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _may_keep(tensor: Tensor, is_new: bool) -> bool:
-    most = MOST_OF_NEW_FLOATS if is_new and tensor.is_floating_point() else MOST_ELEMENTS
-    return isinstance(tensor, FakeTensor) and tensor.numel() <= most
-
-
-def _places(index: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
-    """A mask that is known as the numbers of what it is true for, one index a dimension."""
-    if index is None or index.dtype != torch.bool or numbers_of(index) is None:
-        return [index]
-    return follow(aten.nonzero.default, (index,), {}, call).unbind(1)
-
-
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives for the numbers of its arguments; None where some are unknown."""
-    with unset_fake_temporarily():
-        numbers = {id(tensor): numbers_of(tensor) for tensor in filter(_is_tensor, tree_leaves((args, kwargs)))}
-        if any(found is None for found in numbers.values()):
-            return None
-
-        def on_cpu(value: Any) -> Any:
-            return torch.device("cpu") if isinstance(value, torch.device) else numbers.get(id(value), value)
-
-        try:
-            return func(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
-        except (RuntimeError, IndexError):  # a CPU has no such operator
-            return None
-
-
 def _faked(numbers: Tensor, device: torch.device) -> Tensor:
     fake = torch.empty_strided(numbers.size(), numbers.stride(), dtype=numbers.dtype, device=device)
     _keep(fake, numbers)
     return fake
 
 
-def _keep(tensor: Tensor, numbers: Any) -> None:
-    storage, is_alike = storage_of(tensor), _is_tensor(numbers) and numbers.stride() == tensor.stride()
-    if is_alike and not hasattr(storage, "_numbers") and numbers.storage_offset() == tensor.storage_offset():
+def _keep(tensor: Tensor, numbers: Tensor) -> None:
+    is_alike = (numbers.stride(), numbers.storage_offset()) == (tensor.stride(), tensor.storage_offset())
+    if is_alike and not hasattr(storage := storage_of(tensor), "_numbers"):
         storage._numbers = numbers.untyped_storage()
