@@ -9,11 +9,12 @@ import pytest
 
 from train.config import Config, from_values, parse, to_values
 from train.figures import gib
-from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, ladder_on
+from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, ladder_on, recomputations
 from train.memory.predict import Job, Target
 from train.records import UserError
 
 MIB = 2**20
+CHECKPOINTING = "gradient_checkpointing"
 SAVED_MIB = {"none": 0, "selective": 8, "full": 9}
 """What each checkpointed layer needs less."""
 
@@ -33,7 +34,7 @@ def chosen(room_mib: int, device_type: str = "cuda", offload: bool = False) -> t
         tried.append(changes)
         return needs_of(changes)
 
-    changes, line = choose(needs, room_mib * MIB, device_type, offload)
+    changes, line = choose(CHECKPOINTING, recomputations(device_type, offload), needs, room_mib * MIB)
     from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **changes})
     return tuple(changes.values()), line, len(tried)
 
@@ -58,7 +59,7 @@ def test_the_least_that_fits_is_chosen(room: int, expected: tuple[Any, ...]) -> 
     assert tried <= 5
     needed = needs_of(dict(zip(choice_flags(), expected, strict=True)))
     assert f"predicted to take {gib(needed)} of {gib(room * MIB)} that may be taken" in line
-    assert ("; without it 0.23 GiB" in line) is (expected[0] != "none")
+    assert ("; none would take 0.23 GiB" in line) is (expected[0] != "none")
 
 
 def choice_flags() -> tuple[str, ...]:
@@ -97,15 +98,16 @@ def test_a_model_that_cannot_recompute_keeps_all_or_says_why() -> None:
             raise UserError("gradient_checkpointing does not work with this model")
         return 100
 
-    assert choose(refuses, 100, "cpu", False)[0]["gradient_checkpointing"] == "none"
+    ways = recomputations("cpu", False)
+    assert choose(CHECKPOINTING, ways, refuses, 100)[0]["gradient_checkpointing"] == "none"
     with pytest.raises(UserError, match="auto: none is predicted to need"):
-        choose(refuses, 99, "cpu", False)
+        choose(CHECKPOINTING, ways, refuses, 99)
 
     def dies(changes: dict[str, Any]) -> int:
         raise UserError("cannot be predicted")
 
     with pytest.raises(UserError, match="cannot be predicted"):
-        choose(dies, 99, "cpu", False)
+        choose(CHECKPOINTING, ways, dies, 99)
 
 
 def step(device_type: str = "cuda", **changes: Any) -> Job:

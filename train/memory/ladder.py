@@ -105,45 +105,48 @@ def largest_fitting(
     return candidates[low] if low >= 0 else None
 
 
-def choose(
-    needs: Callable[[dict[str, Any]], int], room_bytes: int, device_type: str, offload: bool
-) -> tuple[dict[str, Any], str]:
-    """``gradient_checkpointing: auto``: the least recomputation whose step fits, by flag, and a line for a person.
-
-    Args:
-        needs: bytes that a step with these flags is predicted to need.
-        offload: whether the inputs of checkpointed layers go to host memory in any case.
-
-    Raises:
-        UserError: nothing fits, or no setting can be predicted.
-    """
-    ways = [way for way in ladder_on(device_type)[::-1] if not way.tiled_mlp]  # what needs least first
+def recomputations(device_type: str, offload: bool) -> list[tuple[str, dict[str, Any]]]:
+    """The ways of ``gradient_checkpointing: auto``; with ``offload`` inputs go to host memory in any case."""
+    ways = [way for way in ladder_on(device_type)[::-1] if not way.tiled_mlp]
     if offload:
         ways = list(dict.fromkeys(replace(w, offloads_inputs=w.gradient_checkpointing != "none") for w in ways))
-    flags = [{name: value for name, value in way.flags.items() if name != "tiled_mlp"} for way in ways]
+    return [(str(way), {name: value for name, value in way.flags.items() if name != "tiled_mlp"}) for way in ways]
+
+
+def choose(
+    name: str, ways: Sequence[tuple[str, dict[str, Any]]], needs: Callable[[dict[str, Any]], int], room_bytes: int
+) -> tuple[dict[str, Any], str]:
+    """The flags that the flag ``name: auto`` means, and a line for a person.
+
+    Args:
+        ways: what each is called, and its flags; each needs more than the one before, and the last that fits is taken.
+        needs: bytes that a step with these flags is predicted to need.
+
+    Raises:
+        UserError: nothing fits, or nothing can be predicted.
+    """
     needed: dict[int, int] = {}
     problems: list[UserError] = []
 
     def needs_of(rung: int) -> int | None:
         try:
-            needed[rung] = needs(flags[rung])
+            needed[rung] = needs(ways[rung][1])
         except UserError as error:
             problems.append(error)
         return needed.get(rung)
 
     last = len(ways) - 1
-    best = largest_fitting(range(len(ways)), needs_of, room_bytes, first=last)
+    best = largest_fitting(
+        range(len(ways)), needs_of, room_bytes, first=last if name == "gradient_checkpointing" else 0
+    )
     if best is None:
         if not needed:
             raise problems[0]
-        rung = min(needed)
-        raise UserError(
-            f"gradient_checkpointing: auto: {ways[rung]} is predicted to need {gib(needed[rung])}, and "
-            f"{gib(room_bytes)} may be taken. python -m train.memory plan finds settings that fit."
-        )
-    without = f"; without it {gib(needed[last])}" if last in needed and best != last else ""
+        least = f"{ways[min(needed)][0]} is predicted to need {gib(needed[min(needed)])}, and {gib(room_bytes)} may be"
+        raise UserError(f"{name}: auto: {least} taken. python -m train.memory plan finds settings that fit.")
+    more = f"; {ways[last][0]} would take {gib(needed[last])}" if last in needed and best != last else ""
     room = f"{gib(needed[best])} of {gib(room_bytes)} that may be taken"
-    return flags[best], f"gradient_checkpointing: {ways[best]}, predicted to take {room}{without}"
+    return ways[best][1], f"{name}: {ways[best][0]}, predicted to take {room}{more}"
 
 
 @dataclass(frozen=True)
