@@ -72,7 +72,7 @@ def test_the_line_names_the_choice() -> None:
 
 
 def test_each_way_needs_less_than_the_one_before() -> None:
-    sizes = [needs_of(way.flags) for way in LADDER if not way.tiled_mlp]
+    sizes = [needs_of(vars(way)) for way in LADDER if not way.tiled_mlp]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
     assert LADDER[-1] == replace(LADDER[-2], tiled_mlp=True)
 
@@ -80,7 +80,7 @@ def test_each_way_needs_less_than_the_one_before() -> None:
 def test_a_cpu_has_the_ladder_without_offload() -> None:
     assert ladder_on("cuda") == LADDER
     ways = ladder_on("cpu")
-    assert [way for way in ways if way in LADDER] == [way for way in LADDER if not way.offloads_inputs]
+    assert [way for way in ways if way in LADDER] == [way for way in LADDER if not way.gradient_checkpointing_offload]
     assert ways[-1] == Recompute("full", tiled_mlp=True) and len(set(ways)) == len(ways)
 
 

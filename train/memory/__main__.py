@@ -125,7 +125,7 @@ def run_plan(arguments: list[str]) -> None:
             said["global_batch_size"] = question.global_batch_size
         if "gradient_checkpointing" in request.open:
             said["gradient_checkpointing"] = setting.gradient_checkpointing
-            said["gradient_checkpointing_offload"] = setting.offloads_inputs
+            said["gradient_checkpointing_offload"] = setting.gradient_checkpointing_offload
         command = advice.command(question, setting, request.words, said)
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
     _emit(request, text, advice.plan_values(question, plan, command))

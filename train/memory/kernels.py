@@ -222,10 +222,13 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
         query = args[1]
         batch, heads, length, head_size = query.shape
-        delta = batch * heads * _up(length, 32) * 4
+        delta = batch * heads * rounded_up(length, 32) * 4
         if query.dtype == torch.float32:
             return [delta]
-        return [delta, batch * heads * _up(length, 64) * _up(head_size, 64) * 4 * (1 if head_size <= 128 else 3)]
+        return [
+            delta,
+            batch * heads * rounded_up(length, 64) * rounded_up(head_size, 64) * 4 * (1 if head_size <= 128 else 3),
+        ]
     if name == "bitsandbytes::gemm_4bit":  # the weight and its scales as they were before they were quantised
         weights = args[2][0] * args[2][1]
         return [weights * args[0].element_size(), 4 * -(-weights // args[4])]
@@ -245,14 +248,14 @@ def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[
             with 128 tokens to spare.
     """
     heads, key_heads, head_size = query.shape[1], key.shape[1], query.shape[-1]
-    rows = len(query) + 128 * num_documents if num_documents else len(query) * _up(query.shape[2], 128)
-    buffers = [rows * heads * 4, rows * heads * _up(head_size, 32 if head_size <= 128 else 64) * 4]
+    rows = len(query) + 128 * num_documents if num_documents else len(query) * rounded_up(query.shape[2], 128)
+    buffers = [rows * heads * 4, rows * heads * rounded_up(head_size, 32 if head_size <= 128 else 64) * 4]
     if key_heads != heads:
         buffers += [key.numel() // key_heads * heads * query.element_size()] * 2
     return buffers
 
 
-def _up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

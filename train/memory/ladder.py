@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from train.figures import gib
@@ -17,39 +17,29 @@ from train.records import UserError
 if TYPE_CHECKING:
     from train.memory.predict import Job
 
-FLAGS = {
-    "every_n_layers": "gradient_checkpointing_every_n_layers",
-    "offloads_inputs": "gradient_checkpointing_offload",
-}
-"""Flags of the fields of :class:`Recompute` that are named otherwise."""
-
 
 @dataclass(frozen=True)
 class Recompute:
-    """How layers keep or recompute their activations."""
+    """How layers keep or recompute their activations: by the flags that say so."""
 
     gradient_checkpointing: str
-    every_n_layers: int = 1
-    offloads_inputs: bool = False
+    gradient_checkpointing_every_n_layers: int = 1
+    gradient_checkpointing_offload: bool = False
     """Inputs of checkpointed layers wait in host memory."""
     tiled_mlp: bool = False
 
     def __str__(self) -> str:
-        every = f" every {self.every_n_layers} layers" if self.every_n_layers > 1 else ""
-        return f"{self.gradient_checkpointing}{every}{' with offload' if self.offloads_inputs else ''}"
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The fields by the flags that set them."""
-        return {FLAGS.get(name, name): value for name, value in asdict(self).items()}
+        number = self.gradient_checkpointing_every_n_layers
+        every = f" every {number} layers" if number > 1 else ""
+        return f"{self.gradient_checkpointing}{every}{' with offload' if self.gradient_checkpointing_offload else ''}"
 
 
 LADDER = (
     Recompute("none"),
     *(Recompute("selective", every) for every in (8, 4, 3, 2, 1)),
     Recompute("full"),
-    Recompute("full", offloads_inputs=True),
-    Recompute("full", offloads_inputs=True, tiled_mlp=True),
+    Recompute("full", gradient_checkpointing_offload=True),
+    Recompute("full", gradient_checkpointing_offload=True, tiled_mlp=True),
 )
 """Each needs less memory, and more time, than the one before it.
 
@@ -60,7 +50,7 @@ def ladder_on(device_type: str) -> tuple[Recompute, ...]:
     """:data:`LADDER` on a device. A CPU has no other memory to offload to."""
     if device_type != "cpu":
         return LADDER
-    return tuple(dict.fromkeys(replace(way, offloads_inputs=False) for way in LADDER))
+    return tuple(dict.fromkeys(replace(way, gradient_checkpointing_offload=False) for way in LADDER))
 
 
 def largest_fitting(
@@ -109,8 +99,10 @@ def recomputations(device_type: str, offload: bool) -> list[tuple[str, dict[str,
     """The ways of ``gradient_checkpointing: auto``; with ``offload`` inputs go to host memory in any case."""
     ways = [way for way in ladder_on(device_type)[::-1] if not way.tiled_mlp]
     if offload:
-        ways = list(dict.fromkeys(replace(w, offloads_inputs=w.gradient_checkpointing != "none") for w in ways))
-    return [(str(way), {name: value for name, value in way.flags.items() if name != "tiled_mlp"}) for way in ways]
+        ways = list(
+            dict.fromkeys(replace(w, gradient_checkpointing_offload=w.gradient_checkpointing != "none") for w in ways)
+        )
+    return [(str(way), {name: value for name, value in vars(way).items() if name != "tiled_mlp"}) for way in ways]
 
 
 def choose(

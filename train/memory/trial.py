@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Config, from_values
-from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE, tag_gradients, tag_held
+from train.extras.meter.tracker import GRADIENTS, WORKSPACE, tag_gradients, tag_held
 from train.launch import uses_expandable_segments
 from train.memory import fake_cuda, ranks, zero
 from train.memory.allocator import ROUNDING_BYTES, replay
@@ -150,12 +150,11 @@ def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module, asked: dic
     """Counts what ZeRO's engine, DDP's reducer and cuBLAS hold, none of which fake tensors go through."""
     trained, num_trained = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[0]
     if job.sharding in zero.STAGE:
-        tracker.hold(zero.state_bytes(asked, num_trained, job.world_size), OPTIMIZER_STATE)
-        tracker.hold(zero.bucket_bytes(num_trained), WORKSPACE)
-        kept = 0
+        held = zero.held_bytes(asked, num_trained, job.world_size)
         if job.sharding == "zero3" and job.accumulates:  # FSDP2, which shards here, keeps them in the weights' type
-            kept = -(-num_trained // job.world_size) * next(network.parameters()).element_size()
-        tracker.hold(zero.gradient_bytes(num_trained, job.world_size) - kept, GRADIENTS)
+            held[GRADIENTS] -= -(-num_trained // job.world_size) * next(network.parameters()).element_size()
+        for kind, num_bytes in held.items():
+            tracker.hold(num_bytes, kind)
         if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)

@@ -38,7 +38,7 @@ def follow(func: Any, args: Any, kwargs: Any, call: Callable[[Any, Any, Any], An
     most = MOST_ELEMENTS if given or not any(tensor.is_floating_point() for tensor in made) else 1
     numbers = _computed(func, args, kwargs) if made and all(tensor.numel() <= most for tensor in made) else None
     if numbers is not None:
-        for tensor, value in zip(made, tree_leaves(numbers), strict=True):
+        for tensor, value in zip(made, _tensors_in(numbers), strict=True):
             _keep(tensor, value)
     elif func._schema.is_mutable:
         written = [args[place] for place, a in enumerate(func._schema.arguments[: len(args)]) if a.is_write]
@@ -60,7 +60,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator gives for the numbers of its arguments; None where some are unknown."""
     numbers = {id(tensor): _numbers_of(tensor) for tensor in _tensors_in((args, kwargs))}
-    if any(found is None for found in numbers.values()):
+    if func.namespace != "aten" or any(found is None for found in numbers.values()):
         return None
 
     def on_cpu(value: Any) -> Any:

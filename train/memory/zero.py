@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE
+
 STAGE = {"zero2": 2, "zero3": 3}
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}
@@ -21,18 +23,14 @@ def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "dtype": dtype, "mixed_precision": "no", "optimizer": "sgd", "sgd_momentum": 0.0}
 
 
-def state_bytes(values: dict[str, Any], num_trained: int, world_size: int) -> int:
-    """This rank's optimizer state: fp32 copies of trained weights, also of those in fp32, and fp32 moments."""
-    return 4 * (1 + MOMENTS[values["optimizer"]]) * -(-num_trained // world_size)
+def held_bytes(values: dict[str, Any], num_trained: int, world_size: int) -> dict[str, int]:
+    """This rank's part of what the engine holds, by kind, all in fp32.
 
-
-def gradient_bytes(num_trained: int, world_size: int) -> int:
-    """This rank's part of the gradients, in fp32."""
-    return 4 * -(-num_trained // world_size)
-
-
-def bucket_bytes(num_trained: int) -> int:
-    """The buffer of gradients that are summed over the ranks at once, in fp32; held all the time, to be safe."""
+    Copies of trained weights, also of those in fp32, with the optimizer's moments; gradients; and the buffer of those
+    that are summed over the ranks at once, held all the time, to be safe.
+    """
     from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
 
-    return 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_trained)
+    share = 4 * -(-num_trained // world_size)
+    bucket = 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_trained)
+    return {OPTIMIZER_STATE: (1 + MOMENTS[values["optimizer"]]) * share, GRADIENTS: share, WORKSPACE: bucket}
