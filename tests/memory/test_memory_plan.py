@@ -26,6 +26,7 @@ from train.memory.question import (
     Setting,
     job_of,
     position_limit,
+    replace_length,
     target_of,
     vocabulary_size,
 )
@@ -334,7 +335,18 @@ def test_longest_length(total_gib: float) -> None:
 def test_longest_length_ends_at_the_models_positions() -> None:
     asked = question(80, model_config={**LLAMA, "max_position_embeddings": 5000}, max_length=2048)
     assert longest_length(asked, Predictions([Synthetic()]))[0] == 4096
-    assert longest_length(question(1), Predictions([Synthetic()]))[0] == 0
+    assert longest_length(question(0.1), Predictions([Synthetic()]))[0] == 0
+
+
+def test_where_nothing_else_fits_the_longest_is_that_with_offloaded_weights() -> None:
+    asked = question(24)
+    length, setting = longest_length(asked, Predictions([Synthetic(fixed=100 * GIB)]))  # of these 5 on the card
+    assert setting.sharding == OFFLOAD
+    assert length == int((24 * GIB * (1 - MARGIN) - 5 * GIB) / 21e3) // 1024 * 1024
+    plan = make_plan(replace_length(asked, length), Predictions([Synthetic(fixed=100 * GIB)]), is_open=True)
+    assert plan.best is not None and plan.best.setting.sharding == OFFLOAD
+    sharded = replace(asked, sharding="ddp", world_size=2)
+    assert longest_length(sharded, Predictions([Synthetic(fixed=100 * GIB)]))[0] == 0
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 0.5])

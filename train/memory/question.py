@@ -229,9 +229,13 @@ class Question:
         return Setting(**{field.name: values[field.name] for field in fields(Setting)})
 
     @property
-    def last_resort(self) -> tuple[Recompute, ...]:
-        """Ways to recompute that are tried where nothing else fits."""
-        return tuple(way for way in ladder_on(self.device.name) if way.gradient_checkpointing_offload or way.tiled_mlp)
+    def last_resorts(self) -> list[tuple[tuple[Recompute, ...], str]]:
+        """Ways to recompute, and the sharding with them, that are tried where nothing else fits, least saving first."""
+        ways = tuple(w for w in ladder_on(self.device.name) if w.gradient_checkpointing_offload or w.tiled_mlp)
+        found = [(ways, self.shardings[-1])]
+        if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
+            found += [(CHECKPOINTING, OFFLOAD), (ways, OFFLOAD)]
+        return found
 
     @property
     def automatic_loss(self) -> str:

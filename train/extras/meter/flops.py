@@ -110,11 +110,11 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
 def _layers(config: Any) -> dict[tuple[int | None, int | None], float]:
     # ModernBERT's sliding_window is half of its window, local_attention the whole.
     window = getattr(config, "local_attention", None) or getattr(config, "sliding_window", None)
-    widths = {"full_attention": (None, None), "sliding_attention": (window, None)}
-    widths["chunked_attention"] = None, getattr(config, "attention_chunk_size", None)
+    known = {"full_attention": (None, None), "sliding_attention": (window, None)}
+    known["chunked_attention"] = None, getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    found = [widths[kind] for kind in kinds if kind in widths] or [(None, None)]
-    return {width: found.count(width) / len(found) for width in found}
+    found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
+    return {layer: found.count(layer) / len(found) for layer in found}
 
 
 class _FlopCounter(TorchDispatchMode):
