@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE
-
 STAGE = {"zero2": 2, "zero3": 3}
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}
@@ -29,7 +27,9 @@ def held_bytes(values: dict[str, Any], num_trained: int, world_size: int) -> dic
     Copies of trained weights, also of those in fp32, with the optimizer's moments; gradients; and the buffer of those
     that are summed over the ranks at once, held all the time, to be safe.
     """
-    from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
+    # here: --help does not wait for torch, and the second may be deleted
+    from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE
+    from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS
 
     share = 4 * -(-num_trained // world_size)
     bucket = 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_trained)
