@@ -227,13 +227,13 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
             nargs = "?" if hint is bool else "*" if typing.get_origin(hint) is tuple else None
             text = f"{entry.metadata['help']} [{_type_problem(..., hint)}; default: {entry.default}]".replace("%", "%%")
             place.add_argument(f"--{name}", metavar="…", nargs=nargs, const="True" if nargs == "?" else None, help=text)
-    found, unknown = parser.parse_known_args([_argument(word) for word in arguments])
+    found, unknown = parser.parse_known_args([argument(word) for word in arguments])
     if unknown:
         raise _unknown(unknown[0].partition("=")[0].removeprefix("--"), "--")
     return vars(found)
 
 
-def _argument(word: str) -> str:
+def argument(word: str) -> str:
     """Of --load-best, --load_best and --no-load-best makes --load_best and --load_best=False; leaves values alone."""
     if not word.startswith("--"):
         return re.sub(r"^-(?=[\d.])", " -", word)  # argparse takes -1e-4 for a flag, unless there is a space before

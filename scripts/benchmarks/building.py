@@ -229,12 +229,13 @@ class Training:
             length: of a sequence.
         """
         from train.extras.meter.cards import peak_flops_per_second
-        from train.extras.meter.flops import mfu, model_flops_per_token
+        from train.extras.meter.flops import count_flops, mfu
         from train.launch import arithmetic_in_use, device_name
 
         accelerator = self.run.accelerator
         peak = peak_flops_per_second(device_name(accelerator.device), arithmetic_in_use(accelerator))
-        per_second, flops = tokens / seconds_per_step, model_flops_per_token(self.network, length)
+        per_second, counted = tokens / seconds_per_step, count_flops(self.network, length)
+        flops = counted and counted.of(length) / length
         return {
             "tokens_per_second": per_second,
             "flops_per_second": flops and flops * per_second,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from train.extras.meter.flops import model_flops_per_token
+from train.extras.meter.flops import count_flops
 
 BUCKET_BYTES = 25 * 2**20
 """Of gradients, that DDP sends in one call."""
@@ -54,12 +54,13 @@ class Shape:
 def shape_of(network: nn.Module) -> Shape:
     """The shape of a transformers decoder on any device, before it is sharded."""
     config: Any = network.config
+    counted = count_flops(network, 192)
     classes = set(getattr(network, "_no_split_modules", None) or ())
     layers = [module for module in network.modules() if type(module).__name__ in classes]
     return Shape(
         num_parameters=sum(p.numel() for p in network.parameters()),
         layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()),
-        multiplied_parameters=round((model_flops_per_token(network, 0) or 0) / 6),
+        multiplied_parameters=round(counted.linear / 6) if counted else 0,
         num_layers=len(layers),
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,

@@ -469,3 +469,29 @@ def test_torchs_own_error_on_a_cpu_is_recognised() -> None:
     found = parse_oom(str(raised.value))
     assert found is not None
     assert (found.backend, found.requested_bytes) == ("host", 2**53)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: DataLoader worker (pid 1234) is killed by signal: Killed.",
+        "RuntimeError: DataLoader worker (pid(s) 12, 34) is killed by signal: Bus error. It is possible that "
+        "dataloader's workers are out of shared memory.",
+        "worker process exited with exit code 137",
+        "  exitcode  : -9 (pid: 4711)",
+    ],
+)
+def test_a_process_that_was_killed_is_a_lack_of_main_memory(message: str) -> None:
+    text = explain(message)
+    assert "Main memory (RAM) was full" in text
+    assert text.index("--dataloader_num_workers 0") < text.index("--loss chunked")
+
+
+def test_another_card_is_not_the_one_that_is_full() -> None:
+    others = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.69 GiB of which 1.00 GiB is "
+        "free. Process 77 has 20.00 GiB memory in use. Including non-PyTorch memory, this process has 2.00 GiB memory "
+        "in use. Of the allocated memory 1.50 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but "
+        "unallocated."
+    )
+    assert "CUDA_VISIBLE_DEVICES=1" not in explain(others) and "another card than this one" in explain(others)

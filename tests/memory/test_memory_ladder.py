@@ -9,11 +9,12 @@ import pytest
 
 from train.config import Config, from_values, parse, to_values
 from train.figures import gib
-from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, ladder_on
+from train.memory.ladder import LADDER, REMEDIES, Recompute, cheaper, choose, ladder_on, recomputations
 from train.memory.predict import Job, Target
 from train.records import UserError
 
 MIB = 2**20
+CHECKPOINTING = "gradient_checkpointing"
 SAVED_MIB = {"none": 0, "selective": 8, "full": 9}
 """What each checkpointed layer needs less."""
 
@@ -33,7 +34,7 @@ def chosen(room_mib: int, device_type: str = "cuda", offload: bool = False) -> t
         tried.append(changes)
         return needs_of(changes)
 
-    changes, line = choose(needs, room_mib * MIB, device_type, offload)
+    changes, line = choose(CHECKPOINTING, recomputations(device_type, offload), needs, room_mib * MIB)
     from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **changes})
     return tuple(changes.values()), line, len(tried)
 
@@ -58,7 +59,7 @@ def test_the_least_that_fits_is_chosen(room: int, expected: tuple[Any, ...]) -> 
     assert tried <= 5
     needed = needs_of(dict(zip(choice_flags(), expected, strict=True)))
     assert f"predicted to take {gib(needed)} of {gib(room * MIB)} that may be taken" in line
-    assert ("; without it 0.23 GiB" in line) is (expected[0] != "none")
+    assert ("; none would take 0.23 GiB" in line) is (expected[0] != "none")
 
 
 def choice_flags() -> tuple[str, ...]:
@@ -71,7 +72,7 @@ def test_the_line_names_the_choice() -> None:
 
 
 def test_each_way_needs_less_than_the_one_before() -> None:
-    sizes = [needs_of(way.flags) for way in LADDER if not way.tiled_mlp]
+    sizes = [needs_of(vars(way)) for way in LADDER if not way.tiled_mlp]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
     assert LADDER[-1] == replace(LADDER[-2], tiled_mlp=True)
 
@@ -79,7 +80,7 @@ def test_each_way_needs_less_than_the_one_before() -> None:
 def test_a_cpu_has_the_ladder_without_offload() -> None:
     assert ladder_on("cuda") == LADDER
     ways = ladder_on("cpu")
-    assert [way for way in ways if way in LADDER] == [way for way in LADDER if not way.offloads_inputs]
+    assert [way for way in ways if way in LADDER] == [way for way in LADDER if not way.gradient_checkpointing_offload]
     assert ways[-1] == Recompute("full", tiled_mlp=True) and len(set(ways)) == len(ways)
 
 
@@ -97,15 +98,16 @@ def test_a_model_that_cannot_recompute_keeps_all_or_says_why() -> None:
             raise UserError("gradient_checkpointing does not work with this model")
         return 100
 
-    assert choose(refuses, 100, "cpu", False)[0]["gradient_checkpointing"] == "none"
+    ways = recomputations("cpu", False)
+    assert choose(CHECKPOINTING, ways, refuses, 100)[0]["gradient_checkpointing"] == "none"
     with pytest.raises(UserError, match="auto: none is predicted to need"):
-        choose(refuses, 99, "cpu", False)
+        choose(CHECKPOINTING, ways, refuses, 99)
 
     def dies(changes: dict[str, Any]) -> int:
         raise UserError("cannot be predicted")
 
     with pytest.raises(UserError, match="cannot be predicted"):
-        choose(dies, 99, "cpu", False)
+        choose(CHECKPOINTING, ways, dies, 99)
 
 
 def step(device_type: str = "cuda", **changes: Any) -> Job:

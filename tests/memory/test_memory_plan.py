@@ -26,6 +26,7 @@ from train.memory.question import (
     Setting,
     job_of,
     position_limit,
+    replace_length,
     target_of,
     vocabulary_size,
 )
@@ -242,13 +243,13 @@ def test_offloads_only_where_nothing_else_fits() -> None:
 
 def test_inputs_of_layers_go_to_the_host_only_where_nothing_else_fits() -> None:
     roomy = make_plan(question(24), Predictions([Synthetic(offloadable=15e3)]))
-    assert roomy.best is not None and not roomy.best.setting.offloads_inputs
+    assert roomy.best is not None and not roomy.best.setting.gradient_checkpointing_offload
     predictor = Synthetic(offloadable=15e3, tileable=3e3)
     asked = question(6, max_length=262144)  # 21 kB a token: 5.5 GB beside the fixed part; 6 kB: 1.6
     plan = make_plan(asked, Predictions([predictor]))
     best = plan.best
     assert best is not None and best.setting == bf16_setting(
-        1, "full", "chunked", every_n_layers=1, offloads_inputs=True
+        1, "full", "chunked", gradient_checkpointing_every_n_layers=1, gradient_checkpointing_offload=True
     )
     assert plan.smallest.setting == replace(best.setting, tiled_mlp=True)
     assert best.host_bytes == 15_000 * 262144
@@ -260,10 +261,10 @@ def test_inputs_of_layers_go_to_the_host_only_where_nothing_else_fits() -> None:
     assert "tiled" not in typed and "single_gpu.yaml" in typed
     on_cpu = replace(asked, device=Device("cpu", 6 * GIB))
     smallest = make_plan(on_cpu, Predictions([Synthetic(offloadable=15e3, tileable=3e3)])).smallest.setting
-    assert smallest.tiled_mlp and not smallest.offloads_inputs
+    assert smallest.tiled_mlp and not smallest.gradient_checkpointing_offload
     only_then = make_plan(question(6, max_length=262144), Predictions([Synthetic(offloadable=15e3, fixed=9 * GIB)]))
     assert only_then.best is not None and only_then.best.setting.sharding == OFFLOAD
-    assert only_then.best.setting.offloads_inputs is False
+    assert only_then.best.setting.gradient_checkpointing_offload is False
 
 
 def test_copies_that_outlast_the_computation_are_waited_for() -> None:
@@ -281,7 +282,9 @@ def test_every_second_layer_is_taken_where_it_fits_and_all_would_be_slower() -> 
     asked = question(6, max_length=16384, global_batch_size=1)  # none: 3.3 GB beside the fixed part, every second: 2.3
     predictor = Synthetic(fixed=3 * GIB, launch_seconds=0)
     plan = make_plan(asked, Predictions([predictor]))
-    assert plan.best is not None and plan.best.setting == bf16_setting(1, "selective", "chunked", every_n_layers=2)
+    assert plan.best is not None and plan.best.setting == bf16_setting(
+        1, "selective", "chunked", gradient_checkpointing_every_n_layers=2
+    )
     typed = command(asked, plan.best.setting, [])
     assert "--gradient_checkpointing selective --gradient_checkpointing_every_n_layers 2" in typed
 
@@ -332,7 +335,18 @@ def test_longest_length(total_gib: float) -> None:
 def test_longest_length_ends_at_the_models_positions() -> None:
     asked = question(80, model_config={**LLAMA, "max_position_embeddings": 5000}, max_length=2048)
     assert longest_length(asked, Predictions([Synthetic()]))[0] == 4096
-    assert longest_length(question(1), Predictions([Synthetic()]))[0] == 0
+    assert longest_length(question(0.1), Predictions([Synthetic()]))[0] == 0
+
+
+def test_where_nothing_else_fits_the_longest_is_that_with_offloaded_weights() -> None:
+    asked = question(24)
+    length, setting = longest_length(asked, Predictions([Synthetic(fixed=100 * GIB)]))  # of these 5 on the card
+    assert setting.sharding == OFFLOAD
+    assert length == int((24 * GIB * (1 - MARGIN) - 5 * GIB) / 21e3) // 1024 * 1024
+    plan = make_plan(replace_length(asked, length), Predictions([Synthetic(fixed=100 * GIB)]), is_open=True)
+    assert plan.best is not None and plan.best.setting.sharding == OFFLOAD
+    sharded = replace(asked, sharding="ddp", world_size=2)
+    assert longest_length(sharded, Predictions([Synthetic(fixed=100 * GIB)]))[0] == 0
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 0.5])

@@ -36,6 +36,8 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "nu
 BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 128, "attention_probs_dropout_prob": 0.0}  # fmt: skip
 OWN_KEYS = {"num_key_value_heads": 4}
+LONGFORMER = {**BERT, "model_type": "longformer", "attention_window": 32, "max_position_embeddings": 520}
+T5 = {"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128, "d_kv": 32}
 CPU = Target("cpu")
 H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
@@ -142,6 +144,14 @@ CASES: dict[str, Job] = {
     "a sliding window": job({**LLAMA, "model_type": "mistral"}, sliding_window=32, length=1024),
     "positions scaled": job({**LLAMA, "max_position_embeddings": 32}, rope_scaling="yarn"),
     "classified": job(BERT, task="sequence_classification", num_labels=3),
+    # These read numbers out of their batch: whether anything is padding, where, and where each text ends.
+    "classified by a decoder, padded": job(
+        LLAMA, task="sequence_classification", num_labels=3, padded=True, length=512
+    ),
+    "classified by parts, padded": job(
+        LONGFORMER, task="sequence_classification", num_labels=3, padded=True, length=512
+    ),
+    "classified at the end of the text": job(T5, task="sequence_classification", num_labels=3, padded=True),
 }
 
 
@@ -241,6 +251,9 @@ def test_what_a_card_would_do_depends_on_the_card(predictor: Predictor) -> None:
     assert kernels(replace(H100, prefers_cudnn=True), mixed_precision="fp16") == ("cudnn",)
     with pytest.raises(UserError, match="bf16"):
         kernels(turing, mixed_precision="bf16")
+    classifier: dict[str, Any] = {"task": "sequence_classification", "num_labels": 3, "mixed_precision": "bf16"}
+    assert kernels(H100, **classifier) == ("flash",)
+    assert kernels(H100, **classifier, padded=True) == ("efficient",)  # flash takes no mask
 
 
 @pytest.mark.parametrize(("capability", "precision"), [((7, 5), "fp16"), ((8, 0), "no")])
@@ -324,6 +337,16 @@ def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: P
     two, three = (kinds[PARAMETERS] for kinds in stages)
     assert two == pytest.approx(2 * weights, rel=0.05)
     assert three < two / 5
+
+
+def test_zero_keeps_state_of_what_is_trained_alone(predictor: Predictor) -> None:
+    pytest.importorskip("peft")
+    one = replace(job(target=H100, mixed_precision="bf16", adapter="lora"), world_size=8)
+    for sharding in ("zero2", "zero3"):
+        found = predictor.predict(replace(one, sharding=sharding))
+        assert found.num_trained_parameters < found.num_parameters / 5
+        state, gradients = (found.bytes_by_kind[kind] for kind in (OPTIMIZER_STATE, GRADIENTS))
+        assert (state, gradients) == pytest.approx((12 * found.num_trained_parameters / 8, state / 3), rel=0.2)
 
 
 def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predictor: Predictor) -> None:

@@ -157,7 +157,7 @@ def test_auto_takes_what_is_predicted_to_fit(recipe: Path, run_main: Run, tmp_pa
     flags = ("--micro_batch_size", "auto", "--global_batch_size", 7)
     done = run_main("--config", recipe, *flags, "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    assert "micro_batch_size: 7, predicted to take" in done.stdout  # the whole global batch, on any machine
+    assert "micro_batch_size: 7 × 64 tokens, predicted to take" in done.stdout  # the whole global batch, on any machine
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["micro_batch_size"] == 7
     assert summary_of(tmp_path / "run")["micro_batch_size"] == 7
 

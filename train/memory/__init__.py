@@ -47,9 +47,7 @@ class Room(Extra):
         from train.memory.session import MemorySession
 
         self._session = MemorySession(run, data)
-        if "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing")):
-            return self._session.settle()
-        return run.config
+        return self._session.settle()
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         from train.batching import arithmetic_of

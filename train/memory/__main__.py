@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from train.config import Config, parse
+from train.config import Config, argument, parse
 from train.launch import use_expandable_segments
 from train.memory import advice
 from train.memory.devices import find_device, this_device
@@ -79,33 +79,6 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted({positive(part.strip()) for part in text.split(",")}))
 
 
-def with_underscores(words: list[str]) -> list[str]:
-    """Flags written the way the configuration writes them: --max_length for --max-length."""
-    return [re.sub(r"^--[^=]+", lambda name: f"--{name[0][2:].replace('-', '_')}", word) for word in words]
-
-
-class Request(argparse.Namespace):
-    """A command line of ``plan`` or ``predict``, understood."""
-
-    question: Question
-    words: tuple[str, ...]
-    """The training flags among it."""
-    open: frozenset[str]
-    """Which of max_length, micro_batch_size and gradient_checkpointing are auto."""
-    device: str | None
-    world_size: int
-    sharding: str | None
-    vocab_size: int | None
-    num_labels: int | None
-    padded: Literal["yes", "no"] | None
-    json_path: str | None
-    """``-``: standard output."""
-    grid: bool
-    lengths: tuple[int, ...] | None
-    micro_batch_sizes: tuple[int, ...] | None
-    picture: Path | None
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Answers the command line and returns the exit status (see ``train.records``)."""
     use_expandable_segments()  # as a run does
@@ -152,13 +125,13 @@ def run_plan(arguments: list[str]) -> None:
             said["global_batch_size"] = question.global_batch_size
         if "gradient_checkpointing" in request.open:
             said["gradient_checkpointing"] = setting.gradient_checkpointing
-            said["gradient_checkpointing_offload"] = setting.offloads_inputs
+            said["gradient_checkpointing_offload"] = setting.gradient_checkpointing_offload
         command = advice.command(question, setting, request.words, said)
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
     _emit(request, text, advice.plan_values(question, plan, command))
 
 
-def show_grid(request: Request) -> None:
+def show_grid(request: Namespace) -> None:
     """``plan --grid``: memory over sequence length and micro-batch size."""
     from train.memory.grid import draw, grid_text, grid_values, make_grid
 
@@ -189,15 +162,15 @@ def run_explain(arguments: list[str]) -> None:
     print(explain(sys.stdin.read() if arguments in ([], ["-"]) else " ".join(arguments)))
 
 
-def read_request(command: str, arguments: list[str]) -> Request:
+def read_request(command: str, arguments: list[str]) -> Namespace:
     """Splits the flags of this command from those of the training command line and checks both.
 
     Raises:
         UsageError: flags that do not work; the message says what would.
         UserError: the size of the vocabulary is unknown.
     """
-    request, left_open = Request(), set[str]()
-    _, words = _own_flags(command).parse_known_args(with_underscores(arguments), request)
+    left_open = set[str]()
+    request, words = _own_flags(command).parse_known_args([argument(word) for word in arguments])
     if "--max_length=auto" in words or ("--max_length", "auto") in itertools.pairwise(words):
         left_open, words = {"max_length"}, advice.without_flags(words, {"max_length"})
     if left_open and request.grid:
@@ -251,7 +224,7 @@ def _own_flags(command: str) -> Parser:
     return parser
 
 
-def _question(config: Config, request: Request) -> Question:
+def _question(config: Config, request: Namespace) -> Question:
     from train.tasks import load_task
 
     device = find_device(request.device) if request.device else this_device()
@@ -290,7 +263,7 @@ def _predictions(question: Question, processes: int = 1) -> Iterator[Predictions
         yield Predictions(predictors, announce if on_terminal else None)
 
 
-def _emit(request: Request, text: str, values: dict[str, Any]) -> None:
+def _emit(request: Namespace, text: str, values: dict[str, Any]) -> None:
     written = json.dumps(values, indent=2)
     if request.json_path not in (None, "-"):
         try:

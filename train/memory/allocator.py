@@ -16,6 +16,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from train.memory.kernels import rounded_up
+
 _MIB = 2**20
 ROUNDING_BYTES = 512
 """Every size is rounded up to a multiple of this; no block is smaller."""
@@ -117,7 +119,7 @@ class CachingAllocator:
         """Allocates ``size_bytes`` for ``key``, which has none yet, from free blocks or from the device."""
         if size_bytes == 0:
             return
-        size = _rounded(size_bytes, ROUNDING_BYTES)
+        size = rounded_up(size_bytes, ROUNDING_BYTES)
         small = size <= SMALL_REQUEST_BYTES
         pool = self._pools[small]
         block = pool.take(size) or self._reserve(pool, size)
@@ -141,7 +143,7 @@ class CachingAllocator:
         taken, last = _segment_bytes(size), pool.stop.prev
         tail = None if last is None or last.allocated else last
         if self.expandable_segments:
-            taken = _rounded(size - (tail.size if tail else 0), pool.page_bytes)
+            taken = rounded_up(size - (tail.size if tail else 0), pool.page_bytes)
         block = _Block(pool.end, taken)
         pool.end += taken
         self.reserved_bytes += taken
@@ -171,14 +173,10 @@ def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) 
     return allocator
 
 
-def _rounded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def _segment_bytes(size: int) -> int:
     """The segment taken from the device for a request of ``size`` that no free block serves."""
     if size <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
-    return _rounded(size, OWN_SEGMENT_ROUNDING_BYTES)
+    return rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)

@@ -61,7 +61,7 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "limit": (("raise or remove the limit", "same result; the card has more"), *_ALL),
     "refused": (_LIST, ("run it again", "if it fails at the same place, no other process is to blame"), *_FEW),
-    "others": (_LIST, ("CUDA_VISIBLE_DEVICES=1", "another card, if there is one"), *_FEW),
+    "others": (_LIST, ("CUDA_VISIBLE_DEVICES=N", "another card than this one, if there is one"), *_FEW),
     "fragmentation": (
         ("PYTORCH_ALLOC_CONF=expandable_segments:True", "before the command; lets gaps join; same result"),
         *_ALL,

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from train.extras.meter.tracker import StorageTracker
 from train.memory.kernels import Costs, module_of, patched, temporary_bytes
+from train.memory.values import follow
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
 chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")
@@ -29,14 +30,13 @@ class FakeTracker(StorageTracker):
     """Tracks storages, answers questions that only data could answer, and adds the buffers inside kernels.
 
     Args:
-        padded: whether batches have padding, which decides ``all()`` of an attention mask.
         costs: counts operations and bytes moved; None: nothing does.
     """
 
-    def __init__(self, *args: Any, padded: bool = False, costs: Costs | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, costs: Costs | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.fake_mode = active_fake_mode()
-        self.padded, self.costs = padded, costs
+        self.costs = costs
         self.repeats = 1
         """How often a real step would do what is done now."""
         self.paused = False
@@ -50,15 +50,17 @@ class FakeTracker(StorageTracker):
             return NotImplemented  # comes back as operators on the local parts
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
-        if self.paused or func is torch.ops.prim.device.default or active_fake_mode() is not self.fake_mode:
+        if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake_mode:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._scalar(func, args[0])
         result = _added_in_place(func, args, kwargs) if func is aten.add.Tensor else None
         if result is None:
             result = self.call(func, args, kwargs)
-        if func.overloadpacket in (aten.any, aten.all):
-            result._is_rare = func.overloadpacket is aten.any or self.padded
+        if func.overloadpacket is aten.any:
+            result._is_rare = True
+        if self.paused:
+            return result
         if kwargs.get("pin_memory") and self.phase == "forward":
             self.pinned_bytes += result.nbytes
         self.see_all(result)
@@ -75,13 +77,17 @@ class FakeTracker(StorageTracker):
             self.trace += [(-number, -size) for number, size in enumerate(sizes, 1)]
         return sum(sizes)
 
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` gives, with its numbers where they are known."""
+        return follow(func, args, kwargs, super().call)
+
     def _scalar(self, func: Any, tensor: Tensor) -> Any:
-        """The number in a tensor of one element. Ordinary data is assumed, because a fake tensor holds no values."""
+        """The number in a tensor of one element; where it is unknown, that of ordinary data."""
         try:
-            return func(tensor)
+            return self.call(func, (tensor,), {})
         except RuntimeError:
             if tensor.dtype is torch.bool:
-                return not getattr(tensor, "_is_rare", False)  # all(): yes, unless something is padding; any(): no
+                return not getattr(tensor, "_is_rare", False)  # all(): yes; any(): no
             return 1.0 if tensor.is_floating_point() else 1
 
 

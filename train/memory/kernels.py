@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from train.extras.meter.flops import attended
 from train.launch import cpu_has_fast_bf16
 
 
@@ -94,10 +95,7 @@ def _attention_flops(name: str, given: dict[str, Any]) -> float:
     size, value_size = given["query"].shape[-1], given["value"].shape[-1]
     left, right = given.get("window_size") or (-1, -1)
     seen = given["max_k"] if "max_k" in given else given["value"].shape[-2]
-    if given.get("is_causal") or right == 0:
-        seen /= 2  # half of the square is not computed
-    if left >= 0:
-        seen = min(seen, left + right + 1)
+    seen = attended(seen, left + right + 1 if left >= 0 else None, given.get("is_causal") or right == 0)
     sizes = 3 * size + 2 * value_size if "backward" in name else size + value_size
     return 2.0 * (given["query"].numel() // size) * seen * sizes
 
@@ -229,10 +227,13 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
         query = args[1]
         batch, heads, length, head_size = query.shape
-        delta = batch * heads * _up(length, 32) * 4
+        delta = batch * heads * rounded_up(length, 32) * 4
         if query.dtype == torch.float32:
             return [delta]
-        return [delta, batch * heads * _up(length, 64) * _up(head_size, 64) * 4 * (1 if head_size <= 128 else 3)]
+        return [
+            delta,
+            batch * heads * rounded_up(length, 64) * rounded_up(head_size, 64) * 4 * (1 if head_size <= 128 else 3),
+        ]
     if name == "bitsandbytes::gemm_4bit":  # the weight and its scales as they were before they were quantised
         weights = args[2][0] * args[2][1]
         return [weights * args[0].element_size(), 4 * -(-weights // args[4])]
@@ -252,14 +253,14 @@ def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[
             with 128 tokens to spare.
     """
     heads, key_heads, head_size = query.shape[1], key.shape[1], query.shape[-1]
-    rows = len(query) + 128 * num_documents if num_documents else len(query) * _up(query.shape[2], 128)
-    buffers = [rows * heads * 4, rows * heads * _up(head_size, 32 if head_size <= 128 else 64) * 4]
+    rows = len(query) + 128 * num_documents if num_documents else len(query) * rounded_up(query.shape[2], 128)
+    buffers = [rows * heads * 4, rows * heads * rounded_up(head_size, 32 if head_size <= 128 else 64) * 4]
     if key_heads != heads:
         buffers += [key.numel() // key_heads * heads * query.element_size()] * 2
     return buffers
 
 
-def _up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from train.figures import gib
@@ -17,39 +17,29 @@ from train.records import UserError
 if TYPE_CHECKING:
     from train.memory.predict import Job
 
-FLAGS = {
-    "every_n_layers": "gradient_checkpointing_every_n_layers",
-    "offloads_inputs": "gradient_checkpointing_offload",
-}
-"""Flags of the fields of :class:`Recompute` that are named otherwise."""
-
 
 @dataclass(frozen=True)
 class Recompute:
-    """How layers keep or recompute their activations."""
+    """How layers keep or recompute their activations: by the flags that say so."""
 
     gradient_checkpointing: str
-    every_n_layers: int = 1
-    offloads_inputs: bool = False
+    gradient_checkpointing_every_n_layers: int = 1
+    gradient_checkpointing_offload: bool = False
     """Inputs of checkpointed layers wait in host memory."""
     tiled_mlp: bool = False
 
     def __str__(self) -> str:
-        every = f" every {self.every_n_layers} layers" if self.every_n_layers > 1 else ""
-        return f"{self.gradient_checkpointing}{every}{' with offload' if self.offloads_inputs else ''}"
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The fields by the flags that set them."""
-        return {FLAGS.get(name, name): value for name, value in asdict(self).items()}
+        number = self.gradient_checkpointing_every_n_layers
+        every = f" every {number} layers" if number > 1 else ""
+        return f"{self.gradient_checkpointing}{every}{' with offload' if self.gradient_checkpointing_offload else ''}"
 
 
 LADDER = (
     Recompute("none"),
     *(Recompute("selective", every) for every in (8, 4, 3, 2, 1)),
     Recompute("full"),
-    Recompute("full", offloads_inputs=True),
-    Recompute("full", offloads_inputs=True, tiled_mlp=True),
+    Recompute("full", gradient_checkpointing_offload=True),
+    Recompute("full", gradient_checkpointing_offload=True, tiled_mlp=True),
 )
 """Each needs less memory, and more time, than the one before it.
 
@@ -60,7 +50,7 @@ def ladder_on(device_type: str) -> tuple[Recompute, ...]:
     """:data:`LADDER` on a device. A CPU has no other memory to offload to."""
     if device_type != "cpu":
         return LADDER
-    return tuple(dict.fromkeys(replace(way, offloads_inputs=False) for way in LADDER))
+    return tuple(dict.fromkeys(replace(way, gradient_checkpointing_offload=False) for way in LADDER))
 
 
 def largest_fitting(
@@ -105,45 +95,50 @@ def largest_fitting(
     return candidates[low] if low >= 0 else None
 
 
+def recomputations(device_type: str, offload: bool) -> list[tuple[str, dict[str, Any]]]:
+    """The ways of ``gradient_checkpointing: auto``; with ``offload`` inputs go to host memory in any case."""
+    ways = [way for way in ladder_on(device_type)[::-1] if not way.tiled_mlp]
+    if offload:
+        ways = list(
+            dict.fromkeys(replace(w, gradient_checkpointing_offload=w.gradient_checkpointing != "none") for w in ways)
+        )
+    return [(str(way), {name: value for name, value in vars(way).items() if name != "tiled_mlp"}) for way in ways]
+
+
 def choose(
-    needs: Callable[[dict[str, Any]], int], room_bytes: int, device_type: str, offload: bool
+    name: str, ways: Sequence[tuple[str, dict[str, Any]]], needs: Callable[[dict[str, Any]], int], room_bytes: int
 ) -> tuple[dict[str, Any], str]:
-    """``gradient_checkpointing: auto``: the least recomputation whose step fits, by flag, and a line for a person.
+    """The flags that the flag ``name: auto`` means, and a line for a person.
 
     Args:
+        ways: what each is called, and its flags; each needs more than the one before, and the last that fits is taken.
         needs: bytes that a step with these flags is predicted to need.
-        offload: whether the inputs of checkpointed layers go to host memory in any case.
 
     Raises:
-        UserError: nothing fits, or no setting can be predicted.
+        UserError: nothing fits, or nothing can be predicted.
     """
-    ways = [way for way in ladder_on(device_type)[::-1] if not way.tiled_mlp]  # what needs least first
-    if offload:
-        ways = list(dict.fromkeys(replace(w, offloads_inputs=w.gradient_checkpointing != "none") for w in ways))
-    flags = [{name: value for name, value in way.flags.items() if name != "tiled_mlp"} for way in ways]
     needed: dict[int, int] = {}
     problems: list[UserError] = []
 
     def needs_of(rung: int) -> int | None:
         try:
-            needed[rung] = needs(flags[rung])
+            needed[rung] = needs(ways[rung][1])
         except UserError as error:
             problems.append(error)
         return needed.get(rung)
 
     last = len(ways) - 1
-    best = largest_fitting(range(len(ways)), needs_of, room_bytes, first=last)
+    best = largest_fitting(
+        range(len(ways)), needs_of, room_bytes, first=last if name == "gradient_checkpointing" else 0
+    )
     if best is None:
         if not needed:
             raise problems[0]
-        rung = min(needed)
-        raise UserError(
-            f"gradient_checkpointing: auto: {ways[rung]} is predicted to need {gib(needed[rung])}, and "
-            f"{gib(room_bytes)} may be taken. python -m train.memory plan finds settings that fit."
-        )
-    without = f"; without it {gib(needed[last])}" if last in needed and best != last else ""
+        least = f"{ways[min(needed)][0]} is predicted to need {gib(needed[min(needed)])}, and {gib(room_bytes)} may be"
+        raise UserError(f"{name}: auto: {least} taken. python -m train.memory plan finds settings that fit.")
+    more = f"; {ways[last][0]} would take {gib(needed[last])}" if last in needed and best != last else ""
     room = f"{gib(needed[best])} of {gib(room_bytes)} that may be taken"
-    return flags[best], f"gradient_checkpointing: {ways[best]}, predicted to take {room}{without}"
+    return ways[best][1], f"{name}: {ways[best][0]}, predicted to take {room}{more}"
 
 
 @dataclass(frozen=True)

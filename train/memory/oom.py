@@ -87,6 +87,9 @@ _CUDA_STARTS = (
     r"CUDAoutofmemory(?:\.|$)",
 )
 _HOST = r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
+_HOST += (
+    r"|DataLoaderworker\(pid\S{3,40}bysignal:(?:Killed|Bus)|(?i:exit(?:edwith(?:exit)?)?(?:code|status):?(?:137|-9))"
+)
 _ANY = (  # not the bare words: advice about memory is not a message about it
     rf"{_HOST}|(?:[:\])]|(?i:error|failure)\d*)(?i:outofmemory)|(?:^|[A-Z.]|backend)(?i:outofmemory)(?![a-z])"
     "|(?i:out_of_(?:device_)?memory|alloc_failed|notenoughmemory)"

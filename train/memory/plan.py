@@ -246,10 +246,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     ways, shardings = CHECKPOINTING, question.shardings
     smallest = search.smallest(ways, shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None
-    last_resorts = [(question.last_resort, shardings[-1])]
-    if question.sharding is None and not question.on_cpu and not question.needs_whole_weights:
-        last_resorts += [(CHECKPOINTING, OFFLOAD), (question.last_resort, OFFLOAD)]
-    for more, sharding in last_resorts if best is None else ():
+    for more, sharding in question.last_resorts if best is None else ():
         if smallest.fits:
             break
         ways, shardings = more, (sharding,)
@@ -269,9 +266,13 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
     """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
-    search, sharding = Search(start, predictions), start.shardings[-1]
-    smallest = search.smallest(question.last_resort, sharding, search.smallest(CHECKPOINTING, sharding))
-    return _longest_of(question, smallest.setting, predictions, limit + 1), smallest.setting
+    search, length = Search(start, predictions), 0
+    smallest = search.smallest(CHECKPOINTING, start.shardings[-1])
+    for ways, sharding in start.last_resorts[::2]:  # the ways that need least, and if none fits, with weights offloaded
+        if not length:
+            smallest = search.smallest(ways, sharding, smallest)
+            length = _longest_of(question, smallest.setting, predictions, limit + 1)
+    return length, smallest.setting
 
 
 def _longest_of(question: Question, setting: Setting, predictions: Predictions, end: int) -> int:

@@ -203,10 +203,12 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     """A micro-batch of the job's shape on the CPU."""
     import torch
 
-    from train.records import MicroBatch
+    from train.records import IGNORE, MicroBatch
 
     shape, high = (size, job.length), job.vocab_size
     inputs: dict[str, Any] = {name: torch.randint(3, high, shape) for name in job.input_names}
+    if (end := job.special_tokens[1]) is not None:  # of every text one, as some classifiers want
+        inputs["input_ids"].masked_fill_(inputs["input_ids"] == end, 3 + (end == 3))[:, -1] = end
     if job.padded:
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         inputs["attention_mask"][:, -1] = 0
@@ -219,6 +221,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         inputs |= {"position_ids": documents.position_ids(), "documents": documents}
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
     num_targets = job.num_targets or labels.numel()
+    labels.view(-1)[num_targets:] = IGNORE
     return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)
 
 

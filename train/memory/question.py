@@ -10,7 +10,7 @@ from train.config import Config, to_values
 from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
-from train.memory.ladder import FLAGS, LADDER, Recompute, ladder_on
+from train.memory.ladder import LADDER, Recompute, ladder_on
 from train.memory.predict import Job, Target
 from train.memory.zero import STAGE
 from train.records import UsageError, UserError
@@ -23,7 +23,9 @@ OFFLOAD = "fsdp2_offload"
 """Tried only where nothing else fits: its copies between host and device nearly always take longest."""
 STAND_IN = "a100-80"
 """Its rates and kernels rank settings for a card of which only the memory is known."""
-CHECKPOINTING = tuple(way for way in LADDER if way.every_n_layers <= 2 and not way.offloads_inputs)
+CHECKPOINTING = tuple(
+    way for way in LADDER if way.gradient_checkpointing_every_n_layers <= 2 and not way.gradient_checkpointing_offload
+)
 """The ways to recompute that are tried for any device."""
 PRECISIONS = ("no", "fp16", "bf16")
 
@@ -224,12 +226,16 @@ class Question:
         values["micro_batch_size"] = _micro_batch_size(self.config, self.world_size)
         values["loss"] = self.automatic_loss if values["loss"] == "auto" else values["loss"]
         values["sharding"] = self.shardings[0]
-        return Setting(**{field.name: values[FLAGS.get(field.name, field.name)] for field in fields(Setting)})
+        return Setting(**{field.name: values[field.name] for field in fields(Setting)})
 
     @property
-    def last_resort(self) -> tuple[Recompute, ...]:
-        """Ways to recompute that are tried where nothing else fits."""
-        return tuple(way for way in ladder_on(self.device.name) if way.offloads_inputs or way.tiled_mlp)
+    def last_resorts(self) -> list[tuple[tuple[Recompute, ...], str]]:
+        """Ways to recompute, and the sharding with them, that are tried where nothing else fits, least saving first."""
+        ways = tuple(w for w in ladder_on(self.device.name) if w.gradient_checkpointing_offload or w.tiled_mlp)
+        found = [(ways, self.shardings[-1])]
+        if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
+            found += [(CHECKPOINTING, OFFLOAD), (ways, OFFLOAD)]
+        return found
 
     @property
     def automatic_loss(self) -> str:
@@ -309,7 +315,7 @@ class Question:
 
     def changes(self, setting: Setting) -> dict[str, Any]:
         """What has to change in the configuration for ``setting``, by flag."""
-        values, wanted = to_values(self.config), setting.flags
+        values, wanted = to_values(self.config), {**vars(setting)}
         del wanted["sharding"]  # the launcher's
         if values["loss"] == "auto" and setting.loss == self.automatic_loss:
             wanted["loss"] = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from train.figures import gib
 from train.memory import Options
 from train.memory.devices import this_device
 from train.memory.explain import Change, Situation, post_mortem
-from train.memory.ladder import cheaper, choose, largest_fitting
+from train.memory.ladder import cheaper, choose, recomputations
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import job_of, target_of
 from train.records import BatchArithmetic, MicroBatch, Run, UserError
@@ -45,10 +46,10 @@ class MemorySession:
         self._predictor: Predictor | None = None
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
-        is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
+        self._is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
         # A rank's share of a layer or a sequence is not predicted.
         self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda")
-        if run.accelerator.is_main_process and self._is_predictable and (self._own.predict_memory or is_open):
+        if run.accelerator.is_main_process and self._is_predictable and (self._own.predict_memory or self._is_open):
             self._predictor = Predictor()
             self._predictor.start()
 
@@ -82,13 +83,34 @@ class MemorySession:
             UserError: nothing fits, or this model cannot be predicted.
         """
         run, config = self._run, self._run.config
+        if not self._is_open:
+            return config
+        is_open = config.optimization.micro_batch_size == "auto"
         pair = self._data.training_batches(run, BatchArithmetic(2, 1, 1)).longest()
         self._has_padding = "attention_mask" in pair.inputs
         if config.get("gradient_checkpointing") == "auto":
-            config = config.changed(**run.outputs.from_main(self._least_recomputation))
-        if config.optimization.micro_batch_size == "auto":
-            config = config.changed(micro_batch_size=run.outputs.from_main(lambda: self._largest_fitting(config)))
+            ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
+            tried = config.changed(micro_batch_size=1) if is_open else config
+            config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
+        if is_open:
+            share = (config.optimization.global_batch_size or 1) // run.launch.dp_size
+            sizes = [n for n in range(1, share + 1) if share % n == 0] or [1]
+            named = [(f"{n} × {config.data.max_length:,} tokens", {"micro_batch_size": n}) for n in sizes]
+            config = config.changed(**self._chosen("micro_batch_size", named, config))
         return config
+
+    def _chosen(self, name: str, ways: list[tuple[str, dict[str, Any]]], config: Config) -> dict[str, Any]:
+        """The flags for what is left to auto under ``name``, the same on every rank."""
+
+        def choose_here() -> dict[str, Any]:
+            # What is free of the device; of a CPU, this process's share of what is available.
+            free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
+            room = int(min(free, (self._own.memory_budget_gib or math.inf) * 2**30) * (1 - MARGIN))
+            chosen, line = choose(name, ways, lambda changes: self._needs(name, config.changed(**changes)), room)
+            self._run.outputs.say(line)
+            return chosen
+
+        return self._run.outputs.from_main(choose_here)
 
     def _needs(self, name: str, config: Config) -> int:
         """Bytes that a step of ``config`` is predicted to need; ``name`` is what is left to auto."""
@@ -97,44 +119,6 @@ class MemorySession:
         job = self._job(config)
         job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
         return self._predictor.predict(job).reserved_bytes
-
-    def _room_bytes(self) -> int:
-        """What may be taken of the device; of a CPU, this process's share of what is available."""
-        free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
-        budget = self._own.memory_budget_gib
-        return int((free if budget is None else min(free, budget * 2**30)) * (1 - MARGIN))
-
-    def _least_recomputation(self) -> dict[str, Any]:
-        name, config = "gradient_checkpointing", self._run.config
-        if config.optimization.micro_batch_size == "auto":
-            config = config.changed(micro_batch_size=1)
-        chosen, line = choose(
-            lambda changes: self._needs(name, config.changed(**changes)),
-            self._room_bytes(),
-            self._device.type,
-            config.get("gradient_checkpointing_offload"),
-        )
-        self._run.outputs.say(line)
-        return chosen
-
-    def _largest_fitting(self, config: Config) -> int:
-        name, share = "micro_batch_size", (config.optimization.global_batch_size or 1) // self._run.launch.dp_size
-        sizes = [size for size in range(1, share + 1) if share % size == 0] or [1]
-        room, needed = self._room_bytes(), {}
-
-        def needs(size: int) -> int:
-            needed[size] = self._needs(name, config.changed(micro_batch_size=size))
-            return needed[size]
-
-        best = largest_fitting(sizes, needs, room, first=sizes[0])
-        if best is None:
-            raise UserError(
-                f"{name}: auto: one example of {config.data.max_length:,} tokens is predicted to need "
-                f"{gib(needed[sizes[0]])}, and {gib(room)} may be taken. python -m train.memory plan finds settings "
-                "that fit."
-            )
-        self._run.outputs.say(f"{name}: {best}, predicted to take {gib(needed[best])} of {gib(room)} that may be taken")
-        return best
 
     def ask(self, batches: Batches, accumulates: bool) -> None:
         """Has the step with the longest micro-batch predicted while the model is built."""

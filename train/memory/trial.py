@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import Config, from_values
-from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE, tag_gradients, tag_held
+from train.extras.meter.tracker import GRADIENTS, WORKSPACE, tag_gradients, tag_held
 from train.launch import uses_expandable_segments
 from train.memory import fake_cuda, ranks, zero
 from train.memory.allocator import ROUNDING_BYTES, replay
@@ -46,9 +46,11 @@ def predict(job: Job) -> Prediction:
     run, costs = run_of(job, config), _costs_on(job.target)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
-        # Made before anything is counted: on the device only the step's own copies count.
-        batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
         tracker, attention = _enter_stand_ins(stack, job, costs)
+        # On the device only the step's own copies count.
+        tracker.paused = True
+        batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
+        tracker.paused = False
         tracker.ignore([*batch.inputs.values(), batch.labels, *evaluated.inputs.values(), evaluated.labels])
         model, optimizer, network = _built(job, run, tracker, asked)
         num_trained, num_parameters = parameter_counts(network)
@@ -115,7 +117,6 @@ def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[F
         granule_bytes=ROUNDING_BYTES if on_cuda else 1,
         num_classes=job.num_labels or job.vocab_size,
         keep_trace=on_cuda,
-        padded=job.padded,
         costs=costs,
     )
     stack.enter_context(tracker)
@@ -147,14 +148,13 @@ def _built(
 
 def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module, asked: dict[str, Any]) -> None:
     """Counts what ZeRO's engine, DDP's reducer and cuBLAS hold, none of which fake tensors go through."""
-    trained, num_parameters = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[1]
+    trained, num_trained = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[0]
     if job.sharding in zero.STAGE:
-        tracker.hold(zero.state_bytes(asked, num_parameters, job.world_size), OPTIMIZER_STATE)
-        tracker.hold(zero.bucket_bytes(num_parameters), WORKSPACE)
-        kept = 0
+        held = zero.held_bytes(asked, num_trained, job.world_size)
         if job.sharding == "zero3" and job.accumulates:  # FSDP2, which shards here, keeps them in the weights' type
-            kept = -(-num_parameters // job.world_size) * next(network.parameters()).element_size()
-        tracker.hold(zero.gradient_bytes(num_parameters, job.world_size) - kept, GRADIENTS)
+            held[GRADIENTS] -= -(-num_trained // job.world_size) * next(network.parameters()).element_size()
+        for kind, num_bytes in held.items():
+            tracker.hold(num_bytes, kind)
         if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)

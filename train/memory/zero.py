@@ -21,18 +21,16 @@ def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "dtype": dtype, "mixed_precision": "no", "optimizer": "sgd", "sgd_momentum": 0.0}
 
 
-def state_bytes(values: dict[str, Any], num_parameters: int, world_size: int) -> int:
-    """This rank's optimizer state: fp32 weights, also where the model's own are fp32, and fp32 moments."""
-    return 4 * (1 + MOMENTS[values["optimizer"]]) * -(-num_parameters // world_size)
+def held_bytes(values: dict[str, Any], num_trained: int, world_size: int) -> dict[str, int]:
+    """This rank's part of what the engine holds, by kind, all in fp32.
 
+    Copies of trained weights, also of those in fp32, with the optimizer's moments; gradients; and the buffer of those
+    that are summed over the ranks at once, held all the time, to be safe.
+    """
+    # here: --help does not wait for torch, and the second may be deleted
+    from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE
+    from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS
 
-def gradient_bytes(num_parameters: int, world_size: int) -> int:
-    """This rank's part of the gradients, in fp32."""
-    return 4 * -(-num_parameters // world_size)
-
-
-def bucket_bytes(num_parameters: int) -> int:
-    """The buffer of gradients that are summed over the ranks at once, in fp32; held all the time, to be safe."""
-    from train.extras.parallelism.deepspeed_engine import MAX_REDUCE_BUCKET_ELEMENTS  # here: it may be deleted
-
-    return 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_parameters)
+    share = 4 * -(-num_trained // world_size)
+    bucket = 4 * min(MAX_REDUCE_BUCKET_ELEMENTS, num_trained)
+    return {OPTIMIZER_STATE: (1 + MOMENTS[values["optimizer"]]) * share, GRADIENTS: share, WORKSPACE: bucket}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from train.extras.meter import Room
 from train.extras.meter.cards import peak_flops_per_second
-from train.extras.meter.flops import mfu, model_flops_per_token
+from train.extras.meter.flops import attended, count_flops, mfu
+from train.records import MicroBatch
+from train.tasks import load_task
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,11 @@ def test_peak_of_a_device(name: str, precision: str, peak: float | None):
     assert peak_flops_per_second(name, precision) == peak
 
 
+def model_flops_per_token(model: nn.Module, length: int, is_causal: bool = False) -> float | None:
+    counted = count_flops(model, length, is_causal)
+    return None if counted is None else counted.of(length) / length
+
+
 def _llama(**changes: Any) -> nn.Module:
     shape: dict[str, Any] = {
         "vocab_size": 100,
@@ -62,7 +71,7 @@ def _llama(**changes: Any) -> nn.Module:
 
 # Per layer 4·32² (q, k, v, o) + 3·32·48 (mlp); a table or head is 100·32. Norms multiply no matrix.
 _LLAMA_BODY = 3 * (4 * 32 * 32 + 3 * 32 * 48)
-_LLAMA_ATTENTION = 12 * 3 * 32 * 512
+_LLAMA_ATTENTION = 12 * 3 * 32 * 512 / 2  # half of the square: no token sees later ones
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -86,12 +95,8 @@ def test_counting_leaves_the_model_and_the_generators_alone():
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 200, 131072])
 def test_any_length_is_the_same_polynomial(length: int):
-    expected = 6 * (_LLAMA_BODY + 100 * 32) + 12 * 3 * 32 * length
+    expected = 6 * (_LLAMA_BODY + 100 * 32) + 12 * 3 * 32 * length / 2
     assert model_flops_per_token(_llama(max_position_embeddings=length), length) == expected
-
-
-def test_no_length_leaves_attention_out():
-    assert model_flops_per_token(_llama(), 0) == 6 * (_LLAMA_BODY + 100 * 32)
 
 
 def test_below_the_first_trained_weight_there_is_no_backward():
@@ -141,7 +146,7 @@ def test_model_reads_gpt2s_names_and_leaves_out_both_tables():
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, vocab_size=50)
     model = transformers.GPT2LMHeadModel(config)
     matrices = 2 * 12 * 16 * 16 + 50 * 16  # 4·H² of attention and 8·H² of the MLP in each layer, and the tied head
-    assert model_flops_per_token(model, 64) == 6 * matrices + 12 * 2 * 16 * 64
+    assert model_flops_per_token(model, 64) == 6 * matrices + 12 * 2 * 16 * 64 / 2
 
 
 def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
@@ -174,7 +179,7 @@ def test_sliding_windows_count_their_window():
 def test_a_model_that_asks_for_constants_of_its_own_is_counted():
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, vocab_size=50, pad_token_id=0)
     model = transformers.GPT2ForSequenceClassification(config)
-    assert model_flops_per_token(model, 64) == 6 * (2 * 12 * 16 * 16 + 2 * 16) + 12 * 2 * 16 * 64
+    assert model_flops_per_token(model, 64) == 6 * (2 * 12 * 16 * 16 + 2 * 16) + 12 * 2 * 16 * 64 / 2
 
 
 def test_model_without_config_counts_its_matrices():
@@ -188,7 +193,7 @@ def test_a_mixture_of_experts_counts_those_a_token_is_sent_to():
         **shape, num_key_value_heads=2, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
     )
     attention, router, experts = 3 * 32 * 32, 32 * 8, 2 * 3 * 32 * 48
-    expected = 6 * (2 * (attention + router + experts) + 100 * 32) + 12 * 2 * 32 * 512
+    expected = 6 * (2 * (attention + router + experts) + 100 * 32) + 12 * 2 * 32 * 512 / 2
     assert model_flops_per_token(transformers.MixtralForCausalLM(config), 512) == expected
 
 
@@ -281,3 +286,69 @@ def test_mfu():
     assert mfu(1000.0, 6e9, 24e12) == 0.25
     assert mfu(1000.0, None, 12e12) is None
     assert mfu(1000.0, 6e9, None) is None
+
+
+def test_positions_attend_to_those_before_them_in_their_window() -> None:
+    def pairs(length: int, window: int, is_causal: bool) -> float:
+        seen = [q - k for q in range(length) for k in range(length) if not is_causal or k <= q]
+        return sum(distance < window for distance in seen) / length
+
+    assert (attended(1000), attended(1000, is_causal=True)) == (1000, 500)
+    for window in (100, 600, 1000):
+        assert attended(1000, window, is_causal=True) == pytest.approx(pairs(1000, window, True), rel=0.01)
+    assert attended(64, 128) == 64
+
+
+def test_only_a_model_that_no_one_may_look_ahead_in_counts_half_the_square() -> None:
+    """By the task, which has tried it, or as all of its layers say."""
+    bert: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = transformers.BertModel(transformers.BertConfig(**bert, vocab_size=50))
+    whole, causal = (model_flops_per_token(model, 96, is_causal=causal) for causal in (False, True))
+    assert whole and causal and whole - causal == pytest.approx(12 * 2 * 32 * 96 / 2)
+
+
+def test_a_cost_that_is_not_a_polynomial_has_no_figure() -> None:
+    """Longformer fills short texts up to its window, and cuts long ones into pieces."""
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2}
+    config = transformers.LongformerConfig(**shape, vocab_size=50, attention_window=512, max_position_embeddings=2050)
+    assert count_flops(transformers.LongformerForMaskedLM(config), 2048) is None
+
+
+def _mfu_of(batch: MicroBatch, monkeypatch: pytest.MonkeyPatch) -> float:
+    """As a run logs it at 1,000 tokens/s on a device of 10^12 FLOP/s, by a rank that made one step of ``batch``."""
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="no")
+    run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator)
+    monkeypatch.setattr("train.extras.meter.cards.peak_flops_per_second", lambda *args: 1e12)
+    monkeypatch.setattr("train.launch.arithmetic_in_use", lambda accelerator: "no")
+    room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
+    room.change_model(run, _llama(), load_task("causal_lm"), 4096)
+    with room.stepping([batch]):
+        pass
+    room.measured(run, values)
+    room.measured(run, more := {"tokens_per_second": 1000.0})
+    assert more["mfu"] is None  # nothing was trained in between
+    return values["mfu"]
+
+
+@pytest.mark.parametrize(
+    ("more", "lengths"),
+    [
+        ({}, [2048.0, 2048.0]),
+        ({"attention_mask": torch.arange(4096) < torch.tensor([[4096], [1024]])}, [4096, 1024]),
+        ({"documents": SimpleNamespace(lengths=[[1024] * 4, [96, 4000]])}, [1024, 1024, 1024, 1024, 96, 4000]),
+    ],
+    ids=["rows", "padded", "packed"],
+)
+def test_utilization_counts_the_lengths_that_there_are(
+    more: dict[str, Any], lengths: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = MicroBatch({"input_ids": torch.zeros(2, 4096), **more}, torch.zeros(2, 4096), 4096, (0, 1), 4096)
+    token = 6 * (_LLAMA_BODY + 100 * 32)
+    work = sum(n * (token + 12 * 3 * 32 * n / 2) for n in lengths)
+    assert _mfu_of(batch, monkeypatch) == pytest.approx(1000 * work / sum(lengths) / 1e12, rel=1e-9)

@@ -110,10 +110,11 @@ def attend_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa``; repeats heads of key and value where torch would hold all scores to share them."""
-    shared, within = query.shape[1] // key.shape[1], cast("Any", module)
+    shared, within = query.shape[1] // key.shape[1], module
     if shared > 1 and not _kernels_share_heads(query):
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
-        within = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # not that it shares heads
+        # Not that it shares heads.
+        within = cast("nn.Module", SimpleNamespace(is_causal=getattr(module, "is_causal", True)))
     return sdpa_attention_forward(within, query, key, value, attention_mask, **options)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config import option
 from train.extras import Extra
+from train.records import exchange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,20 +33,23 @@ class Room(Extra):
     def __init__(self) -> None:
         self.meter: Any = None
         """:class:`train.extras.meter.memory.MemoryMeter`, once the model is there."""
-        self._flops_per_token: float | None = None
+        self._flops: Any = None
+        """:class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known."""
         self._peak_flops_per_second: float | None = None
+        self._work = [0.0, 0.0]
+        """FLOPs and tokens of this rank since the last line of the log."""
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         if not run.is_planned:
             from train.extras.meter.cards import peak_flops_per_second
-            from train.extras.meter.flops import model_flops_per_token
+            from train.extras.meter.flops import count_flops
             from train.launch import arithmetic_in_use, device_name
 
             device = run.accelerator.device
             peak = peak_flops_per_second(device_name(device), arithmetic_in_use(run.accelerator))
             self._peak_flops_per_second = peak and peak * run.accelerator.num_processes
             if peak:  # counted only where it is of use
-                self._flops_per_token = model_flops_per_token(network, max_length)
+                self._flops = count_flops(network, max_length, task.is_causal)
         return []
 
     def ready(self, run: Run, parts: Parts) -> None:
@@ -63,6 +67,11 @@ class Room(Extra):
             torch.cuda.memory._record_memory_history()
 
     def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        if self._flops is not None:
+            from train.extras.meter.flops import text_lengths
+
+            lengths = [length for batch in micro_batches for length in text_lengths(batch) if length]
+            self._work = [self._work[0] + sum(map(self._flops.of, lengths)), self._work[1] + sum(lengths)]
         return self.meter.measure("forward", micro_batches) if self.meter is not None else nullcontext()
 
     def evaluating(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
@@ -75,7 +84,11 @@ class Room(Extra):
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         from train.extras.meter.flops import mfu
 
-        values["mfu"] = mfu(values["tokens_per_second"], self._flops_per_token, self._peak_flops_per_second)
+        per_token = None
+        if self._flops is not None:  # of all ranks: the first has the longest texts
+            flops, tokens = map(sum, zip(*exchange(self._work, run.accelerator.num_processes), strict=True))
+            self._work, per_token = [0.0, 0.0], flops / tokens if tokens else None
+        values["mfu"] = mfu(values["tokens_per_second"], per_token, self._peak_flops_per_second)
         if self.meter is not None:
             values.update(self.meter.interval())
 

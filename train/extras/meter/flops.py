@@ -1,15 +1,17 @@
-"""How well a run uses its devices: floating-point operations (FLOPs) per token, and model FLOPs utilization (MFU).
+"""How well a run uses its devices: floating-point operations (FLOPs) of its texts, and model FLOPs utilization (MFU).
 
 As in appendix B of PaLM (arXiv 2204.02311) a multiply-add is two operations and recomputed activations do not count, so
-that a run does not look better for doing more work.
+that a run does not look better for doing more work. For the same reason only those pairs of positions count, other than
+in PaLM, that see each other: half of the square if attention is causal, within a window or a packed document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,13 @@ from torch.utils.flop_counter import flop_registry
 
 from train.extras.weightless import without_weights
 
+if TYPE_CHECKING:
+    from train.records import MicroBatch
+
 STRIDE = 64
 """A model is counted at one, two and three times so many tokens; linear attention works in chunks of so many."""
+FARTHEST = 32 * STRIDE
+"""What these three give is held to a count at so many tokens, or at the longest text."""
 
 MAX_OPERATORS = 40_000
 """In one forward and backward, some 4 seconds. 24 layers take 7,000; more are of a model that loops over positions."""
@@ -31,44 +38,83 @@ def mfu(tokens_per_second: float, flops_per_token: float | None, peak: float | N
     return None if flops_per_token is None or peak is None else tokens_per_second * flops_per_token / peak
 
 
-def model_flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
-    """FLOPs of forward and backward per token, counted operator by operator on the meta device.
+def attended(length: float, window: float | None = None, is_causal: bool = False) -> float:
+    """How many positions one of ``length`` attends to, on average: all or those in its window, not later ones."""
+    seen = min(window or length, length)
+    return seen - seen**2 / (2 * length) if is_causal else seen
 
-    Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for.
-    Each position attends to all others of its sequence, also where a causal mask hides half of them (as in PaLM), or to
-    its window. Of a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many
-    tokens as its encoder; tokens are those of the encoder.
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of forward and backward: a polynomial of second degree in the length of a text."""
+
+    constant: float
+    """Of a text, such as those of a classifier's head."""
+    linear: float
+    """Of a token."""
+    quadratic: float
+    """Of two positions, one of which attends to the other."""
+    layers: dict[tuple[int | None, int | None], float]
+    """Shares of the layers with attention by their window and chunk; None: the whole text."""
+    is_causal: bool
+
+    def of(self, length: float) -> float:
+        """FLOPs of one text of ``length`` tokens that see each other."""
+        seen = 0.0
+        for (window, chunk), share in self.layers.items():
+            seen += share * attended(min(length, chunk or length), window, self.is_causal)
+        return self.constant + length * (self.linear + self.quadratic * seen)
+
+
+def text_lengths(batch: MicroBatch) -> list[float]:
+    """Tokens of each text: of documents in packed rows, by the mask, or the mean of rows, which are similarly long."""
+    if (documents := batch.inputs.get("documents")) is not None:
+        return [length for row in documents.lengths for length in row]
+    if (mask := batch.inputs.get("attention_mask")) is not None:
+        return mask.sum(1).tolist()
+    rows = batch.shape[0]
+    return [batch.num_tokens / rows] * rows
+
+
+def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> ModelFlops | None:
+    """Counts a model operator by operator on the meta device: a second for 24 layers.
+
+    Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
+    a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
+    encoder; tokens are those of the encoder, and pairs count as in the encoder.
 
     Args:
         model: before it is compiled, wrapped or sharded; on any device. Not changed.
-        sequence_length: tokens that see each other, those of a document or of a packed row; 0 leaves attention out.
+        longest: tokens of the longest text.
+        is_causal: no token sees later ones; taken also of a model whose layers with attention all say so.
 
     Returns:
-        None for a model that cannot be run without data, or that loops over positions.
+        None for a model that cannot be run without data, or that loops over positions, or whose cost is not such a
+        polynomial.
     """
-    # A polynomial of second degree in the length, read off three short ones: a second for 24 layers.
-    unit = STRIDE if sequence_length == 0 else max(1, min(STRIDE, sequence_length // 3))  # no longer than positions go
-    counts = _count_flops(model, [unit, 2 * unit, 3 * unit])
+    unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
+    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, *([far] if far > 3 * unit else [])])
     if counts is None:
         return None
-    one, two, three = counts
+    one, two, three, *farther = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)
     linear = (two - one) / unit - 3 * unit * quadratic
-    constant = one - unit * linear - unit**2 * quadratic  # such as the head of a classifier
-    attended = _attended_length(getattr(model, "config", None), sequence_length)
-    return linear + quadratic * attended + constant / max(sequence_length, 1)
+    constant = one - unit * linear - unit**2 * quadratic
+    if any(abs(constant + linear * far + quadratic * far**2 - count) > 0.01 * count for count in farther):
+        return None
+    said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    layers = _layers(getattr(model, "config", None))
+    return ModelFlops(constant, linear, quadratic, layers, is_causal or said == {True})
 
 
-def _attended_length(config: Any, sequence_length: int) -> float:
-    """How many positions a token attends to, the mean of the layers with attention."""
+def _layers(config: Any) -> dict[tuple[int | None, int | None], float]:
     # ModernBERT's sliding_window is half of its window, local_attention the whole.
-    window = getattr(config, "local_attention", None) or getattr(config, "sliding_window", None) or sequence_length
-    chunk = getattr(config, "attention_chunk_size", None) or sequence_length
-    lengths = {"full_attention": sequence_length, "sliding_attention": min(window, sequence_length)}
-    lengths["chunked_attention"] = min(chunk, sequence_length)
+    window = getattr(config, "local_attention", None) or getattr(config, "sliding_window", None)
+    known = {"full_attention": (None, None), "sliding_attention": (window, None)}
+    known["chunked_attention"] = None, getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    found = [lengths[kind] for kind in kinds if kind in lengths] or [sequence_length]
-    return sum(found) / len(found)
+    found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
+    return {layer: found.count(layer) / len(found) for layer in found}
 
 
 class _FlopCounter(TorchDispatchMode):
