@@ -11,7 +11,7 @@ from support import ACCELERATE_LAUNCH, ROOT
 
 from train.config import Config, Optimization
 from train.launch import Launch, check_launch, read_launch, set_up_device
-from train.records import EXIT_ERROR, UsageError, UserError
+from train.records import EXIT_ERROR, UsageError
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -57,24 +57,6 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
     with pytest.raises(UsageError, match=r"cp_size 3"):
         read_launch(sizes(8, cp=3))
     assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).dp_size == 2
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "4 processes were started that do not know each other"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 processes were started"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
-    ],
-)
-def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        read_launch(environment)
-    assert read_launch({**environment, **MEET, "WORLD_SIZE": "2", "RANK": "0"}).world_size == 2
-    for missing in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
-        with pytest.raises(UserError, match=f"WORLD_SIZE is 2, .* but {missing} is not set"):
-            read_launch({name: value for name, value in given.items() if name != missing})
 
 
 def test_a_launcher_that_starts_one_of_two_is_noticed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from test_step import TinyModel, batch, rows
 from train import loop
 from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras
+from train.extras.endurance import Room as Endurance
 from train.loop import Goal, Parts, fit
 from train.loss import ModelWithLoss
 from train.outputs import Outputs
@@ -96,7 +97,11 @@ class Recorder:
 
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
         run = run_for(self.config, self.accelerator)
-        run.extras, run.outputs, run.stop = Extras({"memory": OneGiB()}), RecordingOutputs(self), self.stop
+        run.extras, run.outputs, run.stop = (
+            Extras({"memory": OneGiB(), "endurance": Endurance()}),
+            RecordingOutputs(self),
+            self.stop,
+        )
         unused: Any = None
         evaluator: Any = self
         parts = Parts(
@@ -256,7 +261,7 @@ def test_skipped_step_is_logged_with_its_examples_and_counted() -> None:
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
-    run = Recorder(config({"max_consecutive_nonfinite_steps": 3}))
+    run = Recorder(config().changed(max_consecutive_nonfinite_steps=3))
     break_gradients(run, {0, 2, 3, 4})
     with pytest.raises(UserError, match="step 5: no finite gradient in 3 steps in a row"):
         run.fit(7)

@@ -110,7 +110,6 @@ class Optimization:
     max_grad_norm: float | None = option(1.0, "Clip the gradient to this norm; None: do not.", gt=0)
     grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
     max_grad_value: float | None = option(None, "Or clip each element to ±.", gt=0, replaces=("max_grad_norm",))
-    max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(None, "Default: the launcher's.")
     tf32: bool = option(True, "Multiply fp32 matrices in TF32 on CUDA since Ampere: 10 bits of mantissa, much faster.")
     label_smoothing: float = option(0.0, "Share of each target spread over all classes (arXiv 1512.00567).", ge=0, lt=1)

@@ -83,14 +83,13 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """The launch that ``accelerate launch``, torchrun or nobody made.
 
     Raises:
-        UserError: the processes do not know each other, or the launch file asks for what this template does not do.
+        UsageError: the launch file asks for what this template does not do.
     """
 
     def says(name: str) -> bool:
         return environment.get(name, "").lower() == "true"
 
     world_size = int(environment.get("WORLD_SIZE", "1"))
-    _refuse_strangers(environment, world_size)
     if says("ACCELERATE_USE_MEGATRON_LM"):
         raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
     engine = "deepspeed" if says("ACCELERATE_USE_DEEPSPEED") else "fsdp2" if says("ACCELERATE_USE_FSDP") else "ddp"
@@ -109,29 +108,6 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
             f"{world_size}. Their product must be num_processes: change one of them."
         )
     return launch
-
-
-def _refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
-    """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    is_alone = world_size == 1 and "RANK" not in environment
-    if world_size > 1 and missing:
-        raise UserError(
-            f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not set. "
-            "Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
-        )
-    if is_alone and started > 1:
-        raise UserError(
-            f"{started} processes were started that do not know each other: they would all train the same thing. "
-            "Start one launcher per host instead (scripts/slurm.sbatch shows how)."
-        )
-    # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
-    if is_alone and "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
-        raise UserError(
-            "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
-            "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
-        )
 
 
 def check_launch(launch: Launch, config: Config) -> None:

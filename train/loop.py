@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from train.step import Engine
 
 T = TypeVar("T", Progress, IntervalSums)
-MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 
 
@@ -171,28 +170,14 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> Progress:
 
 
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
-    """Logs a step without a finite gradient and its examples, and ends the run when there are too many in a row."""
+    """Logs a step without a finite gradient, and its examples; an extra may end the run."""
     own = [i for batch in micro_batches for i in batch.example_ids]
     examples = {i for ids in exchange(own, run.accelerator.num_processes) for i in ids}
     scaler = run.accelerator.scaler
     scale = scaler.get_scale() if scaler is not None else None
     values = {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
     run.outputs.record(run, "skipped", progress.step, values)
-    if scale is not None and scale <= MIN_LOSS_SCALE:
-        reason = (
-            f"the gradients overflow fp16 even at a loss scale of {scale}. Try --mixed_precision bf16 or no, a lower "
-            "learning rate or a longer warm-up."
-        )
-    elif progress.consecutive_nonfinite_steps >= run.config.optimization.max_consecutive_nonfinite_steps:
-        reason = (
-            f"no finite gradient in {progress.consecutive_nonfinite_steps} steps in a row; the weights are unchanged. "
-            "Look at the examples named in metrics.jsonl, lower the learning rate, or raise "
-            "--max_consecutive_nonfinite_steps."
-        )
-    else:
-        return
-    sound_step = progress.step - progress.consecutive_nonfinite_steps
-    raise DivergenceError(f"step {progress.step}: {reason}", progress, sound_step)
+    run.extras.each("skipped", run, progress, scale)
 
 
 def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any]) -> Progress:

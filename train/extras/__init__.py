@@ -149,6 +149,9 @@ class Extra:
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> None:
         """The mean loss since the step of the last line is known; may raise DivergenceError."""
 
+    def skipped(self, run: Run, progress: Progress, loss_scale: float | None) -> None:
+        """A step had no finite gradient; may raise DivergenceError."""
+
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """A line of the log was written."""
 

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 
 from train.config import Config, check
 from train.extras import Extras
-from train.extras.endurance import ROLL_CALL, Room
+from train.extras.endurance import ROLL_CALL, Room, refuse_strangers
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
-from train.records import DivergenceError, IntervalSums, Progress, Run, UsageError
+from train.records import DivergenceError, IntervalSums, Progress, Run, UsageError, UserError
 from train.step import Engine
 
 MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
@@ -74,7 +74,7 @@ def test_measures_come_from_the_other_extras_where_asked_for() -> None:
         run.extras.lines = lambda method, *given: [measure] if method == "memory_measures" else []  # pyright: ignore
         engine = Room().wrap_step(run, Engine(run.accelerator, run.config))
         assert isinstance(engine, Recovering)
-        assert engine._find_measures(None) == expected
+        assert list(engine._find_measures(None)) == expected
 
 
 def test_loss_far_above_the_usual_is_a_divergence() -> None:
@@ -117,3 +117,26 @@ def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
         assert room.confirms_stop()
         assert room.failed(None, RuntimeError("Connection closed by peer")) is None
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# Processes that do not know each other
+
+MEET = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "4 processes were started that do not know each other"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 processes were started"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
+    ],
+)
+def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        refuse_strangers(environment, 1)
+    refuse_strangers({**environment, **MEET, "WORLD_SIZE": "2", "RANK": "0"}, 2)
+    for missing in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
+        with pytest.raises(UserError, match=f"WORLD_SIZE is 2, .* but {missing} is not set"):
+            refuse_strangers({name: value for name, value in given.items() if name != missing}, 2)

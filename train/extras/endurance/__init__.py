@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +15,7 @@ from train.config import Config, option
 from train.extras import Extra
 from train.figures import show_error
 from train.launch import Launch, target_device
-from train.records import DivergenceError, Progress, Run, UsageError
+from train.records import DivergenceError, Progress, Run, UsageError, UserError
 
 if TYPE_CHECKING:
     from train.extras.endurance.checkpoints import Saving
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ROLL_CALL = timedelta(minutes=1)  # ample time to find out which rank is lost
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
+MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Options:
         "optimizer_in_backward.",
     )
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
+    max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
     loss_spike_factor: float | None = option(
         None, "Stop if the loss between two log lines is above this many times the usual.", gt=1
     )
@@ -74,6 +77,7 @@ class Room(Extra):
 
             return how_to_resume(config)
 
+        refuse_strangers(os.environ, launch.world_size)
         follow_launcher()
         with RankWatch(launch, config.optimization.distributed_timeout_seconds, remedy, show_error) as self._watch:
             try:
@@ -121,6 +125,23 @@ class Room(Extra):
                 since_step,
             )
 
+    def skipped(self, run: Run, progress: Progress, loss_scale: float | None) -> None:
+        """Raises DivergenceError where no later step can be expected to have a finite gradient."""
+        in_a_row = progress.consecutive_nonfinite_steps
+        if loss_scale is not None and loss_scale <= MIN_LOSS_SCALE:
+            reason = (
+                f"the gradients overflow fp16 even at a loss scale of {loss_scale}. Try --mixed_precision bf16 or no, "
+                "a lower learning rate or a longer warm-up."
+            )
+        elif in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
+            reason = (
+                f"no finite gradient in {in_a_row} steps in a row; the weights are unchanged. Look at the examples "
+                "named in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
+            )
+        else:
+            return
+        raise DivergenceError(f"step {progress.step}: {reason}", progress, progress.step - in_a_row)
+
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         from train.extras.endurance.checkpoints import Saving
 
@@ -162,3 +183,26 @@ class Room(Extra):
             "longest_save_stall_seconds": max(saving.stalls_seconds, default=None) if saving else None,
             **({"oom_recoveries": recovering.recoveries} if recovering else {}),
         }
+
+
+def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
+    """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    is_alone = world_size == 1 and "RANK" not in environment
+    if world_size > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not set. "
+            "Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
+        )
+    if is_alone and started > 1:
+        raise UserError(
+            f"{started} processes were started that do not know each other: they would all train the same thing. "
+            "Start one launcher per host instead (scripts/slurm.sbatch shows how)."
+        )
+    # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
+    if is_alone and "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
+        raise UserError(
+            "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
+            "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
+        )
