@@ -26,10 +26,9 @@ from train.extras.losses import Room, chunked
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, choose_loss, obstacle_to_chunks, use_loss_in_head
+from train.extras.losses.objective import PLAIN, Objective
 from train.loss import (
-    PLAIN,
     ModelWithLoss,
-    Objective,
     Scores,
     cross_entropy,
     cross_entropy_sum,
@@ -364,7 +363,7 @@ def test_smoothing_and_z_loss_are_as_defined(objective: Objective) -> None:
     tensors, labels = head_example()
     expected = gradients(partial(by_definition, objective=objective), tensors, labels)
     assert error(expected, gradients(full_sum, tensors, labels))[0] > 1e-3
-    full = lambda h, w, b, labels: cross_entropy_sum(F.linear(h, w, b), labels, objective)  # noqa: E731
+    full = lambda h, w, b, labels: objective.loss_sum(F.linear(h, w, b), labels)  # noqa: E731
     for loss in (full, partial(chunked_sum, objective=objective)):
         assert max(error(gradients(loss, tensors, labels), expected)) < 1e-13
     # recomputed in backward, as under loss scaling
@@ -376,9 +375,10 @@ def test_smoothing_and_z_loss_are_as_defined(objective: Objective) -> None:
 
 def with_loss(model: nn.Module, loss: str = "full", objective: Objective = PLAIN) -> ModelWithLoss:
     """``model`` with the loss of this name."""
-    made = ModelWithLoss(model, objective)
+    made = ModelWithLoss(model)
+    objective.set_in(made)
     if loss != "full":
-        use_loss_in_head(made, loss)
+        use_loss_in_head(made, loss, objective)
     return made
 
 
@@ -583,8 +583,8 @@ class OwnLoss(Task):
     """A task that does not minimise cross-entropy."""
 
     @staticmethod
-    def loss_sum(logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
-        return 2 * cross_entropy_sum(logits, labels, objective)
+    def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+        return 2 * cross_entropy_sum(logits, labels)
 
 
 class OwnScores(Task):
@@ -605,7 +605,10 @@ def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -
         choose_loss("chunked", own, CPU)
     [(_, switch_to_chunks)] = Room().memory_measures(run_for(Config()), own)
     assert not switch_to_chunks()
+    smoothing = Config().changed(label_smoothing=0.1, model="own:model", tokenizer="bytes")
     if task is OwnLoss:
+        with pytest.raises(UserError, match="label_smoothing and z_loss belong to cross-entropy"):
+            Room().change_loss(run_for(smoothing), own)
         torch.testing.assert_close(own(*batch()), 2 * ModelWithLoss(model)(*batch()))
     else:
         scores = own(*batch(), scored=True)

@@ -112,8 +112,6 @@ class Optimization:
     max_grad_value: float | None = option(None, "Or clip each element to ±.", gt=0, replaces=("max_grad_norm",))
     mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(None, "Default: the launcher's.")
     tf32: bool = option(True, "Multiply fp32 matrices in TF32 on CUDA since Ampere: 10 bits of mantissa, much faster.")
-    label_smoothing: float = option(0.0, "Share of each target spread over all classes (arXiv 1512.00567).", ge=0, lt=1)
-    z_loss: float = option(0.0, "Coefficient of log² Z, which keeps logits from drifting (PaLM: 1e-4).", ge=0)
     seed: int = option(42, "Of weights, order and dropout.", ge=0)
     cpu_threads: int | None = option(None, "Threads of a process on a CPU; default: its share of the cores.", ge=1)
     distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1)

@@ -7,7 +7,6 @@ forward: the logits never leave it, so nothing casts them to fp32 a second time,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,17 +19,6 @@ if TYPE_CHECKING:
     from train.tasks import Task
 
 
-@dataclass(frozen=True)
-class Objective:
-    """For each target: (1 − ε) · −log p(label) + ε · mean of −log p over classes + z · log² Z, Z = Σ exp(logits)."""
-
-    label_smoothing: float = 0.0  # ε (arXiv 1512.00567, section 7)
-    z_loss: float = 0.0  # z; keeps logits from drifting (PaLM, arXiv 2204.02311, section 5, used 1e-4)
-
-
-PLAIN = Objective()  # cross-entropy
-
-
 class Scores(NamedTuple):
     """What an evaluation needs of one batch."""
 
@@ -41,9 +29,9 @@ class Scores(NamedTuple):
 class ModelWithLoss(nn.Module):
     """``model`` and the loss of its logits (its task's, or cross-entropy) as the module that is prepared."""
 
-    def __init__(self, model: nn.Module, objective: Objective = PLAIN, task: type[Task] | None = None) -> None:
+    def __init__(self, model: nn.Module, task: type[Task] | None = None) -> None:
         super().__init__()
-        self.model, self.objective = model, objective
+        self.model = model
         self.loss_sum = task.loss_sum if task else cross_entropy_sum
         self.scores = task.scores if task else cross_entropy_scores
         # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
@@ -57,7 +45,7 @@ class ModelWithLoss(nn.Module):
     def forward(
         self, inputs: dict[str, Any], labels: Tensor, scored: bool = False, num_targets: int | None = None
     ) -> Tensor | Scores:
-        """The summed loss (); ``scored``: each example's plain cross-entropy, whatever the objective, and predictions.
+        """The summed loss (); ``scored``: each example's plain cross-entropy, and predictions.
 
         Args:
             inputs: keyword arguments of the model, ``input_ids: (B, S)`` among them.
@@ -69,7 +57,7 @@ class ModelWithLoss(nn.Module):
         logits = logits_of(output := self.model(**inputs))
         if scored:
             return self.scores(logits, labels)
-        return balanced(self.loss_sum(logits, labels, self.objective), output, labels, self.model)
+        return balanced(self.loss_sum(logits, labels), output, labels, self.model)
 
 
 def logits_of(output: Any) -> Any:
@@ -102,14 +90,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, objective: Objective = PLAIN) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """() the summed loss of the positions whose label is not IGNORE."""
-    logits = logits.to(wide_dtype(logits.dtype))  # once for both terms
-    loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=objective.label_smoothing)
-    if objective.z_loss:
-        log_z = logits.logsumexp(-1).masked_fill(labels == IGNORE, 0)
-        loss = loss + objective.z_loss * log_z.square().sum()
-    return loss
+    return cross_entropy(logits, labels, reduction="sum")
 
 
 def cross_entropy_scores(logits: Tensor, labels: Tensor) -> Scores:

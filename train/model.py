@@ -13,7 +13,7 @@ from torch import nn
 
 from train.config import Architecture
 from train.data import load_function
-from train.loss import ModelWithLoss, Objective
+from train.loss import ModelWithLoss
 from train.records import Run, UserError, one_line
 from train.tasks import Task, pad_token_id, stored_config
 
@@ -57,8 +57,7 @@ def build_model(
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
     run.outputs.note(*run.extras.lines("change_model", run, network, task, max_length))
     # Around it: the loss, so that logits never leave the forward.
-    optim = run.config.optimization
-    model = ModelWithLoss(network, Objective(optim.label_smoothing, optim.z_loss), task)
+    model = ModelWithLoss(network, task)
     run.outputs.note(*run.extras.lines("change_loss", run, model))
     return model
 

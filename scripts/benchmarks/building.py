@@ -385,7 +385,8 @@ def losses() -> dict[str, Loss]:
 
     from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
     from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
-    from train.loss import PLAIN, cross_entropy_sum
+    from train.extras.losses.objective import PLAIN
+    from train.loss import cross_entropy_sum
 
     def full(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
         return cross_entropy_sum(F.linear(hidden, weight, bias), labels)

@@ -256,13 +256,13 @@ class Question:
         import torch
 
         from train.extras.losses.fused import Place, best_kernel
-        from train.loss import Objective
+        from train.extras.losses.objective import objective_of
 
-        target, optim = target_of(self.device), self.config.optimization
+        target = target_of(self.device)
         names = {"fp16": "float16", "bf16": "bfloat16"}
         dtype = getattr(torch, names.get(self.precision or "no", self.config.architecture.dtype))
-        objective = Objective(optim.label_smoothing, optim.z_loss)
-        return best_kernel(Place(target.device_type, dtype, target.capability), has_bias=False, objective=objective)
+        place = Place(target.device_type, dtype, target.capability)
+        return best_kernel(place, has_bias=False, objective=objective_of(self.config))
 
     @property
     def shardings(self) -> tuple[str, ...]:

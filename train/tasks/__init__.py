@@ -26,7 +26,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from train.loss import Objective, Scores, cross_entropy_scores, cross_entropy_sum, logits_of
+from train.loss import Scores, cross_entropy_scores, cross_entropy_sum, logits_of
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
 from train.state import tokenizer_digest
 
@@ -94,9 +94,9 @@ class Task:
         raise NotImplementedError
 
     @staticmethod
-    def loss_sum(logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
+    def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
         """() the training loss, summed over targets."""
-        return cross_entropy_sum(logits, labels, objective)
+        return cross_entropy_sum(logits, labels)
 
     @staticmethod
     def scores(logits: Tensor, labels: Tensor) -> Scores:

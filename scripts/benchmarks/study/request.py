@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks import building
-from train.memory.__main__ import Parser, numbers, positive, with_underscores
+from train.config import argument
+from train.memory.__main__ import Parser, numbers, positive
 from train.memory.predict import Job, Target
 from train.records import UsageError, UserError
 
@@ -73,7 +74,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         UsageError: a flag has a value that cannot work.
         UserError: the size of the vocabulary is not known.
     """
-    own, words = _own_flags().parse_known_args(with_underscores(list(arguments)))
+    own, words = _own_flags().parse_known_args(list(map(argument, arguments)))
     techniques = {name: changes_of(name) for name in own.techniques}
     lengths, sizes = own.lengths, own.micro_batch_sizes
     if min(lengths) < 2:
@@ -124,7 +125,7 @@ def pages_of(arguments: Sequence[str]) -> Path | None:
     Raises:
         UsageError: there is no such file.
     """
-    path = _own_flags().parse_known_args(with_underscores(list(arguments)))[0].pages_of
+    path = _own_flags().parse_known_args(list(map(argument, arguments)))[0].pages_of
     if path is not None and not path.is_file():
         raise UsageError(f"--pages_of {path}: there is no such file. Give the sweep.json of an earlier study.")
     return path

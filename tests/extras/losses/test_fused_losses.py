@@ -30,8 +30,9 @@ from train.extras import check
 from train.extras.losses import Room, fused
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, LossInHead, choose_loss, describe_loss, place_of
+from train.extras.losses.objective import PLAIN, Objective
 from train.launch import Launch
-from train.loss import PLAIN, ModelWithLoss, Objective
+from train.loss import ModelWithLoss
 from train.records import IGNORE, UsageError, UserError
 
 CPU = Place("cpu", torch.float32)
@@ -192,9 +193,8 @@ def test_what_a_kernel_cannot_do_is_said_with_what_would_do(
     kernel: str, place: Place, objective: Objective, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
-    model = ModelWithLoss(network("llama"), objective)
     with pytest.raises(UserError, match=f"^loss: {kernel} .*{message}.*(chunked|auto)"):
-        choose_loss(kernel, model, place)
+        choose_loss(kernel, ModelWithLoss(network("llama")), place, objective)
 
 
 def test_an_old_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.config import Config
 from train.extras.losses import chunked
+from train.extras.losses.objective import Objective, objective_of
 from train.extras.parallelism.sequences import positions_of
 from train.launch import read_launch, shard_by_layer
-from train.loss import ModelWithLoss, Objective
+from train.loss import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import IGNORE, MicroBatch, Run
 from train.step import Engine, optimizer_step
@@ -65,10 +66,9 @@ def main(output: str) -> None:
 
 def compared(run: Run, network: nn.Module) -> dict[str, float]:
     """Three updates, and how far they are from those of plain PyTorch."""
-    accelerator, optim, reference = run.accelerator, run.config.optimization, copy.deepcopy(network)
-    objective = Objective(optim.label_smoothing, optim.z_loss)
+    accelerator, reference, objective = run.accelerator, copy.deepcopy(network), objective_of(run.config)
     run.extras.each("change_model", run, network, Task, 64)
-    with_loss = ModelWithLoss(network, objective, Task)
+    with_loss = ModelWithLoss(network, Task)
     run.extras.each("change_loss", run, with_loss)
     assert (with_loss.loss_in_head is not None) == (run.config.get("loss") == "chunked")
     shard_by_layer(accelerator, network)

@@ -26,6 +26,8 @@ class Options:
         "full holds all logits; the others never do: chunked (runs everywhere), torch (linear_cross_entropy), cce (Cut "
         "Cross-Entropy), liger. auto: from 4,096 classes the best of cce, liger and chunked.",
     )
+    label_smoothing: float = option(0.0, "Share of each target spread over all classes (arXiv 1512.00567).", ge=0, lt=1)
+    z_loss: float = option(0.0, "Coefficient of log² Z, which keeps logits from drifting (PaLM: 1e-4).", ge=0)
 
 
 class Room(Extra):
@@ -33,13 +35,13 @@ class Room(Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        loss, optim = config.of(Options).loss, config.optimization
-        if loss in ("torch", "cce") and (optim.label_smoothing or optim.z_loss):
+        own = config.of(Options)
+        if own.loss in ("torch", "cce") and (own.label_smoothing or own.z_loss):
             raise UsageError(
-                f"loss: {loss} does not support label_smoothing ({optim.label_smoothing}) and z_loss ({optim.z_loss}): "
+                f"loss: {own.loss} does not support label_smoothing ({own.label_smoothing}) and z_loss ({own.z_loss}): "
                 "give --loss auto or chunked, or set both to 0."
             )
-        if loss == "liger" and (optim.mixed_precision or launch.precision) == "fp16":
+        if own.loss == "liger" and (config.optimization.mixed_precision or launch.precision) == "fp16":
             raise UsageError(
                 "loss: liger gives wrong gradients with mixed_precision: fp16: it rounds them before loss scaling can "
                 "save small ones. Give --loss auto or chunked, or use bf16."
@@ -47,22 +49,25 @@ class Room(Extra):
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
         from train.extras.losses.in_head import choose_loss, describe_loss, place_of, use_loss_in_head
+        from train.extras.losses.objective import objective_of
 
-        asked = run.config.of(Options).loss
+        asked, objective = run.config.of(Options).loss, objective_of(run.config)
         place = place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision, run.launch.tp_size > 1)
-        kind = choose_loss(asked, model, place, True if run.is_planned else None)
+        kind = choose_loss(asked, model, place, objective, True if run.is_planned else None)
+        objective.set_in(model)
         if kind != "full":
-            use_loss_in_head(model, kind)
+            use_loss_in_head(model, kind, objective)
         # Whether a package of another machine sums in fp32 is not known here.
-        return [] if run.is_planned else [describe_loss(kind, model.objective, asked)]
+        return [] if run.is_planned else [describe_loss(kind, objective, asked)]
 
     def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
         from train.extras.losses.in_head import obstacle_to_loss_in_head, use_loss_in_head
+        from train.extras.losses.objective import objective_of
 
         def chunk() -> bool:
             if model.loss_in_head is not None or obstacle_to_loss_in_head(model) is not None:
                 return False
-            use_loss_in_head(model, "chunked")
+            use_loss_in_head(model, "chunked", objective_of(run.config))
             return True
 
         return [("the loss never holds all logits from now on", chunk)]

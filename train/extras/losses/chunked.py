@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.loss import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum, wide_dtype
+from train.extras.losses.objective import PLAIN, Objective
+from train.loss import Scores, cross_entropy, wide_dtype
 from train.records import IGNORE
 
 CHUNK_LOGITS_BYTES = 64 * 2**20
@@ -38,7 +39,7 @@ class _How:
 def chunked_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None, **options: Any
 ) -> Tensor:
-    """() what :func:`train.loss.cross_entropy_sum` says of the logits, which are never all there.
+    """() what :meth:`Objective.loss_sum` says of the logits, which are never all there.
 
     Args:
         hidden: (B, S, H) what the output embedding is given.
@@ -54,7 +55,7 @@ def chunked_sum(
     prepares = learns and how.dtype != torch.float16
     one_chunk = len(labels) <= _tokens_per_chunk(len(weight))  # nothing to save by computing it twice
     if learns and not prepares and one_chunk and how.part is None:
-        return cross_entropy_sum(F.linear(hidden, weight, bias), labels, how.objective)
+        return how.objective.loss_sum(F.linear(hidden, weight, bias), labels)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
 
 

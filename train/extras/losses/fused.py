@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.extras.losses.chunked import own_dtypes, product_dtype, rows_to_compute, to_dtype
-from train.loss import PLAIN, Objective, wide_dtype
+from train.extras.losses.objective import PLAIN, Objective
+from train.loss import wide_dtype
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}

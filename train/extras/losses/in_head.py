@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, cce_sums_in_fp32, liger_sum, obstacle_to, torch_sum
+from train.extras.losses.objective import PLAIN, Objective, is_cross_entropy
 from train.extras.weightless import obstacle_on_trial
-from train.loss import ModelWithLoss, Objective, Scores, balanced, cross_entropy_scores, cross_entropy_sum, logits_of
+from train.loss import ModelWithLoss, Scores, balanced, cross_entropy_scores, logits_of
 from train.records import UserError
 from train.tasks import Task
 
@@ -69,8 +70,8 @@ class LossHead(nn.Linear):
 class LossInHead:
     """What :class:`train.loss.ModelWithLoss` calls in place of taking the loss of the logits."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, objective: Objective = PLAIN) -> None:
+        self.kind, self.objective = kind, objective
 
     def __call__(
         self, model: ModelWithLoss, inputs: dict[str, Any], labels: Tensor, scored: bool, num_targets: int | None
@@ -86,20 +87,20 @@ class LossInHead:
             kinds = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
             answer = partial(kinds[self.kind], labels=labels, num_targets=num_targets)
             if self.kind in ("chunked", "liger"):
-                answer = partial(answer, objective=model.objective)
+                answer = partial(answer, objective=self.objective)
         with head_of(model.model).answering(answer):
             output = model.model(**inputs)
         return kept[-1] if scored else balanced(logits_of(output), output, labels, model.model)
 
 
-def use_loss_in_head(model: ModelWithLoss, kind: str) -> None:
+def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLAIN) -> None:
     """From now on ``model``, against which :func:`obstacle_to_chunks` finds nothing, never holds all logits.
 
     Args:
         kind: chunked, torch, cce or liger.
     """
     LossHead.adopt(head_of(model.model))
-    model.loss_in_head = LossInHead(kind)
+    model.loss_in_head = LossInHead(kind, objective)
 
 
 def obstacle_to_chunks(model: nn.Module) -> str | None:
@@ -130,7 +131,9 @@ def _trial(model: Any) -> str | None:
     return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
 
 
-def choose_loss(asked: str, model: ModelWithLoss, place: Place, installed: bool | None = None) -> str:
+def choose_loss(
+    asked: str, model: ModelWithLoss, place: Place, objective: Objective = PLAIN, installed: bool | None = None
+) -> str:
     """The loss that ``model`` will use: full, chunked, torch, cce or liger.
 
     ``asked`` is one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
@@ -149,15 +152,15 @@ def choose_loss(asked: str, model: ModelWithLoss, place: Place, installed: bool 
         raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
     has_bias = head.bias is not None
     if asked == "auto":
-        return best_kernel(place, has_bias, model.objective)
-    if obstacle := obstacle_to(asked, place, has_bias, model.objective, installed):
+        return best_kernel(place, has_bias, objective)
+    if obstacle := obstacle_to(asked, place, has_bias, objective, installed):
         raise UserError(f"loss: {asked} {obstacle}.")
     return asked
 
 
 def obstacle_to_loss_in_head(model: ModelWithLoss) -> str | None:
     """Why the output embedding of ``model`` cannot compute loss and scores, or None where it can."""
-    if model.loss_sum not in (cross_entropy_sum, Task.loss_sum):
+    if not is_cross_entropy(model):
         return "its task has a loss of its own"
     if model.scores not in (cross_entropy_scores, Task.scores):
         return "its task has scores of its own"
