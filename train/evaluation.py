@@ -109,8 +109,6 @@ def _gathered(run: Run, rows: list[tuple[float, ...]]) -> np.ndarray:
     own = rows if run.launch.rank % run.launch.tp_size == 0 else []
     everyone = [row for rows in exchange(own, run.accelerator.num_processes) for row in rows]
     table = np.array(sorted(everyone), dtype=np.float64).reshape(-1, 6)
-    if run.launch.cp_size == 1:
-        return table
     _, first, example = np.unique(table[:, 0], return_index=True, return_inverse=True)
     whole = table[first]
     whole[:, 1:4] = 0

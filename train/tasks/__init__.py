@@ -110,7 +110,7 @@ class Task:
         changes = False
         if sizes != (1, 1):
             with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
-                row = ended(tokens_on_trial(config.data.max_length, vocabulary), small)[0]
+                row = tokens_on_trial(small, config.data.max_length, vocabulary)[0]
                 short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
                 alone = logits_on_trial(small, short.unsqueeze(0))
                 inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
@@ -319,26 +319,21 @@ def small_copy(model: nn.Module) -> Iterator[nn.Module]:
         torch.manual_seed(0)
         for factor, layers in SCALES if hasattr(model, "_from_config") else ():
             with suppress(Exception):  # configurations and models fail in their own ways
-                small = _shrunk(model, factor, layers)
-                if small is not None and logits_on_trial(small, ended(tokens_on_trial(), small)).isfinite().all():
+                small = _boosted(_shrunk(model, factor, layers))
+                if logits_on_trial(small, tokens_on_trial(small)).isfinite().all():
                     break
         else:
-            if sum(p.numel() for p in model.parameters()) > TRIED_PARAMETERS:
-                raise ValueError("it has too many parameters to be tried")
+            _check_size(model)
             small = _boosted(copy.deepcopy(model).to("cpu", torch.float32))
         yield small
 
 
-def tokens_on_trial(max_length: int = 12, vocabulary: int = 64) -> Tensor:
-    """(1, at most 12) token ids, none of them special."""
-    return torch.arange(5, 5 + min(12, max_length)).unsqueeze(0) % vocabulary
-
-
-def ended(tokens: Tensor, small: Any) -> Tensor:
-    """``tokens`` with an end token last, where some models look for their result."""
-    end_id = getattr(getattr(small, "config", None), "eos_token_id", None)
-    tokens[:, -1] = end_id if isinstance(end_id, int) else tokens[:, -1]
-    return tokens
+def tokens_on_trial(small: Any, max_length: int = 12, vocabulary: int = 64) -> Tensor:
+    """(1, at most 12) token ids that are not special, but for an end at the end, where some look for their result."""
+    tokens, config = torch.arange(5, 5 + min(12, max_length)) % vocabulary, getattr(small, "config", None)
+    end_id = getattr(config, "eos_token_id", None)
+    tokens[-1] = end_id if isinstance(end_id, int) else tokens[-1]
+    return tokens.unsqueeze(0)
 
 
 def logits_on_trial(small: nn.Module, input_ids: Tensor, **inputs: Any) -> Tensor:
@@ -352,34 +347,35 @@ def differ(one: Tensor, other: Tensor) -> bool:
     return not bool((one - other).abs().max() <= 1e-4 * other.abs().max())
 
 
-def _shrunk(model: Any, factor: int, layers: int) -> nn.Module | None:
-    """With widths divided by ``factor`` and the first ``layers``, more where those lack a kind; None if unsuitable."""
+def _check_size(model: nn.Module) -> None:
+    if sum(p.numel() for p in model.parameters()) > TRIED_PARAMETERS:
+        raise ValueError("it has too many parameters to be tried")
+
+
+def _shrunk(model: Any, factor: int, layers: int) -> nn.Module:
+    """With widths divided by ``factor`` and the first ``layers``, more where those lack a kind of layer."""
     config = copy.deepcopy(model.config)
     config._attn_implementation_internal = None  # its own choice for a CPU
     count = config.get_text_config().num_hidden_layers
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        lists = [value for value in vars(part).values() if isinstance(value, list) and len(value) == count]
-        few = [values for values in lists if len(set(map(str, values))) < count / 2]  # not the layers' own numbers
+        values = dict(vars(part))
+        lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == count}
+        few = [value for value in lists.values() if len(set(map(str, value))) < count / 2]  # not the layers' numbers
         kinds = [str(kind) for kind in zip(*few, strict=True)]
         keep = max([layers, *(1 + kinds.index(kind) for kind in kinds)])
-        for name, value in list(vars(part).items()):
-            if isinstance(value, list) and len(value) == count:
-                setattr(part, name, value[:keep])
-            elif type(value) is int:
-                is_depth = value == count and re.search("layer|block", name)
-                is_width = value >= 32 and re.search(WIDTHS, name) and ("inter" in name or value % factor == 0)
-                limits = (limit for pattern, limit in LIMITS.items() if re.search(pattern, name))
-                setattr(
-                    part, name, min(value, keep if is_depth else next(limits, value // factor if is_width else value))
-                )
+        for name, value in lists.items():
+            setattr(part, name, value[:keep])
+        for name, value in values.items():
+            if type(value) is int:
+                is_width = value >= MIN_WIDTH and re.search(WIDTHS, name) and ("inter" in name or value % factor == 0)
+                limits = [limit for pattern, limit in LIMITS.items() if re.search(pattern, name)]
+                limits += [keep] * bool(value == count and re.search("layer|block", name))
+                setattr(part, name, min(value, *limits or [value // factor if is_width else value]))
+    if factor > 1 and config.get_text_config().hidden_size < MIN_WIDTH:
+        raise ValueError("too narrow")
     with torch.device("meta"):
-        size = sum(p.numel() for p in type(model)._from_config(copy.deepcopy(config)).parameters())
-    is_narrow = factor > 1 and config.get_text_config().hidden_size < MIN_WIDTH
-    return (
-        None
-        if is_narrow or size > TRIED_PARAMETERS
-        else _boosted(type(model)._from_config(config, dtype=torch.float32))
-    )
+        _check_size(type(model)._from_config(copy.deepcopy(config)))
+    return type(model)._from_config(config, dtype=torch.float32)
 
 
 def _boosted(model: nn.Module) -> nn.Module:

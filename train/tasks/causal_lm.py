@@ -53,8 +53,9 @@ class Task(tasks.Task):
     @classmethod
     def check_model(cls, model: nn.Module, config: Config, vocabulary: int) -> None:
         """Raises UserError when tokens of ``model`` see those that follow, as far as a small copy of it tells."""
-        tokens, sees = tokens_on_trial(config.data.max_length, vocabulary), False
+        sees = False
         with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
+            tokens = tokens_on_trial(small, config.data.max_length, vocabulary)
             earlier = logits_on_trial(small, tokens)[:, :-1]
             tokens[:, -1] = 1
             sees = differ(logits_on_trial(small, tokens)[:, :-1], earlier)

@@ -274,7 +274,7 @@ def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
         return "it is not a transformers model"
     try:
         with small_copy(model) as small:
-            tokens = torch.cat([tokens_on_trial(), tokens_on_trial() + 20])
+            tokens = torch.cat([tokens_on_trial(small), tokens_on_trial(small).flip(1)])
             documents = Documents.of([[5, 3, 4], [8, 4]] if shared else [[12], [12]])
             inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
             rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
