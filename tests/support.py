@@ -63,9 +63,8 @@ def run_for(config: Config, accelerator: Accelerator | None = None, launch: Laun
     from accelerate import Accelerator  # here: conftest imports this file before it sets what libraries read
 
     from train import extras
-    from train.launch import StopRequest
     from train.outputs import Outputs
-    from train.records import Run
+    from train.records import Run, StopRequest
 
     accelerator = accelerator or Accelerator(cpu=True)
     outputs = Outputs(config, accelerator, is_silent=True)

@@ -17,8 +17,7 @@ from train.config import Config
 from train.data import load_tokenizer
 from train.extras.readers import own_tokenizers
 from train.records import Corpus, UserError
-from train.state import tokenizer_digest
-from train.tasks import causal_lm, masked_lm, tokenize
+from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
 UNICODE = [
     "",

@@ -1,4 +1,4 @@
-"""What the launcher decided, and this process's device, precision, threads and signals.
+"""What the launcher decided, and this process's device, precision and threads.
 
 World size, sharding and precision live in ``accelerate_configs/``; everything else lives in recipes and flags.
 """
@@ -10,13 +10,10 @@ import math
 import os
 import platform
 import resource
-import signal
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from train import extras
@@ -296,52 +293,3 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class StopAtOnce(BaseException):  # not an Exception: libraries that it passes through must not handle it
-    """Someone asked this process to stop where there is nothing to save."""
-
-
-class StopRequest:
-    """Whether someone asked this process to stop: SIGTERM, SIGINT or SIGUSR1. A second SIGINT ends it at once."""
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._is_at_once, self._process = False, os.getpid()
-
-    def __bool__(self) -> bool:
-        return self.received is not None
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker: the run tells it what to do
-            if self._is_at_once and number == signal.SIGTERM:
-                os._exit(0)
-            return
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-        if self._is_at_once:
-            raise StopAtOnce
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """A request raises :class:`StopAtOnce` while the context is open: for long work that leaves nothing behind."""
-        self._is_at_once = True
-        try:
-            if self:
-                raise StopAtOnce
-            yield
-        except Exception:
-            if self:  # a library that was cut short may put an error of its own in its place
-                raise StopAtOnce from None
-            raise
-        finally:
-            self._is_at_once = False
-
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Listens while the context is open."""
-        with ExitStack() as stack:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
-            yield self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from train.step import Engine
 
 T = TypeVar("T", Progress, IntervalSums)
-SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,4 @@ def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any])
     progress = replace(progress, training_seconds=seconds, interval=IntervalSums(since_step=progress.step))
     if loss is None:
         return progress
-    run.extras.each("logged", run, progress, loss, sums.since_step)
-    usual = loss if progress.usual_loss is None else progress.usual_loss
-    usual = (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
-    return replace(progress, usual_loss=usual if math.isfinite(usual) else progress.usual_loss)
+    return run.extras.pipe("logged", run, progress, loss, sums.since_step)

@@ -17,8 +17,19 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 from train import extras
 from train.config import Config, parse
 from train.figures import show_error
-from train.launch import Launch, StopAtOnce, StopRequest, check_launch, read_launch, use_expandable_segments
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, Progress, Run, UserError
+from train.launch import Launch, check_launch, read_launch, use_expandable_segments
+from train.records import (
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    Progress,
+    Run,
+    StopAtOnce,
+    StopRequest,
+    UserError,
+)
 
 if TYPE_CHECKING:
     from train.loop import Parts
@@ -35,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         config, launch = parse(sys.argv[1:] if arguments is None else arguments), read_launch()
         check_launch(launch, config)
-        joined = extras.join()
-        with StopRequest().listening() as stop, joined.inside("open", config, launch):
+        joined, stop = extras.join(), StopRequest()
+        with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
     except UserError as error:
         # Every rank would print the same usage error, so only the first of a host does.
@@ -66,7 +77,7 @@ def train(run: Run) -> int:
     accelerator, outputs, joined = run.accelerator, run.outputs, run.extras
 
     # Data: documents -> examples -> micro-batches; what step k sees is a function of (seed, k).
-    with run.stop.at_once(), joined.inside("preparing"):
+    with joined.inside("preparing"):
         data = prepare_data(run)
     for settle in joined.overriding("change_config"):
         run.config = outputs.config = settle(run, data)

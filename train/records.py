@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from train import extras
     from train.config import Config
-    from train.launch import Launch, StopRequest
+    from train.launch import Launch
     from train.outputs import Outputs
 
 IGNORE = -100  # a label that is not a target: padding, or a position that is only context
@@ -56,6 +56,20 @@ class DivergenceError(UserError):
         """``progress``: where the run stands; ``sound_step``: the last step at which everything was in order."""
         super().__init__(message)
         self.progress, self.sound_step = progress, sound_step
+
+
+class StopAtOnce(BaseException):  # not an Exception: libraries that it passes through must not handle it
+    """Someone asked this process to stop where there is nothing to save."""
+
+
+@dataclass
+class StopRequest:
+    """Whether someone asked this process to stop; endurance listens to signals."""
+
+    received: str | None = None  # the signal's name
+
+    def __bool__(self) -> bool:
+        return self.received is not None
 
 
 def one_line(error: BaseException, limit: int = 500) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from train.config import to_values
 from train.figures import write_whole
 from train.records import Run, UserError
+from train.tasks import tokenizer_digest
 
 if TYPE_CHECKING:
     from train.checkpoint import StoredBlocks
@@ -200,17 +200,6 @@ def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_si
         "global_batch_size": global_batch_size,
         "mixed_precision": run.accelerator.mixed_precision,
     }
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        # Truncation and padding are those of its last call.
-        text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
-    else:
-        text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
-    return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]
 
 
 def examples_digest(examples: datasets.Dataset | datasets.IterableDataset) -> str:

@@ -130,9 +130,9 @@ def silent_run(
         without: extras that are left out.
     """
     from train import extras
-    from train.launch import Launch, StopRequest
+    from train.launch import Launch
     from train.outputs import Outputs
-    from train.records import Run
+    from train.records import Run, StopRequest
 
     joined = extras.Extras({name: extra for name, extra in extras.join().by_name.items() if name not in without})
     outputs = Outputs(config, accelerator, is_silent=True)

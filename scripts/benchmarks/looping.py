@@ -52,7 +52,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     run = building.silent_run(config, accelerator, without=("memory",))
     run.outputs = _watched_outputs(config, accelerator, tick)
     run.outputs.prepare()
-    with run.stop.listening(), run.extras.inside("open", config, run.launch):
+    with run.extras.inside("open", config, run.launch, run.stop):
         data = _data(run, tokens)
         batches = data.training_batches(run, arithmetic)
         with_loss = ModelWithLoss(network, task=type(data.task))

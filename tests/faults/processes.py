@@ -37,6 +37,14 @@ MEETING += ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 PATIENCE_SECONDS = 120.0
 """For the end of a run that takes one or two."""
 
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+"""The environment of a launch that shards."""
+
 
 @dataclass(frozen=True)
 class Ended:

@@ -22,7 +22,7 @@ from faults.injections import (
     several,
     without_privileges,
 )
-from faults.processes import Ended, run
+from faults.processes import FSDP2, Ended, run
 from support import checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
@@ -30,6 +30,8 @@ from train.records import EXIT_DONE, EXIT_ERROR
 
 STEPS = 6
 FOREVER = 10**6
+LAUNCH: dict[int, dict[str, str]] = {1: {}, 2: FSDP2}
+"""By the number of ranks; the second writes only what is sharded."""
 
 
 def arguments(folder: Path, output: Path, *more: Any) -> tuple[Any, ...]:
@@ -60,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Pat
             folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
             output, log = folder / "run", folder / "changes"
             fault = counting_changes(output / "checkpoints", log)
-            ended = run(arguments(folder, output), folder / "logs", ranks, fault)
+            ended = run(arguments(folder, output), folder / "logs", ranks, fault, LAUNCH[ranks])
             assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
             made[ranks] = output, [Path(f"{log}.{rank}").read_text().splitlines() for rank in range(ranks)]
         return made[ranks]
@@ -83,12 +85,13 @@ def test_one_write_that_fails_costs_one_checkpoint(
     """The run says so, goes on, and ends like any other."""
     output, changes = whole(ranks)
     at_the_end = next((n for n, line in enumerate(changes[0]) if "step-00000006" in line), 0) if victim == 0 else 0
+    assert len(changes[victim]) > STEPS
     numbers = range(1, at_the_end or len(changes[victim]) * 4 // STEPS)
     for number in numbers[::every]:
         folder, name = tmp_path / "runs" / str(number), tmp_path / str(number)
         name.mkdir()
         fault = on_rank(victim, at_change(number, folder / "checkpoints", disk_is_full))
-        ended = run(arguments(name, folder), name / "logs", ranks, fault)
+        ended = run(arguments(name, folder), name / "logs", ranks, fault, LAUNCH[ranks])
         assert_no_traceback(ended)
         assert {end.status for end in ended} == {EXIT_DONE}, (changes[victim][number - 1], ended[0].said)
         assert checkpoint_digests(folder, STEPS) == checkpoint_digests(output, STEPS)
@@ -104,13 +107,14 @@ def test_disk_that_stays_full_ends_the_run_and_keeps_what_was_there(
     first = next((n for n, line in enumerate(changes[victim], 1) if "step-00000004" in line), len(changes[victim]) // 2)
     folder = tmp_path / "run"
     fault = on_rank(victim, at_change(first, folder / "checkpoints", disk_is_full, until=FOREVER))
-    ended = run(arguments(tmp_path, folder), tmp_path / "logs", ranks, fault)
+    ended = run(arguments(tmp_path, folder), tmp_path / "logs", ranks, fault, LAUNCH[ranks])
     assert_no_traceback(ended)
     assert {end.status for end in ended} == {EXIT_ERROR}
     assert "No space left on device" in ended[0].said
     assert "Earlier checkpoints are untouched" in ended[0].said
     assert "step-00000003" in names(folder) or "step-00000002" in names(folder)
-    assert {end.status for end in run(arguments(tmp_path, folder), tmp_path / "logs", ranks)} == {EXIT_DONE}
+    ended = run(arguments(tmp_path, folder), tmp_path / "logs", ranks, environment=LAUNCH[ranks])
+    assert {end.status for end in ended} == {EXIT_DONE}
     assert checkpoint_digests(folder, STEPS) == checkpoint_digests(output, STEPS)
     assert names(folder) == ["step-00000005", "step-00000006"]
 
@@ -175,7 +179,7 @@ def test_slow_disk_does_not_stop_training(
     output = tmp_path / "run"
     fault = on_rank(ranks - 1, at_change(1, output / "checkpoints", disk_is_slow, until=FOREVER))
     few = ("--save_every_steps", 3)
-    ended = run(arguments(tmp_path, output, *few), tmp_path / "logs", ranks, fault)
+    ended = run(arguments(tmp_path, output, *few), tmp_path / "logs", ranks, fault, LAUNCH[ranks])
     assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
     assert checkpoint_digests(output, STEPS) == checkpoint_digests(whole(ranks)[0], STEPS)
     assert json.loads((output / "summary.json").read_text())["checkpoints_in_background"] == 1
@@ -187,7 +191,8 @@ def test_copy_that_does_not_fit_into_host_memory_is_not_made(
 ) -> None:
     """Some rank has no room for it: all wait for the disk instead."""
     output = tmp_path / "run"
-    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, on_rank(0, no_room_in_host_memory))
+    fault = on_rank(0, no_room_in_host_memory)
+    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault, LAUNCH[ranks])
     assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
     assert ended[0].said.count("no room for a copy of the state") == 1
     assert checkpoint_digests(output, STEPS) == checkpoint_digests(whole(ranks)[0], STEPS)
@@ -218,7 +223,7 @@ def test_rotation_cannot_take_the_last_good_one(tmp_path: Path) -> None:
 def test_full_disk_beside_checkpoints_is_one_message(tmp_path: Path, ranks: int, what: str) -> None:
     output = tmp_path / "run"
     fault = several(quick_roll_call(), on_rank(0, at_call(what, disk_is_full, 4 if "row" in what else 1)))
-    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault)
+    ended = run(arguments(tmp_path, output), tmp_path / "logs", ranks, fault, LAUNCH[ranks])
     assert_no_traceback(ended)
     assert ended[0].status == EXIT_ERROR
     assert ended[-1].status == EXIT_ERROR or "final" in what  # where the other ranks have nothing left to do

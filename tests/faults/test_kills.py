@@ -26,7 +26,7 @@ from faults.injections import (
     quick_roll_call,
     several,
 )
-from faults.processes import KILLED, Ended, Fault, Job, started
+from faults.processes import FSDP2, KILLED, Ended, Fault, Job, started
 from support import checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
@@ -46,12 +46,6 @@ VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
 """Ranks, flags and steps."""
 SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-}
 QUICK = ("1 rank, packing", "2 ranks, packing")
 
 

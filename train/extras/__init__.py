@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.loop import Parts
     from train.loss import ModelWithLoss
-    from train.records import Corpus, DivergenceError, MicroBatch, Progress, Run
+    from train.records import Corpus, DivergenceError, MicroBatch, Progress, Run, StopRequest
     from train.state import TrainingState
     from train.step import Engine
     from train.tasks import Task
@@ -49,8 +49,8 @@ class Extra:
         """What a checkpoint and a run that resumes from it must have in common."""
         return {}
 
-    def open(self, config: Config, launch: Launch) -> AbstractContextManager[None]:
-        """Surrounds the whole run, from before the processes meet."""
+    def open(self, config: Config, launch: Launch, stop: StopRequest) -> AbstractContextManager[None]:
+        """Surrounds the whole run, from before the processes meet; may ask it to ``stop``."""
         return nullcontext()
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
@@ -146,8 +146,9 @@ class Extra:
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         """A line of training figures is about to be written; may add some."""
 
-    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> None:
+    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """The mean loss since the step of the last line is known; may raise DivergenceError."""
+        return progress
 
     def skipped(self, run: Run, progress: Progress, loss_scale: float | None) -> None:
         """A step had no finite gradient; may raise DivergenceError."""

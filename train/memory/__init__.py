@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from train.data import PreparedData
     from train.launch import Launch
     from train.loop import Parts
-    from train.records import Run
+    from train.records import Run, StopRequest
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Room(Extra):
         self._session: Any = None
 
     @contextmanager
-    def open(self, config: Config, launch: Launch) -> Iterator[None]:
+    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
         try:
             yield
         finally:

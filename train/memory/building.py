@@ -10,10 +10,10 @@ import torch
 
 from train import extras
 from train.config import Config
-from train.launch import Launch, StopRequest, accelerator_options, init_gloo, resolve_precision, shard_by_layer
+from train.launch import Launch, accelerator_options, init_gloo, resolve_precision, shard_by_layer
 from train.memory import ranks
 from train.memory.predict import Job
-from train.records import Run
+from train.records import Run, StopRequest
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import importlib
 import inspect
+import json
 import math
 import os
 import re
@@ -28,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from train.loss import Scores, cross_entropy_scores, cross_entropy_sum, logits_of
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
-from train.state import tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,9 +45,7 @@ SCALES = tuple((factor, layers) for layers in (8, 2, 999) for factor in (32, 16,
 MIN_WIDTH = 32  # fewer, and normalised, would say little
 TRIED_PARAMETERS = 40_000_000
 LIMITS = {"token_id$": 3, "vocab": 64, "window|chunk": 3, "num.*experts|experts?$": 16}  # by names in a configuration
-WIDTHS = (
-    "^(?!.*(position|kernel|conv|num_|patch|image)).*(size|dim|embd|d_(model|ff|head)|ffn|inner|rank|hidden|channels)"
-)
+WIDTHS = "^(?!.*(position|kernel|conv|num_)).*(size|dim|embd|d_(model|ff|head)|ffn|inner|rank|hidden|channels)"
 
 
 def task_names() -> list[str]:
@@ -303,6 +301,17 @@ def from_pretrained(loader: Any, name: str, trust_remote_code: bool, what: str, 
         return loader.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # files of others are read by many libraries
         raise UserError(f"{what} {name!r} cannot be loaded: {one_line(error)} Give {instead}.") from None
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Truncation and padding are those of its last call.
+        text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
+    else:
+        text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
+    return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]
 
 
 @contextmanager

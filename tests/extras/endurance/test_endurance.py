@@ -18,7 +18,7 @@ from train.extras import Extras
 from train.extras.endurance import ROLL_CALL, Room, refuse_strangers
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
-from train.records import DivergenceError, IntervalSums, Progress, Run, UsageError, UserError
+from train.records import DivergenceError, IntervalSums, Progress, Run, StopRequest, UsageError, UserError
 from train.step import Engine
 
 MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
@@ -111,7 +111,7 @@ def test_on_cuda_the_watch_speaks_before_the_watchdog(device: str, monkeypatch: 
 
 def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
     room, before = Room(), signal.getsignal(signal.SIGTERM)
-    with room.open(Config(), Launch()):
+    with room.open(Config(), Launch(), StopRequest()):
         with room.preparing():
             pass
         assert room.confirms_stop()

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from train import extras
 from train.batching import arithmetic_of
 from train.config import Config
-from train.launch import Launch, StopRequest, accelerator_options, init_gloo
-from train.records import Run
+from train.launch import Launch, accelerator_options, init_gloo
+from train.records import Run, StopRequest
 
 NEEDED = ("activations", "losses", "parallelism")
 """Extras that decide how a step is computed here; others would watch or guard it."""

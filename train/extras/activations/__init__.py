@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.loop import Parts
     from train.loss import ModelWithLoss
-    from train.records import Run
+    from train.records import Run, StopRequest
     from train.tasks import Task
 
 
@@ -75,7 +75,7 @@ class Room(Extra):
         )
 
     @contextmanager
-    def open(self, config: Config, launch: Launch) -> Iterator[None]:
+    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
         if not config.of(Options).compile:
             yield
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,17 +15,19 @@ from train.config import Config, option
 from train.extras import Extra
 from train.figures import show_error
 from train.launch import Launch, target_device
-from train.records import DivergenceError, Progress, Run, UsageError, UserError
+from train.records import DivergenceError, Progress, Run, StopRequest, UsageError, UserError
 
 if TYPE_CHECKING:
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
+    from train.extras.endurance.signals import Signals
     from train.state import TrainingState
     from train.step import Engine
 
 ROLL_CALL = timedelta(minutes=1)  # ample time to find out which rank is lost
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
+SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
 
 
@@ -57,6 +59,7 @@ class Room(Extra):
 
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
+        self._signals: Signals | None = None
         self._saving: Saving | None = None
         self._recovering: Recovering | None = None
 
@@ -68,9 +71,10 @@ class Room(Extra):
             raise UsageError(f"max_rollbacks: {options.max_rollbacks} needs save_every_steps: nothing to go back to.")
 
     @contextmanager
-    def open(self, config: Config, launch: Launch) -> Iterator[None]:
-        """Watches over the ranks; at the end a checkpoint that is being written gets a moment to be completed."""
+    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
+        """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
         from train.extras.endurance.lost_rank import RankWatch, follow_launcher
+        from train.extras.endurance.signals import Signals
 
         def remedy() -> str:
             from train.outputs import how_to_resume
@@ -79,7 +83,8 @@ class Room(Extra):
 
         refuse_strangers(os.environ, launch.world_size)
         follow_launcher()
-        with RankWatch(launch, config.optimization.distributed_timeout_seconds, remedy, show_error) as self._watch:
+        self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
+        with self._signals.listening(), RankWatch(launch, seconds, remedy, show_error) as self._watch:
             try:
                 yield
             finally:
@@ -94,9 +99,11 @@ class Room(Extra):
             timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: the watch speaks before it
         return {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
 
-    def preparing(self) -> AbstractContextManager[None]:
-        assert self._watch is not None
-        return self._watch.preparing()
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        assert self._watch is not None and self._signals is not None
+        with self._signals.at_once(), self._watch.preparing():
+            yield
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory
@@ -113,8 +120,8 @@ class Room(Extra):
         self._recovering = Recovering(engine, run.outputs.say, *measures)
         return self._recovering
 
-    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> None:
-        """Raises DivergenceError where the loss is far above the usual."""
+    def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
+        """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
@@ -124,6 +131,8 @@ class Room(Extra):
                 progress,
                 since_step,
             )
+        newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
+        return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
     def skipped(self, run: Run, progress: Progress, loss_scale: float | None) -> None:
         """Raises DivergenceError where no later step can be expected to have a finite gradient."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from train.config import Config
     from train.launch import Launch
     from train.loop import Parts
-    from train.records import Run
+    from train.records import Run, StopRequest
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Room(Extra):
         self._trackers: list[Any] = []
 
     @contextmanager
-    def open(self, config: Config, launch: Launch) -> Iterator[None]:
+    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
         try:
             yield
         finally:  # however the run ends: a tracker may still have lines to write
