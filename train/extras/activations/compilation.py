@@ -75,8 +75,7 @@ class Compilation(logging.Handler):
         self.tell = tell
         self.compilations = self.recompilations = 0
         self.seconds = 0.0
-        self.limit_reached: str | None = None
-        """Why the last compilation was not used again, once there were too many."""
+        self.limit_reached: str | None = None  # why the last compilation was not used again, once there were too many
 
     @contextmanager
     def listening(self) -> Iterator[Compilation]:

@@ -18,9 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from train.records import UserError
 
-MIN_OFFLOADED_BYTES = 2**20
-"""Smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain."""
-
+MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
 PIECE_BYTES = 8 * 2**20
 """Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and
 torch's allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round."""

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
     from train.checkpoint import StoredBlocks
 
-ADAPTER = "default"
-"""peft's name for an adapter that has none."""
-TASK_TYPES = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}
-"""peft's words; others have none."""
+ADAPTER = "default"  # peft's name for an adapter that has none
+TASK_TYPES = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}  # peft's words
 
 
 def compute_dtype(run: Run) -> torch.dtype:
@@ -84,9 +82,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
     try:
         inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
-        raise UserError(
-            f"adapter: {own.adapter} does not work with this model: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise UserError(f"adapter: {own.adapter} does not work with this model: {one_line(error, 300)}") from None
     settings.modules_to_save = list(heads) or None  # after peft has looked: they are trained in place, without copies
     for head in heads.values():
         head.requires_grad_(True)

@@ -18,21 +18,18 @@ from torch.autograd.function import once_differentiable
 from train.loss import PLAIN, Objective, Scores, cross_entropy, cross_entropy_sum, wide_dtype
 from train.records import IGNORE
 
+# fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
 CHUNK_LOGITS_BYTES = 64 * 2**20
-"""fp32 logits of one chunk: little next to weights and activations, enough for large matrix products."""
-
+# A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations per
+# element and token. With fewer tokens a device that does 150 operations per byte would mostly wait.
 MIN_CHUNK_TOKENS = 512
-"""A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations
-per element and token. With fewer tokens a device that does 150 operations per byte would mostly wait."""
 
 
 @dataclass(frozen=True)
 class _How:
-    dtype: torch.dtype
-    """Of the matrix products."""
+    dtype: torch.dtype  # of the matrix products
     objective: Objective = PLAIN
-    part: Any = None
-    """Which classes weight and bias are for, if not all."""
+    part: Any = None  # which classes weight and bias are for, if not all
 
 
 def chunked_sum(

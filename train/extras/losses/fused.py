@@ -23,8 +23,8 @@ from train.loss import PLAIN, Objective, wide_dtype
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
+# The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
 CCE_IMPLEMENTATION = "cce_kahan_full_c"
-"""The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,9 @@ class Place:
     """Where a loss is computed, as far as that decides which."""
 
     device_type: str
-    dtype: torch.dtype
-    """Of the matrix products."""
-    capability: tuple[int, int] = (0, 0)
-    """CUDA's compute capability."""
-    divides_classes: bool = False
-    """Whether each rank computes a part of the classes (tensor parallelism)."""
+    dtype: torch.dtype  # of the matrix products
+    capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
+    divides_classes: bool = False  # whether each rank computes a part of the classes (tensor parallelism)
 
 
 def obstacle_to(

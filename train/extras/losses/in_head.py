@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -37,8 +38,7 @@ class LossHead(nn.Linear):
     """
 
     answers: dict[int, Answer]
-    part: Any
-    """Which classes this rank computes, or None for all; weight and bias are then sharded DTensors."""
+    part: Any  # which classes this rank computes, or None for all; weight and bias are then sharded DTensors
 
     @classmethod
     def adopt(cls, head: Any) -> None:
@@ -66,11 +66,11 @@ class LossHead(nn.Linear):
         return answer(input, weight, bias, part=part)
 
 
+@dataclass(frozen=True)
 class LossInHead:
     """What :class:`train.loss.ModelWithLoss` calls in place of taking the loss of the logits."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    kind: str
 
     def __call__(
         self, model: ModelWithLoss, inputs: dict[str, Any], labels: Tensor, scored: bool, num_targets: int | None

@@ -20,20 +20,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from train.loss import ModelWithLoss
+from train.loss import ModelWithLoss, wide_dtype
 from train.records import IGNORE, Run, UserError
 from train.step import Engine
 
 EMBEDDING = "embedding_rowwise"
 GRADIENT_SUM = "replicated_with_grad_allreduce"
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
+STYLES: dict[str, Callable[[], ParallelStyle]] = {  # names of transformers' plans, as styles of torch
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     EMBEDDING: partial(RowwiseParallel, input_layouts=Replicate()),
 }
-"""Names of transformers' plans, as styles of torch."""
 _REMEDY = "Use a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
 _UNEVEN = "which {} ranks cannot share evenly. Set parallelism_config_tp_size in the launch file to a divisor of it."
 
@@ -206,7 +205,7 @@ class VocabularyPart:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """(N,) the most probable class of all; of equal ones the first."""
-        best, index = _wide(logits).max(1)
+        best, index = logits.to(wide_dtype(logits.dtype)).max(1)
         candidate = torch.where(best == self._largest(best), index + self._first, self.num_classes)
         dist.all_reduce(candidate, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
         return candidate
@@ -220,7 +219,7 @@ class VocabularyPart:
 
     def _normalized(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The logits in full precision, the largest of all parts (N,), and Σ exp(logit − largest) (N,)."""
-        logits = _wide(logits)
+        logits = logits.to(wide_dtype(logits.dtype))
         largest = self._largest(logits.amax(1))
         return logits, largest, self.sum((logits - largest.unsqueeze(1)).exp_().sum(1))
 
@@ -228,7 +227,3 @@ class VocabularyPart:
         largest = values.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
         return largest
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

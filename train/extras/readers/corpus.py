@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
     from train.extras.readers import Source
 
-RECIPES = ("listops", "stdlib_packages")
-"""Datasets that functions in recipes/ generate."""
-NEARBY = 2000
-"""A text is cut at the end of a line if there is one within so many characters."""
-
+RECIPES = ("listops", "stdlib_packages")  # datasets that functions in recipes/ generate
+NEARBY = 2000  # a text is cut at the end of a line if there is one within so many characters
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

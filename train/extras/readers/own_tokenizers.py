@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from train.records import Corpus, Run
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
-TOKENIZER_TRAINING_BYTES = 16 * 2**20
-"""A vocabulary of some thousand pieces settles long before a tokenizer has seen more text than this."""
+TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
 
 def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:

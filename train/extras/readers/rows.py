@@ -24,13 +24,8 @@ EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line."
 ADVICE = {"without": NAME_COLUMNS, "not UTF-8": "Name its encoding, such as --encoding cp1252."}
 ADVICE |= {"not CSV": "Give --quoting none where quotes are only characters."}
-
-FORMAT = 5
-"""Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
-
-ROWS_IN_MEMORY = 64
-"""Documents can be megabytes each: the library's default of 1,000 at a time would need gigabytes."""
-
+FORMAT = 5  # part of every cache key: raise it when a reader or a check gives other rows
+ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 logger = logging.getLogger(__name__)
 
