@@ -87,12 +87,8 @@ class Fork:
     def make(self) -> list[str]:
         """Copies all; returns lines about recipes that stay behind."""
         pages = [page for page in (ROOT / "docs").glob("*.md") if PAGES.get(page.stem) not in self.gone]
-        for path in [
-            *(ROOT / name for name in FILES),
-            *pages,
-            *self._files("train"),
-            *self._files("accelerate_configs"),
-        ]:
+        whole = [*(ROOT / name for name in FILES), *pages]
+        for path in whole + self._files("train") + self._files("accelerate_configs"):
             self._copy(path)
         needs = {path: self._needed_by(path.read_text(encoding="utf-8")) for path in self._files("recipes")}
         for path, needed in needs.items():
