@@ -68,14 +68,11 @@ class Room(Extra):
     def open(self, config: Config, launch: Launch) -> Iterator[None]:
         """Watches over the ranks; at the end a checkpoint that is being written gets a moment to be completed."""
         from train.extras.endurance.lost_rank import RankWatch, follow_launcher
-
-        def remedy() -> str:
-            from train.outputs import how_to_resume
-
-            return how_to_resume(config)
+        from train.outputs import how_to_resume
 
         follow_launcher()
-        with RankWatch(launch, config.optimization.distributed_timeout_seconds, remedy, show_error) as self._watch:
+        seconds, remedy = config.optimization.distributed_timeout_seconds, partial(how_to_resume, config)
+        with RankWatch(launch, seconds, remedy, show_error) as self._watch:
             try:
                 yield
             finally:

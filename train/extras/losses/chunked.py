@@ -84,7 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.how, ctx.prepares = how, prepares
         if not prepares:
             ctx.save_for_backward(hidden, weight, bias, labels)
-            return _in_chunks((hidden, weight, bias), labels, how)[0]
+            return _in_chunks((hidden, weight, bias), labels, how, (False, False, False))[0]
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         loss, gradients = _in_chunks((hidden, weight, bias), labels, how, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
@@ -107,11 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(
-    tensors: Sequence[Any],
-    labels: Tensor,
-    how: _How,
-    wanted: Sequence[bool] = (False, False, False),
-    scale: Tensor | None = None,
+    tensors: Sequence[Any], labels: Tensor, how: _How, wanted: Sequence[bool], scale: Tensor | None = None
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
 

@@ -175,9 +175,8 @@ def place_of(model: nn.Module, device: torch.device, precision: str, divides_cla
 def describe_loss(kind: str, objective: Objective, asked: str) -> str:
     """A line about the loss that a run uses."""
     names = {"torch": "torch's linear_cross_entropy", "cce": "Cut Cross-Entropy", "liger": "Liger Kernel"}
-    how = "all logits at once" if kind == "full" else "never all logits, in chunks"
-    if kind in names:
-        how = f"never all logits, by {names[kind]}"
+    ways = {"full": "all logits at once", "chunked": "never all logits, in chunks"}
+    how = ways.get(kind) or f"never all logits, by {names[kind]}"
     if kind == "cce" and not cce_sums_in_fp32():
         how += " of a version that sums gradients in half precision (pip install '.[cce]' brings another)"
     terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from train.loss import ModelWithLoss, wide_dtype
-from train.records import IGNORE, Run, UserError
+from train.records import Run, UserError
 from train.step import Engine
 
 EMBEDDING = "embedding_rowwise"
@@ -192,16 +192,15 @@ class VocabularyPart:
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(N,) −log p(label) from this part's logits (N, C), in fp32 or fp64; 0 where the label is IGNORE."""
-        logits, largest, total = self._normalized(logits)
-        classes, held = self.own(labels)
-        of_label = logits.gather(1, classes.unsqueeze(1)).squeeze(1) - largest
-        of_label = self.sum(of_label.masked_fill(~held, 0))
-        return (total.log() - of_label).masked_fill(labels == IGNORE, 0)
+        classes, held = self.own(labels)  # IGNORE is in no part
+        of_label = self.log_softmax(logits).gather(1, classes.unsqueeze(1)).squeeze(1)
+        return -self.sum(of_label.masked_fill(~held, 0))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """(N, C) log p of this part's classes, in fp32 or fp64."""
-        logits, largest, total = self._normalized(logits)
-        return logits - (largest + total.log()).unsqueeze(1)
+        logits = logits.to(wide_dtype(logits.dtype))
+        logits = logits - self._largest(logits.amax(1)).unsqueeze(1)
+        return logits.sub_(self.sum(logits.exp().sum(1)).log().unsqueeze(1))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """(N,) the most probable class of all; of equal ones the first."""
@@ -216,12 +215,6 @@ class VocabularyPart:
         logits = F.linear(whole, weight, bias)
         assert isinstance(logits, DTensor)
         return logits.full_tensor()
-
-    def _normalized(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The logits in full precision, the largest of all parts (N,), and Σ exp(logit − largest) (N,)."""
-        logits = logits.to(wide_dtype(logits.dtype))
-        largest = self._largest(logits.amax(1))
-        return logits, largest, self.sum((logits - largest.unsqueeze(1)).exp_().sum(1))
 
     def _largest(self, values: Tensor) -> Tensor:
         largest = values.clone()
