@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.extras.weightless import obstacle_on_trial
 from train.records import UserError
@@ -60,8 +61,6 @@ def norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and isinstance(getattr(module, "mlp", None), nn.Module):
             yield module
@@ -105,7 +104,10 @@ class Tiled(nn.Module):
             return self.compute_whole(hidden)
         if not torch.is_grad_enabled():
             return _in_tiles(self, hidden, size, [])
-        hidden, keeper = _keep(hidden)
+        keeper: Any = None
+        if hidden.requires_grad:
+            hidden = cast("Tensor", _Keep.apply(hidden))
+            keeper = hidden.grad_fn  # has it saved before the tiles compute, not after as they would
         return cast("Tensor", _Tiles.apply(self, size, keeper, hidden, *self.trained()))
 
     def trained(self) -> list[nn.Parameter]:
@@ -133,14 +135,6 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         return grad_outputs[0]
-
-
-def _keep(hidden: Tensor) -> tuple[Tensor, Any]:
-    """``hidden`` and the node of the graph that has it saved: before the tiles compute, not after as they would."""
-    if not hidden.requires_grad:
-        return hidden, None
-    kept = cast("Tensor", _Keep.apply(hidden))
-    return kept, kept.grad_fn
 
 
 class _Tiles(torch.autograd.Function):

@@ -93,10 +93,9 @@ class LossInHead:
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str) -> None:
-    """From now on ``model``, against which :func:`obstacle_to_chunks` finds nothing, never holds all logits.
+    """From now on ``model``, which has no :func:`obstacle_to_chunks`, never holds all logits.
 
-    Args:
-        kind: chunked, torch, cce or liger.
+    ``kind`` is chunked, torch, cce or liger.
     """
     LossHead.adopt(head_of(model.model))
     model.loss_in_head = LossInHead(kind)
