@@ -21,9 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
+# Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and torch's
+# allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round.
 PIECE_BYTES = 8 * 2**20
-"""Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and
-torch's allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round."""
 
 
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:

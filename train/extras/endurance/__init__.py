@@ -67,17 +67,18 @@ class Room(Extra):
     @contextmanager
     def open(self, config: Config, launch: Launch) -> Iterator[None]:
         """Watches over the ranks; at the end a checkpoint that is being written gets a moment to be completed."""
+        from train.extras.endurance.checkpoints import Saving
         from train.extras.endurance.lost_rank import RankWatch, follow_launcher
         from train.outputs import how_to_resume
 
         follow_launcher()
         seconds, remedy = config.optimization.distributed_timeout_seconds, partial(how_to_resume, config)
         with RankWatch(launch, seconds, remedy, show_error) as self._watch:
+            self._saving = Saving(config.of(Options).save_in_background, self._watch.gather)
             try:
                 yield
             finally:
-                if self._saving is not None:
-                    self._saving.wait(SECONDS_FOR_A_LAST_CHECKPOINT)
+                self._saving.wait(SECONDS_FOR_A_LAST_CHECKPOINT)
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         from accelerate.utils import InitProcessGroupKwargs
@@ -119,11 +120,7 @@ class Room(Extra):
             )
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
-        from train.extras.endurance.checkpoints import Saving
-
-        if self._saving is None:
-            assert self._watch is not None
-            self._saving = Saving(run.config.of(Options).save_in_background, self._watch.gather)
+        assert self._saving is not None
         self._saving.save(run, state, progress, wait)
         return True
 

@@ -81,13 +81,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(  # fixed by torch
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: _How, prepares: bool
     ) -> Tensor:
-        ctx.how, ctx.prepares = how, prepares
-        if not prepares:
-            ctx.save_for_backward(hidden, weight, bias, labels)
-            return _in_chunks((hidden, weight, bias), labels, how, (False, False, False))[0]
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        loss, gradients = _in_chunks((hidden, weight, bias), labels, how, ctx.needs_input_grad[:3])
-        ctx.save_for_backward(*gradients)
+        ctx.how, ctx.prepares, tensors = how, prepares, (hidden, weight, bias)
+        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        wanted = ctx.needs_input_grad[:3] if prepares else (False, False, False)
+        loss, gradients = _in_chunks(tensors, labels, how, wanted)
+        ctx.save_for_backward(*(gradients if prepares else (*tensors, labels)))
         return loss
 
     @staticmethod
@@ -98,12 +96,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # rounded to the gradient's type first.
             factor = grad_loss.unsqueeze(0)
             gradients = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
-            dtypes = ctx.dtypes
         else:
             *tensors, labels = ctx.saved_tensors
-            dtypes = [None if t is None else t.dtype for t in tensors]
             _, gradients = _in_chunks(tensors, labels, ctx.how, ctx.needs_input_grad[:3], grad_loss)
-        return *(to_dtype(g, dtype) for g, dtype in zip(gradients, dtypes, strict=True)), None, None, None
+        return *(to_dtype(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None
 
 
 def _in_chunks(

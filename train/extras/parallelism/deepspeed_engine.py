@@ -29,10 +29,10 @@ from train.records import Run, UsageError, UserError
 from train.step import Engine
 
 LAUNCH_FILE = "the launch file"
-# Unchanged from a DeepSpeed JSON: what it computes in, and what it prints
-_TAKEN = {"zero_optimization", "communication_data_type", "data_types", "zero_allow_untested_optimizer"}
-_TAKEN |= {"zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"}
-_TAKEN |= {"comms_logger", "flops_profiler"}
+# Unchanged from a DeepSpeed JSON: how it divides, in which types it sums, what it prints
+_TAKEN = {"zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
+_TAKEN |= {"communication_data_type", "data_types"}
+_TAKEN |= {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "comms_logger", "flops_profiler"}
 # Kinds of ZeRO that round gradients, or hold them where checkpoints of this template do not look for them
 _UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
 MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000  # summed over the ranks at once: 100 or 200 MB, which keeps a network busy
