@@ -27,15 +27,14 @@ from train import extras
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE", ".gitignore")
 SCRIPTS = ("setup.sh", "test.sh", "slurm.sbatch", "quickstart.sh")
+# Pages of docs/ that are about one extra
 PAGES = {"long_sequences": "long_sequences", "memory": "memory", "reliability": "endurance"}
-"""Pages of docs/ that are about one extra."""
-RECIPE_SIGNS = {
+RECIPE_SIGNS = {  # that a recipe needs an extra, in addition to the keys, which can be taken out
     "readers": r"^dataset: [^:\n]*$|^tokenizer: (bytes|words|train:)",
     "memory": r"^\w+: auto$",
     "optimizers": r"^optimizer: adamw_8bit",
 }
-"""What shows that a recipe needs an extra, in addition to the keys, which can be taken out."""
-SIGNS = {
+SIGNS = {  # that a test file needs an extra, in addition to imports and options
     "readers": r"\b(llama_)?recipes?\b|write_recipe|quickstart|jsonl|['\"](bytes|words|train:\d+)['\"]",
     "meter": r"\bmfu\b|bytes_by_kind|bytes_by_phase|peak_resident_bytes|memory_leak",
     "memory": r"predicted|rehears|\bauto\b",
@@ -44,7 +43,6 @@ SIGNS = {
     "report": r"report\.(html|md)|model_card|sample: ",
     "parallelism": r"deepspeed|[tcs]p_size",
 }
-"""What shows that a test file needs an extra, in addition to imports and options."""
 OF_THE_TEMPLATE = r"README|CHANGELOG|CONTRIBUTING|docs['\"/]|benchmarks|scripts/study|fork\.py|extras\.ORDER"
 """What shows that a test file is about a part of the template that is not copied, or about all extras."""
 
@@ -81,20 +79,16 @@ class Fork:
     def __init__(self, target: Path, keep: Sequence[str]) -> None:
         self.target, self.keep = target, keep
         gone = [name for name in extras.ORDER if name not in keep]
+        # and their folders within train/ and tests/
         self.gone = {name: extras.ORDER[name].removeprefix("train.").replace(".", "/") for name in gone}
-        """Their folders within train/ and tests/."""
         known = extras.options()
         self.options = [field.name for name in gone if name in known for field in fields(known[name])]
 
     def make(self) -> list[str]:
         """Copies all; returns lines about recipes that stay behind."""
         pages = [page for page in (ROOT / "docs").glob("*.md") if PAGES.get(page.stem) not in self.gone]
-        for path in [
-            *(ROOT / name for name in FILES),
-            *pages,
-            *self._files("train"),
-            *self._files("accelerate_configs"),
-        ]:
+        whole = [*(ROOT / name for name in FILES), *pages]
+        for path in whole + self._files("train") + self._files("accelerate_configs"):
             self._copy(path)
         needs = {path: self._needed_by(path.read_text(encoding="utf-8")) for path in self._files("recipes")}
         for path, needed in needs.items():

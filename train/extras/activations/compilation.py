@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.records import UsageError, UserError
 
@@ -42,8 +43,6 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     To be called before the model is wrapped or sharded, after activation checkpointing was set up. Raises UserError
     where no repeated layers are known of this model.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
     if not layers:
@@ -75,8 +74,7 @@ class Compilation(logging.Handler):
         self.tell = tell
         self.compilations = self.recompilations = 0
         self.seconds = 0.0
-        self.limit_reached: str | None = None
-        """Why the last compilation was not used again, once there were too many."""
+        self.limit_reached: str | None = None  # why the last compilation was not used again, once there were too many
 
     @contextmanager
     def listening(self) -> Iterator[Compilation]:

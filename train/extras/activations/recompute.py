@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.records import UserError
 
-MIN_OFFLOADED_BYTES = 2**20
-"""Smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain."""
-
+MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
+# Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and torch's
+# allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round.
 PIECE_BYTES = 8 * 2**20
-"""Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and
-torch's allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round."""
 
 
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
@@ -38,8 +38,6 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
         return
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
     try:
         if hasattr(model, "activation_checkpointing_enable"):  # transformers ≥ 5.23
@@ -50,8 +48,6 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
             raise ValueError("it is not a transformers model")
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
@@ -66,8 +62,6 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
     attention = any(part in operator.name() for part in ("scaled_dot_product", "flash_att", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
 

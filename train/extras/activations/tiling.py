@@ -8,19 +8,20 @@ keeps copies of the hidden states in fp32, and makes more of them in backward: a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from train.extras.weightless import obstacle_on_trial
 from train.records import UserError
 
+# With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size.
 MIN_TILE_TOKENS = 512
-"""With fewer a device waits for weights: a tile reads them, and adds to their gradients, whatever its size."""
 
 
 def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> str:
@@ -60,8 +61,6 @@ def norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _layers(model: nn.Module) -> Iterator[Any]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and isinstance(getattr(module, "mlp", None), nn.Module):
             yield module
@@ -90,8 +89,8 @@ class Tiled(nn.Module):
     where that has 16 bits. So hooks of DDP and FSDP2 see whole gradients, once.
     """
 
+    # At most this many tokens per tile; None: ALST's choice, tokens / H tiles, with at least MIN_TILE_TOKENS each.
     tile_tokens: int | None
-    """At most this many tokens per tile; None: ALST's choice, tokens / H tiles, with at least MIN_TILE_TOKENS each."""
 
     def compute_whole(self, hidden: Tensor) -> Tensor:
         """(..., H) → (..., H), computed by the original class."""
@@ -104,8 +103,11 @@ class Tiled(nn.Module):
         if tokens <= size:
             return self.compute_whole(hidden)
         if not torch.is_grad_enabled():
-            return _in_tiles(self, hidden, size, None)
-        hidden, keeper = _keep(hidden)
+            return _in_tiles(self, hidden, size, [])
+        keeper: Any = None
+        if hidden.requires_grad:
+            hidden = cast("Tensor", _Keep.apply(hidden))
+            keeper = hidden.grad_fn  # has it saved before the tiles compute, not after as they would
         return cast("Tensor", _Tiles.apply(self, size, keeper, hidden, *self.trained()))
 
     def trained(self) -> list[nn.Parameter]:
@@ -135,14 +137,6 @@ class _Keep(torch.autograd.Function):
         return grad_outputs[0]
 
 
-def _keep(hidden: Tensor) -> tuple[Tensor, Any]:
-    """``hidden`` and the node of the graph that has it saved: before the tiles compute, not after as they would."""
-    if not hidden.requires_grad:
-        return hidden, None
-    kept = cast("Tensor", _Keep.apply(hidden))
-    return kept, kept.grad_fn
-
-
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tiled, size: int, keeper: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
@@ -165,10 +159,7 @@ class _Tiles(torch.autograd.Function):
         weights = ctx.part.trained()
         sums: list[Tensor | None] = [None] * len(weights)
         for number, rows in enumerate(tiles(len(tokens), ctx.size)):
-            with torch.enable_grad(), ExitStack() as stack:
-                stack.enter_context(ctx.autocast())
-                if ctx.draws:
-                    stack.enter_context(_drawing_again(ctx.draws[number], hidden.device))
+            with torch.enable_grad(), ctx.autocast(), _drawing_again(ctx.draws[number], hidden.device):
                 tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
                 out = ctx.part.compute_whole(tile.unsqueeze(0)).squeeze(0)
             asked = [*([tile] if to_hidden is not None else []), *weights]
@@ -183,20 +174,16 @@ class _Tiles(torch.autograd.Function):
         return None, None, None, None if to_hidden is None else to_hidden.view(hidden.shape), *to_weights
 
 
-def _in_tiles(part: Tiled, hidden: Tensor, size: int, draws: list[Any] | None) -> Tensor:
-    """(..., H) what ``part`` makes of ``hidden``; ``draws`` gets the random state before each tile, if any draws."""
+def _in_tiles(part: Tiled, hidden: Tensor, size: int, draws: list[list[Tensor]]) -> Tensor:
+    """(..., H) what ``part`` makes of ``hidden``; ``draws`` gets the random state before each tile."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     out: Tensor | None = None
     for rows in tiles(len(tokens), size):
-        before = _random_state(hidden.device) if draws is not None else None
+        draws.append(_random_state(hidden.device))
         tile = part.compute_whole(tokens[rows].unsqueeze(0)).squeeze(0)
         if out is None:
             out = tile.new_empty((*hidden.shape[:-1], tile.shape[-1]))  # no view: falcon's layers add to it in place
-            if draws is not None and _same(before, _random_state(hidden.device)):
-                draws = None  # no dropout here: nothing to remember
         out.view(-1, tile.shape[-1])[rows] = tile
-        if draws is not None:
-            draws.append(before)
     assert out is not None
     return out
 
@@ -222,10 +209,6 @@ def _random_state(device: torch.device) -> list[Tensor]:
     if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_initialized():
         states.append(torch.get_device_module(device).get_rng_state(device))
     return states
-
-
-def _same(one: list[Tensor] | None, other: list[Tensor]) -> bool:
-    return one is not None and all(bytes(a.numpy()) == bytes(b.numpy()) for a, b in zip(one, other, strict=True))
 
 
 @contextmanager

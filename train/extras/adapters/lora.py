@@ -14,28 +14,24 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
+from train.checkpoint import StoredBlocks
 from train.extras.adapters import Options
 from train.model import parameter_counts
 from train.records import Run, UserError, one_line
 from train.state import TrainingState, model_tensors
 from train.tasks import load_task
 
-if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig
-
-    from train.checkpoint import StoredBlocks
-
-ADAPTER = "default"
-"""peft's name for an adapter that has none."""
-TASK_TYPES = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}
-"""peft's words; others have none."""
+ADAPTER = "default"  # peft's name for an adapter that has none
+TASK_TYPES = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}  # peft's words
 
 
 def compute_dtype(run: Run) -> torch.dtype:
@@ -44,10 +40,8 @@ def compute_dtype(run: Run) -> torch.dtype:
     return getattr(torch, names.get(run.accelerator.mixed_precision, run.config.architecture.dtype))
 
 
-def quantization(run: Run, model_config: Any) -> BitsAndBytesConfig:
+def quantization(run: Run, model_config: Any) -> transformers.BitsAndBytesConfig:
     """How ``from_pretrained`` is to load the weights: 4 bits, NF4, and the scales quantised again; heads stay whole."""
-    import transformers
-
     auto_class = load_task(run.config.data.task).auto_class
     with torch.device("meta"):
         trust = run.config.architecture.trust_remote_code
@@ -84,9 +78,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
     try:
         inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
-        raise UserError(
-            f"adapter: {own.adapter} does not work with this model: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise UserError(f"adapter: {own.adapter} does not work with this model: {one_line(error, 300)}") from None
     settings.modules_to_save = list(heads) or None  # after peft has looked: they are trained in place, without copies
     for head in heads.values():
         head.requires_grad_(True)
@@ -112,8 +104,6 @@ def _targets(model: nn.Module, names: tuple[str, ...], auto_class: str) -> list[
     """The layers that get adapters, by name or by the ends of their names."""
     if names != ("all-linear",):
         return list(names)
-    from transformers.pytorch_utils import Conv1D
-
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     found = _outside(_heads(model, auto_class), linear)
     ends = {name.rpartition(".")[2] for name in found}
@@ -248,8 +238,9 @@ class AdapterState(TrainingState):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 full = _full(parameter)  # on all ranks, whichever of them keep it
-                if keep:
-                    adapter[f"base_model.model.{_plain_name(name)}"] = full
+                if keep:  # without what peft adds to the name of a weight, and to that of an adapter inside the model
+                    plain = re.sub(rf"\.(base_layer|{ADAPTER})(?=\.|$)", "", name)
+                    adapter[f"base_model.model.{plain}"] = full
         if not keep:
             return self.model
         folder = folder / "adapter"
@@ -275,11 +266,6 @@ class AdapterState(TrainingState):
 def _full(tensor: Tensor) -> Tensor:
     """``tensor`` whole and on the CPU; all ranks take part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
-
-
-def _plain_name(name: str) -> str:
-    """``name`` without what peft adds to that of a weight, and to that of an adapter inside the model."""
-    return re.sub(rf"\.(base_layer|{ADAPTER})(?=\.|$)", "", name)
 
 
 def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -333,14 +333,14 @@ class RankWatch:
                 )
 
 
-def follow_launcher(environment: Mapping[str, str] = os.environ) -> None:
+def follow_launcher() -> None:
     """Has the kernel send this process SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
 
     An orphan would train on, unseen, and hold its GPUs. Only on Linux, and only for a process that a launcher started:
     one that was started from a shell, perhaps with nohup, is meant to outlive it.
     """
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
-    if sys.platform != "linux" or not any(name in environment for name in launchers):
+    if sys.platform != "linux" or not any(name in os.environ for name in launchers):
         return
     parent = os.getppid()
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see prctl(2)

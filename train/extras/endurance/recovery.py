@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,10 +24,6 @@ from train.extras.endurance.retry import Ranks, Start, Writes, free_memory, pers
 from train.extras.host_memory import is_out_of_memory
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome
 from train.step import Counts, Engine, count
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
 
 T = TypeVar("T")
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
@@ -62,8 +61,6 @@ def can_recover(accelerator: Accelerator) -> bool:
     Sharded models (FSDP, ZeRO, tensor parallelism) communicate within forward and backward, where a rank that fails
     leaves the others waiting. A compiled DistributedDataParallel and its communication hooks cannot be bypassed.
     """
-    from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
-
     kind, handler, compiler = accelerator.distributed_type, accelerator.ddp_handler, accelerator.state.dynamo_plugin
     return kind == DistributedType.NO or (
         kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
@@ -96,7 +93,7 @@ class Recovering(Engine):
         self,
         engine: Engine,
         say: Callable[[str], None],
-        find_measures: Callable[[Any], Sequence[Measure]] = lambda _: (),
+        find_measures: Callable[[Any], Sequence[Measure]] = lambda _: [],
     ) -> None:
         super().__init__(engine.accelerator, engine.config, self._enter)
         self.recoveries = 0  # faults of this rank after which the step, or its update, was made again

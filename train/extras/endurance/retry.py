@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._utils import _take_tensors
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20  # small gradients travel together in buckets as large as DistributedDataParallel's

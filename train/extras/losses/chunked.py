@@ -19,21 +19,18 @@ from train.extras.losses.objective import PLAIN, Objective
 from train.loss import Scores, cross_entropy, wide_dtype
 from train.records import IGNORE
 
+# fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
 CHUNK_LOGITS_BYTES = 64 * 2**20
-"""fp32 logits of one chunk: little next to weights and activations, enough for large matrix products."""
-
+# A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations per
+# element and token. With fewer tokens a device that does 150 operations per byte would mostly wait.
 MIN_CHUNK_TOKENS = 512
-"""A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations
-per element and token. With fewer tokens a device that does 150 operations per byte would mostly wait."""
 
 
 @dataclass(frozen=True)
 class _How:
-    dtype: torch.dtype
-    """Of the matrix products."""
+    dtype: torch.dtype  # of the matrix products
     objective: Objective = PLAIN
-    part: Any = None
-    """Which classes weight and bias are for, if not all."""
+    part: Any = None  # which classes weight and bias are for, if not all
 
 
 def chunked_sum(
@@ -85,13 +82,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(  # fixed by torch
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: _How, prepares: bool
     ) -> Tensor:
-        ctx.how, ctx.prepares = how, prepares
-        if not prepares:
-            ctx.save_for_backward(hidden, weight, bias, labels)
-            return _in_chunks((hidden, weight, bias), labels, how)[0]
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        loss, gradients = _in_chunks((hidden, weight, bias), labels, how, ctx.needs_input_grad[:3])
-        ctx.save_for_backward(*gradients)
+        ctx.how, ctx.prepares, tensors = how, prepares, (hidden, weight, bias)
+        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        wanted = ctx.needs_input_grad[:3] if prepares else (False, False, False)
+        loss, gradients = _in_chunks(tensors, labels, how, wanted)
+        ctx.save_for_backward(*(gradients if prepares else (*tensors, labels)))
         return loss
 
     @staticmethod
@@ -102,20 +97,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # rounded to the gradient's type first.
             factor = grad_loss.unsqueeze(0)
             gradients = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
-            dtypes = ctx.dtypes
         else:
             *tensors, labels = ctx.saved_tensors
-            dtypes = [None if t is None else t.dtype for t in tensors]
             _, gradients = _in_chunks(tensors, labels, ctx.how, ctx.needs_input_grad[:3], grad_loss)
-        return *(to_dtype(g, dtype) for g, dtype in zip(gradients, dtypes, strict=True)), None, None, None
+        return *(to_dtype(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None
 
 
 def _in_chunks(
-    tensors: Sequence[Any],
-    labels: Tensor,
-    how: _How,
-    wanted: Sequence[bool] = (False, False, False),
-    scale: Tensor | None = None,
+    tensors: Sequence[Any], labels: Tensor, how: _How, wanted: Sequence[bool], scale: Tensor | None = None
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
 

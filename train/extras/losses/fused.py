@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,10 @@ from train.extras.losses.objective import PLAIN, Objective
 from train.loss import wide_dtype
 from train.records import IGNORE
 
+Kernel: TypeAlias = Callable[..., Tensor]
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
+# The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
 CCE_IMPLEMENTATION = "cce_kahan_full_c"
-"""The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,9 @@ class Place:
     """Where a loss is computed, as far as that decides which."""
 
     device_type: str
-    dtype: torch.dtype
-    """Of the matrix products."""
-    capability: tuple[int, int] = (0, 0)
-    """CUDA's compute capability."""
-    divides_classes: bool = False
-    """Whether each rank computes a part of the classes (tensor parallelism)."""
+    dtype: torch.dtype  # of the matrix products
+    capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
+    divides_classes: bool = False  # whether each rank computes a part of the classes (tensor parallelism)
 
 
 def obstacle_to(
@@ -98,12 +96,7 @@ def _cce_parameters() -> Any:
 
 
 def _sum(
-    kernel: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    num_targets: int | None = None,
+    kernel: Kernel, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
 ) -> Tensor:
     """() the sum of what ``kernel`` gives for hidden states (N, H), weight and bias in their type, and labels (N,)."""
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
@@ -143,20 +136,13 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, label
     return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="none", **options)
 
 
-def liger_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    num_targets: int | None = None,
-    objective: Objective = PLAIN,
-) -> Tensor:
+def liger_sum(hidden: Tensor, weight: Tensor, *rest: Any, objective: Objective = PLAIN, **options: Any) -> Tensor:
     """() the summed loss by Liger Kernel, which prepares gradients in forward: not for fp16."""
     if product_dtype(hidden) == torch.float16:
         raise ValueError("loss: liger is wrong under fp16")  # refused before, where the precision is chosen
     if weight.requires_grad and not hidden.requires_grad and torch.is_grad_enabled():
         hidden = hidden.detach().requires_grad_()  # it prepares no gradient at all where the input needs none
-    return _sum(partial(liger_cross_entropy, objective=objective), hidden, weight, bias, labels, num_targets)
+    return _sum(partial(liger_cross_entropy, objective=objective), hidden, weight, *rest, **options)
 
 
 def liger_cross_entropy(
@@ -165,11 +151,6 @@ def liger_cross_entropy(
     """() the summed loss of hidden states (N, H) and labels (N,) by the package."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 
-    loss = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE,
-        lse_square_scale=objective.z_loss,
-        label_smoothing=objective.label_smoothing,
-        reduction="sum",
-        accum_dtype=torch.float32,
-    )
-    return loss(weight, hidden, labels, bias)
+    terms = {"lse_square_scale": objective.z_loss, "label_smoothing": objective.label_smoothing}
+    exact = {"ignore_index": IGNORE, "reduction": "sum", "accum_dtype": torch.float32}
+    return LigerFusedLinearCrossEntropyLoss(**terms, **exact)(weight, hidden, labels, bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -38,8 +39,7 @@ class LossHead(nn.Linear):
     """
 
     answers: dict[int, Answer]
-    part: Any
-    """Which classes this rank computes, or None for all; weight and bias are then sharded DTensors."""
+    part: Any  # which classes this rank computes, or None for all; weight and bias are then sharded DTensors
 
     @classmethod
     def adopt(cls, head: Any) -> None:
@@ -67,11 +67,12 @@ class LossHead(nn.Linear):
         return answer(input, weight, bias, part=part)
 
 
+@dataclass(frozen=True)
 class LossInHead:
     """What :class:`train.loss.ModelWithLoss` calls in place of taking the loss of the logits."""
 
-    def __init__(self, kind: str, objective: Objective = PLAIN) -> None:
-        self.kind, self.objective = kind, objective
+    kind: str
+    objective: Objective = PLAIN
 
     def __call__(
         self, model: ModelWithLoss, inputs: dict[str, Any], labels: Tensor, scored: bool, num_targets: int | None
@@ -94,10 +95,9 @@ class LossInHead:
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLAIN) -> None:
-    """From now on ``model``, against which :func:`obstacle_to_chunks` finds nothing, never holds all logits.
+    """From now on ``model``, which has no :func:`obstacle_to_chunks`, never holds all logits.
 
-    Args:
-        kind: chunked, torch, cce or liger.
+    ``kind`` is chunked, torch, cce or liger.
     """
     LossHead.adopt(head_of(model.model))
     model.loss_in_head = LossInHead(kind, objective)
@@ -178,9 +178,8 @@ def place_of(model: nn.Module, device: torch.device, precision: str, divides_cla
 def describe_loss(kind: str, objective: Objective, asked: str) -> str:
     """A line about the loss that a run uses."""
     names = {"torch": "torch's linear_cross_entropy", "cce": "Cut Cross-Entropy", "liger": "Liger Kernel"}
-    how = "all logits at once" if kind == "full" else "never all logits, in chunks"
-    if kind in names:
-        how = f"never all logits, by {names[kind]}"
+    ways = {"full": "all logits at once", "chunked": "never all logits, in chunks"}
+    how = ways.get(kind) or f"never all logits, by {names[kind]}"
     if kind == "cce" and not cce_sums_in_fp32():
         how += " of a version that sums gradients in half precision (pip install '.[cce]' brings another)"
     terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]

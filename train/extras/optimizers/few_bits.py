@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU = 2**22, 2**18
-"""Elements that are computed in fp32 at once: temporaries of some 100 MB; on a CPU what its caches hold."""
+CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU = 2**22, 2**18  # in fp32 at once: some 100 MB; on a CPU what its caches hold
 ADDED = "added_by_rounding"  # Kahan's compensation in a parameter's state: by how much its weight is too large
 
 
@@ -99,16 +98,12 @@ def round_at_random_(value: Tensor, key: tuple[int, ...]) -> Tensor:
 
 def random_halves(count: int, key: tuple[int, ...], device: torch.device) -> Tensor:
     """(count,) int32, numbers below 2^16 that are a hash of ``key`` and of their position, the same on any device."""
-    start, factor = np.random.SeedSequence(key).generate_state(2, np.uint32).tolist()
+    start, factor = np.random.SeedSequence(key).generate_state(2, np.uint32).view(np.int32).tolist()
     numbers = torch.arange(count, dtype=torch.int32, device=device)
-    numbers.mul_(_signed(factor | 1)).add_(_signed(start))
-    for multiplier in (0x7FEB352D, 0x846CA68B):
-        numbers.bitwise_xor_((numbers >> 16).bitwise_and_(0xFFFF)).mul_(_signed(multiplier))
+    numbers.mul_(factor | 1).add_(start)
+    for multiplier in (0x7FEB352D, 0x846CA68B - 2**32):  # both as int32
+        numbers.bitwise_xor_((numbers >> 16).bitwise_and_(0xFFFF)).mul_(multiplier)
     return (numbers >> 16).bitwise_and_(0xFFFF)
-
-
-def _signed(number: int) -> int:
-    return number - 2**32 if number >= 2**31 else number
 
 
 def eight_bit_adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:

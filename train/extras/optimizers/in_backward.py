@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from train.records import MicroBatch, StepOutcome, UsageError
 from train.step import Engine
-
-if TYPE_CHECKING:
-    from accelerate.optimizer import AcceleratedOptimizer
 
 
 class InBackward(Engine):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.extras import Extra
 from train.launch import refuse
+from train.records import one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,9 +100,9 @@ class Room(Extra):
         if self._sp_size == 1 or not isinstance(error, AttributeError | ValueError | AssertionError):
             return None
         return (
-            f"sequence parallelism of {self._sp_size} does not work with this model: "
-            f"{' '.join(str(error).split())[:300]}. It needs a causal model of transformers, with attn_implementation "
-            "sdpa or flash_attention_2 and a number of heads that it divides."
+            f"sequence parallelism of {self._sp_size} does not work with this model: {one_line(error, 300)}. It needs "
+            "a causal model of transformers, with attn_implementation sdpa or flash_attention_2 and a number of heads "
+            "that it divides."
         )
 
 

@@ -14,9 +14,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 
 from train.batching import arithmetic_of
@@ -26,25 +28,13 @@ from train.loss import ModelWithLoss
 from train.records import Run, UsageError, UserError
 from train.step import Engine
 
-if TYPE_CHECKING:
-    from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DeepSpeedPlugin
-
 LAUNCH_FILE = "the launch file"
-_TAKEN = {  # unchanged from a DeepSpeed JSON
-    "zero_optimization",
-    "communication_data_type",
-    "data_types",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "comms_logger",
-    "flops_profiler",
-}
+# Unchanged from a DeepSpeed JSON: how it divides, in which types it sums, what it prints
+_TAKEN = {"zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
+_TAKEN |= {"communication_data_type", "data_types"}
+_TAKEN |= {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "comms_logger", "flops_profiler"}
+# Kinds of ZeRO that round gradients, or hold them where checkpoints of this template do not look for them
 _UNTRIED = ("zero_quantized", "zero_hpz", "mics_", "zenflow", "super_offload")
-"""Kinds of ZeRO that round gradients, or hold them where checkpoints of this template do not look for them."""
 MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000  # summed over the ranks at once: 100 or 200 MB, which keeps a network busy
 
 
@@ -89,8 +79,6 @@ def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
     settings = engine_settings(config, launch, arithmetic_of(config, launch.dp_size).accumulation_steps, os.environ)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("the launch file asks for DeepSpeed, which is not installed: pip install -e '.[deepspeed]'")
-    from accelerate.utils import DeepSpeedPlugin
-
     if torch.distributed.is_initialized():  # by torch: DeepSpeed has to be told
         import deepspeed  # pyright: ignore[reportMissingImports]
 
@@ -192,30 +180,27 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
     """The section ``zero_optimization``: a DeepSpeed file's, completed by the launch file's fields."""
     zero = {name: value for name, value in from_file.items() if value != "auto"}
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
-    problems: list[str] = []
     if stage is not None and zero.setdefault("stage", int(stage)) != int(stage):
         raise UsageError(f"zero_stage: {stage} in {LAUNCH_FILE}, zero_optimization.stage: {zero['stage']} in {where}.")
     if zero.setdefault("stage", 2) not in (2, 3):
-        problems.append(f"zero_stage: {zero['stage']} in {where}: use 2 or 3, or ddp.yaml for no sharding")
+        raise UsageError(f"zero_stage: {zero['stage']} in {where}: use 2 or 3, or ddp.yaml for no sharding.")
     for part in ("offload_optimizer", "offload_param"):
         device = environment.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_DEVICE")
         zero[part] = {"device": device or "none", **(zero.get(part) or {})}
         found = zero[part]["device"]
         if device not in (None, found):
-            problems.append(f"{part}_device: {device} in {LAUNCH_FILE}, {found} in {where}")
-        elif found not in ("none", "cpu"):
-            problems.append(f"{part}_device: {found} in {where}: checkpoints work with none and cpu alone")
+            raise UsageError(f"{part}_device: {device} in {LAUNCH_FILE}, {found} in {where}.")
+        if found not in ("none", "cpu"):
+            raise UsageError(f"{part}_device: {found} in {where}: checkpoints work with none and cpu alone.")
     if zero["offload_param"]["device"] == "cpu" and zero["stage"] == 2:
-        problems.append(f"offload_param_device: cpu in {where}: only stage 3 shards parameters; set zero_stage: 3")
+        raise UsageError(f"offload_param_device: cpu in {where}: only stage 3 shards parameters; set zero_stage: 3.")
     if environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
-        problems.append(
+        raise UsageError(
             f"zero3_init_flag: true in {LAUNCH_FILE} would draw other initial weights than one process does. Set it to "
-            "false: each process then builds the model in host memory and keeps its part"
+            "false: each process then builds the model in host memory and keeps its part."
         )
     if untried := [name for name in zero if name.startswith(_UNTRIED) and zero[name] not in (False, None, 1)]:
-        problems.append(f"zero_optimization.{untried[0]} in {where}: not tried with this template. Leave it out")
-    if problems:
-        raise UsageError(f"{problems[0]}.")
+        raise UsageError(f"zero_optimization.{untried[0]} in {where}: not tried with this template. Leave it out.")
     return zero
 
 

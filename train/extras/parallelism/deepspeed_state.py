@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from train.checkpoint import StoredBlocks
 from train.state import Part, TrainingState, model_tensors, settings_of
-
-if TYPE_CHECKING:
-    from train.checkpoint import StoredBlocks
 
 
 @dataclass(frozen=True)

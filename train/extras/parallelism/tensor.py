@@ -20,20 +20,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from train.loss import ModelWithLoss
-from train.records import IGNORE, Run, UserError
+from train.loss import ModelWithLoss, wide_dtype
+from train.records import Run, UserError
 from train.step import Engine
 
 EMBEDDING = "embedding_rowwise"
 GRADIENT_SUM = "replicated_with_grad_allreduce"
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
+STYLES: dict[str, Callable[[], ParallelStyle]] = {  # names of transformers' plans, as styles of torch
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     EMBEDDING: partial(RowwiseParallel, input_layouts=Replicate()),
 }
-"""Names of transformers' plans, as styles of torch."""
 _REMEDY = "Use a model of the Llama, Qwen, Mistral or GPT-NeoX kind, or accelerate_configs/fsdp2.yaml."
 _UNEVEN = "which {} ranks cannot share evenly. Set parallelism_config_tp_size in the launch file to a divisor of it."
 
@@ -193,20 +192,19 @@ class VocabularyPart:
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(N,) −log p(label) from this part's logits (N, C), in fp32 or fp64; 0 where the label is IGNORE."""
-        logits, largest, total = self._normalized(logits)
-        classes, held = self.own(labels)
-        of_label = logits.gather(1, classes.unsqueeze(1)).squeeze(1) - largest
-        of_label = self.sum(of_label.masked_fill(~held, 0))
-        return (total.log() - of_label).masked_fill(labels == IGNORE, 0)
+        classes, held = self.own(labels)  # IGNORE is in no part
+        of_label = self.log_softmax(logits).gather(1, classes.unsqueeze(1)).squeeze(1)
+        return -self.sum(of_label.masked_fill(~held, 0))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """(N, C) log p of this part's classes, in fp32 or fp64."""
-        logits, largest, total = self._normalized(logits)
-        return logits - (largest + total.log()).unsqueeze(1)
+        logits = logits.to(wide_dtype(logits.dtype))
+        logits = logits - self._largest(logits.amax(1)).unsqueeze(1)
+        return logits.sub_(self.sum(logits.exp().sum(1)).log().unsqueeze(1))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """(N,) the most probable class of all; of equal ones the first."""
-        best, index = _wide(logits).max(1)
+        best, index = logits.to(wide_dtype(logits.dtype)).max(1)
         candidate = torch.where(best == self._largest(best), index + self._first, self.num_classes)
         dist.all_reduce(candidate, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
         return candidate
@@ -218,17 +216,7 @@ class VocabularyPart:
         assert isinstance(logits, DTensor)
         return logits.full_tensor()
 
-    def _normalized(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The logits in full precision, the largest of all parts (N,), and Σ exp(logit − largest) (N,)."""
-        logits = _wide(logits)
-        largest = self._largest(logits.amax(1))
-        return logits, largest, self.sum((logits - largest.unsqueeze(1)).exp_().sum(1))
-
     def _largest(self, values: Tensor) -> Tensor:
         largest = values.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
         return largest
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

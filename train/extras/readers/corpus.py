@@ -10,24 +10,17 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 
-from train.extras.readers import readers, rows, tables
+from train.extras.readers import Source, readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
 from train.records import Corpus, UsageError, UserError
 
-if TYPE_CHECKING:
-    import datasets
-
-    from train.extras.readers import Source
-
-RECIPES = ("listops", "stdlib_packages")
-"""Datasets that functions in recipes/ generate."""
-NEARBY = 2000
-"""A text is cut at the end of a line if there is one within so many characters."""
-
+RECIPES = ("listops", "stdlib_packages")  # datasets that functions in recipes/ generate
+NEARBY = 2000  # a text is cut at the end of a line if there is one within so many characters
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -188,13 +181,11 @@ def _split_in_words(file: Path) -> str | None:
 
 def _load_stdlib(data: Source) -> datasets.Dataset:
     """The source and texts of this Python's standard library, all for training."""
-    from datasets import Features, Value
-
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, _ = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
     texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html")]
     keys = tuple(readers.file_key(file, file.relative_to(folder).as_posix()) for file in texts)
-    columns = Features({name: Value("string") for name in ("text", "source")})
+    columns = datasets.Features({name: datasets.Value("string") for name in ("text", "source")})
     documents = rows.cached(stdlib_rows, columns, files=keys, version=rows.FORMAT)
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
@@ -275,8 +266,6 @@ def _line_boundary(text: str, position: int) -> int:
 
 
 def _hold_out_head(stream: datasets.IterableDataset, data: Source) -> tuple[Any, Any]:
-    from datasets import Dataset
-
     count = data.max_eval_samples or 100
     head = list(islice(stream, count + 1))
     if len(head) <= count:
@@ -285,7 +274,7 @@ def _hold_out_head(stream: datasets.IterableDataset, data: Source) -> tuple[Any,
             f"{len(head)}. Lower --max_eval_samples, give --validation_dataset, or do without --streaming."
         )
     data.notes.append(f"streaming: the first {count} documents are held out for validation")
-    return stream.skip(count), Dataset.from_list(head[:count])
+    return stream.skip(count), datasets.Dataset.from_list(head[:count])
 
 
 def _limit(documents: Any, count: int | None) -> Any:

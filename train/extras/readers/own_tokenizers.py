@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    from train.records import Corpus, Run
+from train.records import Corpus, Run
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
-TOKENIZER_TRAINING_BYTES = 16 * 2**20
-"""A vocabulary of some thousand pieces settles long before a tokenizer has seen more text than this."""
+TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
 
 def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
@@ -23,8 +22,6 @@ def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBas
     trained_on = getattr(corpus.train, "_fingerprint", "stream")
     saved: Path = run.outputs.folder / f"tokenizer-{spec.replace(':', '-')}-{trained_on[:8]}"
     if (saved / "tokenizer.json").exists():
-        from transformers import AutoTokenizer
-
         return AutoTokenizer.from_pretrained(saved)
     tokenizer = build_tokenizer(spec, (dict(row)["text"] for row in corpus.train))
     if run.accelerator.is_local_main_process:
@@ -36,9 +33,6 @@ def build_tokenizer(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
     """``bytes``: one token per UTF-8 byte, which is byte-level BPE without a single merge (259 entries);
     ``train:N``: byte-level BPE trained on the beginning of ``texts``; ``words``: one token per word between spaces, for
     artificial languages such as ListOps."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     special, alphabet = [END, PAD, MASK], pre_tokenizers.ByteLevel.alphabet()
     names: dict[str, Any] = {"bos_token": END, "eos_token": END, "pad_token": PAD, "mask_token": MASK}
     if spec == "words":

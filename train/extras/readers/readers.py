@@ -25,6 +25,7 @@ _CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", 
 TEXT_SUFFIXES = _MARKUP + _CODE
 
 _SPACE = re.compile(r"\s*")
+_BAD_BYTE = re.compile("[\udc80-\udcff]")
 LONGEST_TEXT_BYTES = 2**31 - 1
 _TOO_LONG = Problem("larger than 2 GiB", "cut it with --sample_by paragraph or line")
 
@@ -223,9 +224,6 @@ def _csv_record(header: Sequence[str], fields: Sequence[str]) -> Mapping[str, st
     if bad := next(filter(None, map(_BAD_BYTE.search, fields)), None):
         return Problem("not UTF-8", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
     return dict(zip(header, fields, strict=True))
-
-
-_BAD_BYTE = re.compile("[\udc80-\udcff]")
 
 
 def _check_names(path: Path, names: Sequence[str]) -> list[str]:

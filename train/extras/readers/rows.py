@@ -11,26 +11,21 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, Value
+from datasets.exceptions import DatasetGenerationError
+
+from train.extras.readers import Source
 from train.records import UserError
-
-if TYPE_CHECKING:
-    import datasets
-
-    from train.extras.readers import Source
 
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line."
 ADVICE = {"without": NAME_COLUMNS, "not UTF-8": "Name its encoding, such as --encoding cp1252."}
 ADVICE |= {"not CSV": "Give --quoting none where quotes are only characters."}
-
-FORMAT = 5
-"""Part of every cache key: raise it when a reader or a check gives other rows, so that nothing stale is used."""
-
-ROWS_IN_MEMORY = 64
-"""Documents can be megabytes each: the library's default of 1,000 at a time would need gigabytes."""
-
+FORMAT = 5  # part of every cache key: raise it when a reader or a check gives other rows
+ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 logger = logging.getLogger(__name__)
 
@@ -43,10 +38,8 @@ class Problem:
     detail: str = ""
 
 
-def features() -> datasets.Features:
+def features() -> Features:
     """Columns of a row: ``label_number`` is null where the label is text, ``file`` to ``detail`` in a good row."""
-    from datasets import Features, Value
-
     text = ("text", "label", "source", "file", "problem", "detail")
     return Features({name: Value("string") for name in text} | {"label_number": Value("int64")})
 
@@ -125,15 +118,12 @@ def documents(
     return _settle(cached(generator, features(), **key), data, what)
 
 
-def cached(generator: Callable[..., Iterator[Any]], columns: datasets.Features, **key: Any) -> datasets.Dataset:
+def cached(generator: Callable[..., Iterator[Any]], columns: Features, **key: Any) -> Dataset:
     """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when they were built before.
 
     ``key`` holds no list: datasets would split it into shards. Raises the UserError that the generator raised, or one
     for a file that cannot be read or written.
     """
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
     try:
         return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
     except ValueError:
@@ -150,9 +140,7 @@ def cached(generator: Callable[..., Iterator[Any]], columns: datasets.Features, 
         raise
 
 
-def _settle(rows: datasets.Dataset, data: Source, what: str) -> datasets.Dataset:
-    import numpy as np
-
+def _settle(rows: Dataset, data: Source, what: str) -> Dataset:
     bad = ~rows.data.column("problem").is_null().to_numpy()
     problems = rows.select_columns(["source", "file", "problem", "detail"]).select(np.flatnonzero(bad)).to_list()
     missing = next((problem for problem in problems if problem["problem"].startswith("without ")), None)
@@ -179,11 +167,7 @@ def _settle(rows: datasets.Dataset, data: Source, what: str) -> datasets.Dataset
     return documents.select(np.flatnonzero(~bad)) if bad.any() else documents
 
 
-def _stream(
-    generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source, what: str
-) -> datasets.IterableDataset:
-    from datasets import Features, IterableDataset, Value
-
+def _stream(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source, what: str) -> IterableDataset:
     options = {"generator": generator, "key": key, "data": data}
     first = next(_good(**options), None)
     if first is None:

@@ -12,39 +12,37 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from train.extras.readers import rows
+import datasets
+from datasets import config
+
+from train.extras.readers import Source, rows
 from train.extras.readers.readers import file_key
 from train.records import UserError
-
-if TYPE_CHECKING:
-    from train.extras.readers import Source
 
 _SECRET = re.compile(r"hf_\w+|(?<=\?)\S+|(?i:(?<=bearer )\S+)")
 
 
 def load_named(data: Source) -> dict[str, Any]:
     """The splits of the dataset ``data.dataset`` on the Hub; under ``data.streaming`` nothing is downloaded ahead."""
-    from datasets import Dataset, get_dataset_split_names, load_dataset
-
     name, configuration = data.dataset, data.dataset_config
     with _advice(name):
-        chosen = _choose(get_dataset_split_names(name, configuration), data, name)
+        chosen = _choose(datasets.get_dataset_split_names(name, configuration), data, name)
     if data.streaming:
         # Its validation split comes over the network too, so it is cut short; a test split is not worth the wait.
         chosen.pop("test", None)
 
     def load_split(role: str, split: str) -> Any:
         with _advice(name):
-            loaded = load_dataset(name, configuration, split=split, streaming=data.streaming)
+            loaded = datasets.load_dataset(name, configuration, split=split, streaming=data.streaming)
             if data.streaming:
                 stream = _documents(loaded, data, name, split, streams=True)
                 if role == "train":
                     return stream
                 head = list(islice(stream, data.max_eval_samples or 100))
                 data.notes.append(f"streaming: validating on the first {len(head)} documents of {name}[{split}]")
-                return Dataset.from_list(head)
+                return datasets.Dataset.from_list(head)
         return _documents(loaded, data, name, split)
 
     return _gather(chosen, load_split, data)
@@ -53,8 +51,6 @@ def load_named(data: Source) -> dict[str, Any]:
 @contextmanager
 def _advice(name: str) -> Iterator[None]:
     """Turns whatever keeps the dataset ``name`` from being loaded into a UserError with advice."""
-    from datasets import config
-
     try:
         yield
     except UserError:
@@ -99,10 +95,8 @@ def load_saved_validation(path: Path, data: Source) -> Any:
 
 def _from_disk(path: Path) -> dict[Any, Any]:
     """The splits of a saved DatasetDict by name; a Dataset is the only one, named ""."""
-    from datasets import load_from_disk
-
     try:
-        loaded = load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
     except Exception as error:
         # Whatever is wrong with a damaged folder comes up as an error of Arrow, JSON or the system.
         raise UserError(f"{path}: cannot be loaded as saved by 🤗 Datasets: {' '.join(str(error).split())}") from None

@@ -63,8 +63,7 @@ footer { color: var(--muted); font-size: .85rem; margin-top: 40px; }
 @media print { body { background: none; } .box { max-height: none; } figure, .cards > div { break-inside: avoid; } }
 """
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Tells the browser to fetch nothing and to run nothing."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the browser fetches and runs nothing
 
 
 def write_report(config: Config, task: type[Task], summary: Mapping[str, Any], sample: str | None = None) -> Path:

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
 
 from train.records import Run
-from train.tasks import Task
+from train.tasks import Task, pad_token_id
 
 REFERENCE_BYTES = 8 * 2**20  # xz takes a second for each of these MiB
 
@@ -32,8 +33,6 @@ def references(texts: Iterable[str]) -> dict[str, float]:
 
 def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) -> str | None:
     """How the model continues the beginning of ``text``, the seam marked; None if it cannot or has no token."""
-    from transformers import GenerationMixin, PreTrainedModel
-
     if not (task.is_causal and isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
         return None
     max_length = run.config.data.max_length
@@ -43,13 +42,7 @@ def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) ->
     model.eval()
     prompt = torch.tensor([[*task.marks(tokenizer)[0], *ids]], device=model.device)
     torch.manual_seed(run.config.optimization.seed)
-    written = cast("Any", model).generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(160, max_length - prompt.shape[1]),
-        do_sample=True,
-        temperature=0.8,
-        top_k=50,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-    )
+    drawing = {"do_sample": True, "temperature": 0.8, "top_k": 50, "pad_token_id": pad_token_id(tokenizer)}
+    room, seen = min(160, max_length - prompt.shape[1]), torch.ones_like(prompt)
+    written = cast("Any", model).generate(prompt, attention_mask=seen, max_new_tokens=room, **drawing)
     return f"{tokenizer.decode(ids)}⟪{tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)}⟫"

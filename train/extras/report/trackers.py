@@ -13,8 +13,7 @@ from train.records import UserError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-PROJECT = "long-sequence-template"
-"""The name under which trackers group runs."""
+PROJECT = "long-sequence-template"  # under which trackers group runs
 
 
 def start_trackers(accelerator: Accelerator, config: Config) -> None:
