@@ -152,13 +152,9 @@ def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: 
     except Exception as error:
         if run is not None:
             run.outputs.bar.close()
-        # An extra may know what happened: a lost rank, memory that ran out. Else a bug shows its traceback.
+        # An extra may know what happened: a lost rank, a full disk, no memory left. Else a bug shows its traceback.
         if (explanation := joined.first("failed", run, error)) is not None:
             raise UserError(explanation) from None
-        if isinstance(error, OSError):
-            from train.outputs import refuse_disk
-
-            refuse_disk(error, config)
         raise
 
 

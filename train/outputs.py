@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import sys
@@ -27,21 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from train.loop import Parts
-
-
-def how_to_resume(config: Config) -> str:
-    """What to do when the run was cut off."""
-    steps = checkpoint.by_step(Path(config.output.output_dir) / "checkpoints")
-    if not steps:
-        return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
-    return f"Run {same_command(config)} again to resume from step {max(steps)}."
-
-
-def refuse_disk(error: OSError, config: Config) -> None:
-    """Raises UserError if ``error`` is what the system says of a disk that takes nothing more."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG):
-        where = error.filename or config.output.output_dir
-        raise UserError(f"{where} cannot be written: {error.strerror}. {how_to_resume(config)}") from None
 
 
 def same_command(config: Config) -> str:

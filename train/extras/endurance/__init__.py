@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import Config, option
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 ROLL_CALL = timedelta(minutes=1)  # ample time to find out which rank is lost
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
 
 
@@ -60,6 +63,7 @@ class Room(Extra):
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
         self._signals: Signals | None = None
+        self._remedy: Callable[[], str] | None = None
         self._saving: Saving | None = None
         self._recovering: Recovering | None = None
 
@@ -76,15 +80,11 @@ class Room(Extra):
         from train.extras.endurance.lost_rank import RankWatch, follow_launcher
         from train.extras.endurance.signals import Signals
 
-        def remedy() -> str:
-            from train.outputs import how_to_resume
-
-            return how_to_resume(config)
-
+        self._remedy = partial(how_to_resume, config)
         refuse_strangers(os.environ, launch.world_size)
         follow_launcher()
         self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
-        with self._signals.listening(), RankWatch(launch, seconds, remedy, show_error) as self._watch:
+        with self._signals.listening(), RankWatch(launch, seconds, self._remedy, show_error) as self._watch:
             try:
                 yield
             finally:
@@ -182,8 +182,12 @@ class Room(Extra):
         return self._watch is None or self._watch.confirms_stop()
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """Empty where the error came of a rank that is no longer there, of which one rank has then told."""
-        return "" if self._watch is not None and self._watch.concludes(error) else None
+        """Of a disk that takes nothing more; empty where a rank is no longer there, of which one rank has then told."""
+        if self._watch is not None and self._watch.concludes(error):
+            return ""
+        if isinstance(error, OSError) and error.errno in NOT_WRITABLE and self._remedy is not None:
+            return f"{error.filename or 'output_dir'} cannot be written: {error.strerror}. {self._remedy()}"
+        return None
 
     def summary(self, run: Run) -> dict[str, Any]:
         saving, recovering = self._saving, self._recovering
@@ -192,6 +196,17 @@ class Room(Extra):
             "longest_save_stall_seconds": max(saving.stalls_seconds, default=None) if saving else None,
             **({"oom_recoveries": recovering.recoveries} if recovering else {}),
         }
+
+
+def how_to_resume(config: Config) -> str:
+    """What to do when the run was cut off."""
+    from train import checkpoint
+    from train.outputs import same_command
+
+    steps = checkpoint.by_step(Path(config.output.output_dir) / "checkpoints")
+    if not steps:
+        return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
+    return f"Run {same_command(config)} again to resume from step {max(steps)}."
 
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
