@@ -374,7 +374,7 @@ def test_each_job_is_predicted_once_and_by_whoever_is_free() -> None:
     assert [f.peak_bytes for f in found if isinstance(f, Prediction)] == [
         Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]
     ]
-    predictions.of(jobs[2])
+    predictions.of_all(jobs[2:3])
     assert len(first.jobs) + len(second.jobs) == predictions.count == 4
     assert sorted(announced) == [1, 2, 3, 4]
 

@@ -163,12 +163,7 @@ def run_explain(arguments: list[str]) -> None:
 
 
 def read_request(command: str, arguments: list[str]) -> Namespace:
-    """Splits the flags of this command from those of the training command line and checks both.
-
-    Raises:
-        UsageError: flags that do not work; the message says what would.
-        UserError: the size of the vocabulary is unknown.
-    """
+    """Splits the flags of this command from those of the training command line; raises UserError where they fail."""
     left_open = set[str]()
     request, words = _own_flags(command).parse_known_args([argument(word) for word in arguments])
     if "--max_length=auto" in words or ("--max_length", "auto") in itertools.pairwise(words):

@@ -41,7 +41,7 @@ def outcome_text(question: Question, outcome: Outcome) -> str:
 
 def _verdict(question: Question, outcome: Outcome) -> str:
     ranks = f"each of {question.world_size} × " if question.world_size > 1 else ""
-    what = f"{question.model_name}, {count(outcome.prediction.num_parameters)} parameters, "
+    what = f"{question.config.architecture.name}, {count(outcome.prediction.num_parameters)} parameters, "
     what += f"{outcome.setting.micro_batch_size} × {outcome.length:,} tokens on {ranks}{question.device.name}"
     if outcome.fits:
         return f"Fits: {what}: {gib(outcome.needed_bytes)} of {gib(question.room_bytes)}."
@@ -179,14 +179,10 @@ def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
 def launcher_words(on_cpu: bool, world_size: int, sharding: str, precision: str) -> list[str]:
     """Arguments of ``accelerate launch``: a file of ``accelerate_configs/``, and flags for values that it lacks."""
     if sharding in STAGE:
-        stage = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])]
-        return [*stage, "--num_processes", str(world_size), "--mixed_precision", precision]
-    alone = world_size == 1 and sharding != OFFLOAD
-    name = ("cpu" if on_cpu else "single_gpu") if alone else sharding
-    values = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8"))
-    words = ["--config_file", f"accelerate_configs/{name}.yaml"]
-    if values["num_processes"] != world_size:
-        words += ["--num_processes", str(world_size)]
-    if values["mixed_precision"] != precision:
-        words += ["--mixed_precision", precision]
-    return words
+        words, values = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])], {}
+    else:
+        alone = world_size == 1 and sharding != OFFLOAD
+        file = f"accelerate_configs/{('cpu' if on_cpu else 'single_gpu') if alone else sharding}.yaml"
+        words, values = ["--config_file", file], yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    wanted = {"num_processes": world_size, "mixed_precision": precision}
+    return words + [word for k, v in wanted.items() if values.get(k) != v for word in (f"--{k}", str(v))]

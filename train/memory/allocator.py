@@ -158,12 +158,7 @@ class CachingAllocator:
 
 
 def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) -> CachingAllocator:
-    """The allocator after a trace.
-
-    Args:
-        trace: (storage key, +bytes to allocate or −bytes to free) in order. A key may come back after it was freed.
-        expandable_segments: see :class:`CachingAllocator`.
-    """
+    """The allocator after a trace of (storage key, +bytes to allocate or −bytes to free); freed keys may come back."""
     allocator = CachingAllocator(expandable_segments)
     for key, change_bytes in trace:
         if change_bytes < 0:

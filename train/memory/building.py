@@ -79,8 +79,7 @@ def run_of(job: Job, config: Config) -> Run:
 def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """Prepared model, prepared optimizer, and the network inside the model.
 
-    Args:
-        initialised: with real weights; not for fake ones, as some initialisations repeat until the data is right.
+    If ``initialised``, with real weights; not for fake ones, as some initialisations repeat until the data is right.
     """
     from transformers.initialization import no_init_weights
 

@@ -29,8 +29,7 @@ aten = torch.ops.aten
 class FakeTracker(StorageTracker):
     """Tracks storages, answers questions that only data could answer, and adds the buffers inside kernels.
 
-    Args:
-        costs: counts operations and bytes moved; None: nothing does.
+    ``costs``, where given, counts operations and bytes moved.
     """
 
     def __init__(self, *args: Any, costs: Costs | None = None, **options: Any) -> None:

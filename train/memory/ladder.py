@@ -114,8 +114,7 @@ def choose(
         ways: what each is called, and its flags; each needs more than the one before, and the last that fits is taken.
         needs: bytes that a step with these flags is predicted to need.
 
-    Raises:
-        UserError: nothing fits, or nothing can be predicted.
+    Raises UserError if nothing fits, or nothing can be predicted.
     """
     needed: dict[int, int] = {}
     problems: list[UserError] = []

@@ -41,13 +41,6 @@ class Predictions:
         """Number of predictions made."""
         return len(self._known)
 
-    def of(self, job: Job) -> Prediction:
-        """The prediction of ``job``; raises UserError where there is none."""
-        found = self.of_all([job])[0]
-        if isinstance(found, UserError):
-            raise found
-        return found
-
     def of_all(self, jobs: Sequence[Job]) -> list[Prediction | UserError]:
         """The prediction of each of ``jobs``, or why there is none."""
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
@@ -113,7 +106,10 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
     """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
     job = question.job(setting)
-    return outcome_of(question, setting, job, predictions.of(job))
+    found = predictions.of_all([job])[0]
+    if isinstance(found, UserError):
+        raise found
+    return outcome_of(question, setting, job, found)
 
 
 @dataclass(frozen=True)
@@ -261,8 +257,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
     """The longest ``max_length`` that fits, in multiples of 1,024 (0: none), and the setting for it: the smallest.
 
-    Raises:
-        UserError: no setting can run.
+    Raises UserError if no setting can run.
     """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))

@@ -162,8 +162,7 @@ class Predictor:
     def answer(self) -> Prediction:
         """The answer to the oldest job without one.
 
-        Raises:
-            UserError: the job cannot work, or its process died. The next job starts another process.
+        Raises UserError if the job cannot work, or its process died; the next job starts another process.
         """
         process = self.start()
         assert process.stdout is not None

@@ -95,10 +95,7 @@ def _micro_batch_size(config: Config, world_size: int) -> int:
 
 def vocabulary_size(config: Config) -> int:
     """Tokens of the model's vocabulary; raises UserError if only data tells, or model or tokenizer cannot be loaded."""
-    architecture = config.architecture
-    size = (architecture.model_config or {}).get("vocab_size")
-    if size is None and (stored := _stored_config(config)) is not None:
-        size = getattr(stored.get_text_config(), "vocab_size", None)
+    architecture, size = config.architecture, _model_says(config, "vocab_size")
     spec = config.data.tokenizer or architecture.model or ""
     if size is not None:
         return int(size)
@@ -120,33 +117,28 @@ def vocabulary_size(config: Config) -> int:
 
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
-    limit, factor = _own_positions(config), config.get("rope_scaling_factor")
+    limit, factor = _model_says(config, "max_position_embeddings"), config.get("rope_scaling_factor")
     if limit is None or config.get("rope_scaling", "none") == "none":
         return limit
     return None if factor is None else math.ceil(limit * factor)
 
 
-def _own_positions(config: Config) -> int | None:
-    """Positions of the model before ``rope_scaling``."""
-    name, given = "max_position_embeddings", config.architecture.model_config
+def _model_says(config: Config, name: str) -> int | None:
+    """A size in the configuration of the model, before ``rope_scaling``; None where nothing says it."""
+    architecture, given = config.architecture, config.architecture.model_config
     if given is None:
-        return getattr(_stored_config(config), name, None)
+        from train.tasks import stored_config
+
+        is_stored = architecture.model is not None and ":" not in architecture.model
+        return getattr(stored_config(architecture).get_text_config(), name, None) if is_stored else None
+    if name in given:
+        return given[name]
     from transformers import AutoConfig
 
     try:
-        other_name = AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name)
+        return given.get(AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name))
     except (KeyError, ValueError):  # the builder reports it
         return None
-    return given.get(name, given.get(other_name))
-
-
-def _stored_config(config: Config) -> Any:
-    """transformers' configuration of a model by name, None for others."""
-    if config.architecture.model is None or ":" in config.architecture.model:
-        return None
-    from train.tasks import stored_config
-
-    return stored_config(config.architecture)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +177,6 @@ class Question:
     world_size: int = 1
     sharding: str | None = None
     """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""
-
-    @property
-    def model_name(self) -> str:
-        architecture = self.config.architecture
-        return architecture.model or (architecture.model_config or {}).get("model_type", "model")
 
     @property
     def on_cpu(self) -> bool:
@@ -333,6 +320,6 @@ def replace_length(question: Question, length: int) -> Question:
     config = question.config.changed(max_length=length)
     if config.get("rope_scaling", "none") != "none" and config.get("rope_scaling_factor") is None:
         # The factor follows the length, and takes no memory; but it is never below one.
-        factor = max(2.0, length / (_own_positions(config) or length))
+        factor = max(2.0, length / (_model_says(config, "max_position_embeddings") or length))
         config = config.changed(rope_scaling_factor=factor)
     return replace(question, config=config)

@@ -30,8 +30,7 @@ def shards_weights(sharding: str) -> bool:
 def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:
     """Makes this process rank 0 of ``world_size`` under FSDP2, as the launcher and accelerate would.
 
-    Args:
-        offloads: whether its shards stay in host memory between their uses.
+    If it ``offloads``, its shards stay in host memory between their uses.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fully_shard
