@@ -148,8 +148,7 @@ def run_predict(arguments: list[str]) -> None:
     request = read_request("predict", arguments)
     with _predictions(request.question) as predictions:
         outcome = predicted(request.question, predictions)
-    text, values = advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome)
-    _emit(request, text, values)
+    _emit(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
 
 
 def run_explain(arguments: list[str]) -> None:

@@ -64,7 +64,7 @@ def run_of(job: Job, config: Config) -> Run:
     device = torch.device(job.target.device_type)
     ranks.leave()  # those of the prediction before
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
-    shards = ranks.shards_weights(job.sharding)
+    shards = job.sharding in ranks.SHARDED_WEIGHTS
     if shards:
         ranks.join(job.world_size, device.type, precision, offloads=job.sharding == "fsdp2_offload")
     launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")

@@ -39,7 +39,6 @@ _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not n
 _ALL = tuple(remedy.hint for remedy in REMEDIES)
 _FEW = (CHUNKED.hint, MICRO_BATCH.hint, CHECKPOINTING.hint)
 _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
-    "unknown": _ALL,
     "bug": (("python -m pdb -c continue ...", "look at the shapes where it fails"),),
     "host": (
         ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
@@ -67,13 +66,12 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
         EVALUATION.hint,
         MAX_LENGTH.hint,
     ),
-    "full": _ALL,
 }
-"""(what to type, what it does), cheapest first."""
+"""(what to type, what it does), cheapest first; :data:`_ALL` for any other cause."""
 
 
 def _diagnosis(oom: OutOfMemory) -> tuple[str, str]:
-    """The cause, one of :data:`_WHAT_TO_DO`, and what a person should know about it."""
+    """The cause, as in :data:`_WHAT_TO_DO`, and what a person should know about it."""
     requested, free, total = oom.requested_bytes or 0, oom.free_bytes or 0, oom.total_bytes or 0
     reserved, unallocated = oom.reserved_bytes or 0, oom.reserved_unallocated_bytes or 0
     if requested >= _IMPOSSIBLE_BYTES:
@@ -146,7 +144,7 @@ def _account(oom: OutOfMemory, situation: Situation | None = None) -> tuple[str,
         remedies = [(f"end process {n}", f"it holds {gib(size)} of the same card") for n, size in oom.other_processes]
     least_bytes = 0 if situation is None else (oom.total_bytes or 0) // 100
     lines = [_headline(oom), *_figures(oom, least_bytes), *_wrapped("Why: ", why)]
-    return cause, lines, [*remedies, *_WHAT_TO_DO[cause]]
+    return cause, lines, [*remedies, *_WHAT_TO_DO.get(cause, _ALL)]
 
 
 def _recognised(requested: int, shape: tuple[int, int], vocab_size: int | None) -> str:

@@ -54,10 +54,6 @@ class Grid:
     """One row per length, one column per size, both ascending."""
 
     @property
-    def lengths(self) -> list[int]:
-        return [row[0].length for row in self.cells]
-
-    @property
     def micro_batch_sizes(self) -> list[int]:
         return [cell.micro_batch_size for cell in self.cells[0]]
 
@@ -67,11 +63,8 @@ def make_grid(
 ) -> Grid:
     """The memory of the configuration's other settings over lengths and micro-batch sizes.
 
-    Args:
-        lengths: None: 1,024 to 262,144 tokens, up to the model's positions and the first length of which not even
-            the smallest micro-batch fits.
-
-    Raises UserError if a cell cannot run.
+    Without ``lengths``: 1,024 to 262,144 tokens, up to the model's positions and the first length of which not even
+    the smallest micro-batch fits. Raises UserError if a cell cannot run.
     """
     limit = position_limit(question.config) or LENGTHS[-1] if lengths is None else 0
     chosen = sorted(set(lengths or [length for length in LENGTHS if length <= limit] or [limit]))
@@ -172,7 +165,7 @@ def draw(grid: Grid, path: Path) -> None:
                     xs, ys = (j - 0.5 + right, j + 0.5), (i - 0.5 + above, i + 0.5)
                     axes.plot(xs, ys, color="#b30000", linewidth=3, solid_capstyle="round")
     axes.set_xticks(range(columns), [str(size) for size in grid.micro_batch_sizes])
-    axes.set_yticks(range(rows), [f"{length:,}" for length in grid.lengths])
+    axes.set_yticks(range(rows), [f"{row[0].length:,}" for row in grid.cells])
     axes.set_xlabel("micro-batch size (examples)")
     axes.set_ylabel("sequence length (tokens)")
     axes.tick_params(length=0)

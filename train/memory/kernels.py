@@ -234,9 +234,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
 def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[int]:
     """softmax_d, the fp32 accumulator of dq, and dk and dv per query head where heads share them.
 
-    Args:
-        query, key: (B, H, S, D) and (B, H', S', D); of documents laid end to end (T, H, D) and (T', H', D), each
-            with 128 tokens to spare.
+    For (B, H, S, D) and (B, H', S', D); or documents end to end, (T, H, D) and (T', H', D), each with 128 tokens spare.
     """
     heads, key_heads, head_size = query.shape[1], key.shape[1], query.shape[-1]
     rows = len(query) + 128 * num_documents if num_documents else len(query) * rounded_up(query.shape[2], 128)

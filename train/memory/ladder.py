@@ -99,9 +99,8 @@ def recomputations(device_type: str, offload: bool) -> list[tuple[str, dict[str,
     """The ways of ``gradient_checkpointing: auto``; with ``offload`` inputs go to host memory in any case."""
     ways = [way for way in ladder_on(device_type)[::-1] if not way.tiled_mlp]
     if offload:
-        ways = list(
-            dict.fromkeys(replace(w, gradient_checkpointing_offload=w.gradient_checkpointing != "none") for w in ways)
-        )
+        ways = [replace(way, gradient_checkpointing_offload=way.gradient_checkpointing != "none") for way in ways]
+    ways = dict.fromkeys(ways)  # each once
     return [(str(way), {name: value for name, value in vars(way).items() if name != "tiled_mlp"}) for way in ways]
 
 
@@ -127,9 +126,8 @@ def choose(
         return needed.get(rung)
 
     last = len(ways) - 1
-    best = largest_fitting(
-        range(len(ways)), needs_of, room_bytes, first=last if name == "gradient_checkpointing" else 0
-    )
+    first = last if name == "gradient_checkpointing" else 0
+    best = largest_fitting(range(len(ways)), needs_of, room_bytes, first)
     if best is None:
         if not needed:
             raise problems[0]

@@ -12,7 +12,7 @@ from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on
 from train.memory.predict import Job, Target
-from train.memory.zero import STAGE
+from train.memory.zero import HALF, STAGE
 from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259
@@ -35,12 +35,11 @@ def target_of(device: Device) -> Target:
     if device.name == "cpu":
         return Target("cpu")
     capability = device.compute_capability or find_device(STAND_IN).compute_capability or (8, 0)
-    rates = {precision: peak_flops_per_second(device.name, precision) for precision in PRECISIONS}
     return Target(
         device_type="cuda",
         capability=capability,
         prefers_cudnn=capability in ((9, 0), (10, 0), (10, 3)),  # wheels for them bring a cuDNN newer than 9.15
-        flops_per_second={precision: rate for precision, rate in rates.items() if rate},
+        flops_per_second={p: rate for p in PRECISIONS if (rate := peak_flops_per_second(device.name, p))},
         bytes_per_second=device.memory_bytes_per_second,
     )
 
@@ -55,11 +54,9 @@ def job_of(
 ) -> Job:
     """The step of ``config`` with its longest examples.
 
-    Args:
-        padded: whether micro-batches come with an attention mask; None: if the task makes one for examples of
-            different lengths, and there can be any.
-
-    Raises UsageError if the sizes of the batch contradict each other, or the task is unknown.
+    Micro-batches are ``padded`` if they come with an attention mask; None: if the task makes one for examples of
+    different lengths, and there can be any. Raises UsageError if the sizes of the batch contradict each other, or the
+    task is unknown.
     """
     from train.batching import arithmetic_of
     from train.tasks import load_task
@@ -246,8 +243,7 @@ class Question:
         from train.loss import Objective
 
         target, optim = target_of(self.device), self.config.optimization
-        names = {"fp16": "float16", "bf16": "bfloat16"}
-        dtype = getattr(torch, names.get(self.precision or "no", self.config.architecture.dtype))
+        dtype = getattr(torch, HALF.get(self.precision or "no", self.config.architecture.dtype))
         objective = Objective(optim.label_smoothing, optim.z_loss)
         return best_kernel(Place(target.device_type, dtype, target.capability), has_bias=False, objective=objective)
 
@@ -284,7 +280,7 @@ class Question:
 
         Raises UsageError if the optimizer asked for does not work with it.
         """
-        config, target = self.configured(setting), target_of(self.device)
+        config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
         engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
         check_launch(Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")), config)
         if not self.has_known_speed:
@@ -296,12 +292,8 @@ class Question:
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
 
-    def configured(self, setting: Setting) -> Config:
-        """The configuration with ``setting`` and the same global batch."""
-        return self.config.changed(**self.changes(setting))
-
     def changes(self, setting: Setting) -> dict[str, Any]:
-        """What has to change in the configuration for ``setting``, by flag."""
+        """What has to change in the configuration for ``setting`` and the same global batch, by flag."""
         values, wanted = to_values(self.config), {**vars(setting)}
         del wanted["sharding"]  # the launcher's
         if values["loss"] == "auto" and setting.loss == self.automatic_loss:

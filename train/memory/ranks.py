@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
 _environment = contextlib.ExitStack()
 """Undoes the changes of the environment."""
-
-
-def shards_weights(sharding: str) -> bool:
-    """Whether a rank keeps only its part of the weights."""
-    return sharding in ("fsdp2", "fsdp2_offload", "zero3")
+SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload", "zero3")
+"""The shardings with which a rank keeps only its part of the weights."""
 
 
 def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:

@@ -100,23 +100,22 @@ class MemorySession:
     def _chosen(self, name: str, ways: list[tuple[str, dict[str, Any]]], config: Config) -> dict[str, Any]:
         """The flags for what is left to auto under ``name``, the same on every rank."""
 
+        def needs(changes: dict[str, Any]) -> int:
+            if self._predictor is None:
+                raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
+            job = self._job(config.changed(**changes))
+            job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
+            return self._predictor.predict(job).reserved_bytes
+
         def choose_here() -> dict[str, Any]:
             # What is free of the device; of a CPU, this process's share of what is available.
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
             room = int(min(free, (self._own.memory_budget_gib or math.inf) * 2**30) * (1 - MARGIN))
-            chosen, line = choose(name, ways, lambda changes: self._needs(name, config.changed(**changes)), room)
+            chosen, line = choose(name, ways, needs, room)
             self._run.outputs.say(line)
             return chosen
 
         return self._run.outputs.from_main(choose_here)
-
-    def _needs(self, name: str, config: Config) -> int:
-        """Bytes that a step of ``config`` is predicted to need; ``name`` is what is left to auto."""
-        if self._predictor is None:
-            raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
-        job = self._job(config)
-        job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
-        return self._predictor.predict(job).reserved_bytes
 
     def ask(self, batches: Batches) -> None:
         """Has the step with the longest micro-batch predicted while the model is built."""

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from train.config import Config, from_values
-from train.extras.meter.tracker import GRADIENTS, WORKSPACE, tag_gradients, tag_held
+from train.extras.meter.tracker import CUDA_GRANULE_BYTES, GRADIENTS, WORKSPACE, tag_gradients, tag_held
 from train.launch import uses_expandable_segments
 from train.memory import fake_cuda, ranks, zero
-from train.memory.allocator import ROUNDING_BYTES, replay
+from train.memory.allocator import replay
 from train.memory.building import build, run_of
 from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
@@ -110,13 +110,13 @@ def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[F
     on_cuda = job.target.device_type == "cuda"
     tracker = FakeTracker(
         job.target.device_type,
-        granule_bytes=ROUNDING_BYTES if on_cuda else 1,
+        granule_bytes=CUDA_GRANULE_BYTES if on_cuda else 1,
         num_classes=job.num_labels or job.vocab_size,
         keep_trace=on_cuda,
         costs=costs,
     )
     stack.enter_context(tracker)
-    if ranks.shards_weights(job.sharding):
+    if job.sharding in ranks.SHARDED_WEIGHTS:
         stack.enter_context(ranks.shapes_uncounted(tracker))
     stack.enter_context(few_pieces(tracker))
     stack.enter_context(library_losses(job.target.capability, costs))
