@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from train.config import parse
 from train.extras.host_memory import is_out_of_memory
-from train.memory.explain import Change, Situation, explain, post_mortem
+from train.memory.explain import Situation, explain, post_mortem
 from train.memory.oom import OutOfMemory, parse_oom
 from train.records import UsageError
 
@@ -259,8 +261,8 @@ def test_other_messages_are_refused(message: str) -> None:
 def why(text: str) -> str:
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("Why: "))
-    end = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith(" "))
-    return " ".join(line.strip() for line in lines[start:end])
+    more = itertools.takewhile(lambda line: line.startswith(" "), lines[start + 1 :])
+    return " ".join(line.strip() for line in (lines[start], *more))
 
 
 def first_remedy(text: str) -> str:
@@ -366,8 +368,10 @@ def test_the_size_asked_for_gets_its_name(
     message = (
         f"CUDA out of memory. Tried to allocate {requested / GIB:.2f} GiB. GPU 0 has a total capacity of 24.00 GiB"
     )
-    assert name in why(explain(message, shape, vocab_size))
-    assert "It has the size" not in explain(message, (shape[0], shape[1] + 999), vocab_size)
+    here = Situation("backward", shape, {}, None, vocab_size)
+    assert name in why(post_mortem(message, here))
+    other = replace(here, micro_batch_shape=(shape[0], shape[1] + 999))
+    assert "It has the size" not in post_mortem(message, other)
     assert "It has the size" not in explain(message)
 
 
@@ -379,13 +383,13 @@ KINDS = {
     "logits and loss": 10 * GIB,
     "workspace": 1 * GIB,
 }
-SITUATION = Situation("backward", (4, 16384), KINDS, 20 * GIB, 40000)
 CHANGES = [
-    Change("--loss chunked", 9 * GIB, "same result"),
-    Change("--micro_batch_size 2 --global_batch_size 32", 8 * GIB, "same result"),
-    Change("--gradient_checkpointing selective", 1 * GIB, "same result, slower"),
-    Change("--max_length 8192", 8 * GIB, "changes the result"),
+    ("--loss chunked", 9 * GIB, "same result"),
+    ("--micro_batch_size 2 --global_batch_size 32", 8 * GIB, "same result"),
+    ("--gradient_checkpointing selective", 1 * GIB, "same result, slower"),
+    ("--max_length 8192", 8 * GIB, "changes the result"),
 ]
+SITUATION = Situation("backward", (4, 16384), KINDS, 20 * GIB, 40000, CHANGES)
 
 
 def test_post_mortem_says_where_what_and_what_to_type() -> None:
@@ -394,7 +398,7 @@ def test_post_mortem_says_where_what_and_what_to_type() -> None:
         "free. Including non-PyTorch memory, this process has 11.00 GiB memory in use. Of the allocated memory 9.00 "
         "GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
     )
-    lines = [" ".join(line.split()) for line in post_mortem(card, SITUATION, CHANGES).splitlines()]
+    lines = [" ".join(line.split()) for line in post_mortem(card, SITUATION).splitlines()]
     assert lines[0] == "Out of memory in backward, micro-batch of 4 × 16,384 (examples × tokens)."
     assert lines[2] == "10.00 GiB 50.0% logits and loss ← most examples × tokens × vocabulary"
     assert lines[3] == "5.00 GiB 25.0% activations kept by forward for backward; examples × tokens"
@@ -433,21 +437,21 @@ def test_a_figure_of_nothing_is_not_shown_as_a_culprit() -> None:
 
 @pytest.mark.parametrize("wording", WORDINGS)
 def test_post_mortem_is_compact(wording: str) -> None:
-    lines = post_mortem(WORDINGS[wording][0], SITUATION, CHANGES).splitlines()
+    lines = post_mortem(WORDINGS[wording][0], SITUATION).splitlines()
     assert len(lines) <= 26
     assert max(map(len, lines)) <= 100
 
 
 def test_post_mortem_puts_first_what_needs_no_other_settings() -> None:
-    assert "\nFirst: PYTORCH_ALLOC_CONF=expandable_segments:True" in post_mortem(IN_A_CONTAINER, SITUATION, CHANGES)
-    assert "\nFirst: nvidia-smi" in post_mortem(BESIDE_TWO_OTHERS, SITUATION, CHANGES)
-    assert "\nFirst: " not in post_mortem(SIMPLY_FULL, SITUATION, CHANGES)
+    assert "\nFirst: PYTORCH_ALLOC_CONF=expandable_segments:True" in post_mortem(IN_A_CONTAINER, SITUATION)
+    assert "\nFirst: nvidia-smi" in post_mortem(BESIDE_TWO_OTHERS, SITUATION)
+    assert "\nFirst: " not in post_mortem(SIMPLY_FULL, SITUATION)
 
 
 def test_post_mortem_does_with_what_is_known() -> None:
     bare = Situation("loading", None, {}, None)
-    assert post_mortem("", bare, []) == "Out of memory in loading."
-    text = post_mortem("", bare, CHANGES[:1])
+    assert post_mortem("", bare) == "Out of memory in loading."
+    text = post_mortem("", replace(bare, changes=CHANGES[:1]))
     assert text.splitlines()[-1].split() == ["−9.00", "GiB", "--loss", "chunked", "same", "result"]
     assert "fits" not in text
 

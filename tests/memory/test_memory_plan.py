@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.config import parse
+from train.config import Config, parse
 from train.memory.advice import command, launcher_words
 from train.memory.devices import Device
-from train.memory.grid import draw, grid_text, grid_values, make_grid
+from train.memory.grid import Grid, draw, grid_text, grid_values, make_grid
 from train.memory.ladder import Recompute, largest_fitting
 from train.memory.plan import Predictions, longest_length, make_plan, outcome_of
 from train.memory.predict import Job, Prediction, Predictor, Target
@@ -106,6 +106,14 @@ def bf16_setting(size: int, checkpointing: str, loss: str, sharding: str = "none
     return Setting(checkpointing, micro_batch_size=size, mixed_precision="bf16", loss=loss, sharding=sharding, **more)
 
 
+def configured(asked: Question, setting: Setting) -> Config:
+    return asked.config.changed(**asked.changes(setting))
+
+
+def lengths_of(grid: Grid) -> list[int]:
+    return [row[0].length for row in grid.cells]
+
+
 def brute_force(asked: Question, predictor: Synthetic, sharding: str = "none") -> tuple[float, int]:
     """(least seconds per token among what fits, how many settings there are)."""
     per_rank = asked.global_batch_size // asked.world_size
@@ -170,11 +178,11 @@ def test_the_global_batch_is_kept() -> None:
     assert plan.best is not None
     assert {24 % job.micro_batch_size for job in predictor.jobs} == {0}
     for outcome in (plan.best, plan.smallest):
-        optim = asked.configured(outcome.setting).optimization
+        optim = configured(asked, outcome.setting).optimization
         assert optim.global_batch_size == 24
         assert 24 % outcome.setting.micro_batch_size == 0
     by_accumulation = question(24, micro_batch_size=2, global_batch_size=None, gradient_accumulation_steps=6)
-    optim = by_accumulation.configured(bf16_setting(4, "none", "full")).optimization
+    optim = configured(by_accumulation, bf16_setting(4, "none", "full")).optimization
     assert (optim.global_batch_size, optim.gradient_accumulation_steps, optim.micro_batch_size) == (12, None, 4)
 
 
@@ -374,7 +382,7 @@ def test_each_job_is_predicted_once_and_by_whoever_is_free() -> None:
     assert [f.peak_bytes for f in found if isinstance(f, Prediction)] == [
         Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]
     ]
-    predictions.of(jobs[2])
+    predictions.of_all(jobs[2:3])
     assert len(first.jobs) + len(second.jobs) == predictions.count == 4
     assert sorted(announced) == [1, 2, 3, 4]
 
@@ -474,7 +482,7 @@ def test_the_command_parses_to_the_setting_it_is_for() -> None:
     launcher = ["--config_file", "accelerate_configs/single_gpu.yaml", "--mixed_precision", "bf16"]
     assert typed[:7] == ["accelerate", "launch", *launcher, "train/main.py"]
     config = parse(typed[7:])
-    wanted = asked.configured(setting)
+    wanted = configured(asked, setting)
     by_launcher = replace(wanted.optimization, mixed_precision=None)
     assert config == replace(wanted, data=replace(asked.config.data, max_length=2048), optimization=by_launcher)
     assert config.optimization.global_batch_size == 8 and config.output.metrics == ("a", "b")
@@ -503,7 +511,7 @@ def test_grid_is_exact_near_the_frontier_and_says_where_it_is_not() -> None:
     predictor = Synthetic()
     asked = question(16)
     grid = make_grid(asked, Predictions([predictor]), [1024, 4096, 16384, 65536], [1, 2, 4, 8, 16])
-    assert grid.lengths == [1024, 4096, 16384, 65536] and grid.micro_batch_sizes == [1, 2, 4, 8, 16]
+    assert lengths_of(grid) == [1024, 4096, 16384, 65536] and grid.micro_batch_sizes == [1, 2, 4, 8, 16]
     exact = [cell for row in grid.cells for cell in row if cell.exact]
     assert len(exact) == len(predictor.jobs) < 20
     for row in grid.cells:
@@ -519,9 +527,9 @@ def test_grid_is_exact_near_the_frontier_and_says_where_it_is_not() -> None:
 
 def test_default_lengths_end_where_nothing_fits_or_at_the_models_positions() -> None:
     grid = make_grid(question(16), Predictions([Synthetic()]), None, None)
-    assert grid.lengths[0] == 1024 and not grid.cells[-1][0].fits and grid.cells[-2][0].fits
+    assert lengths_of(grid)[0] == 1024 and not grid.cells[-1][0].fits and grid.cells[-2][0].fits
     short = question(16, model_config={**LLAMA, "max_position_embeddings": 3000}, max_length=1024)
-    assert make_grid(short, Predictions([Synthetic()]), None, [1]).lengths == [1024, 2048]
+    assert lengths_of(make_grid(short, Predictions([Synthetic()]), None, [1])) == [1024, 2048]
     with pytest.raises(UserError, match="1 × 4,096 tokens: loss: full"):
         make_grid(question(loss="full"), Predictions([Synthetic(refused={"loss": "full"})]), [4096], [1])
 

@@ -50,9 +50,7 @@ class Room(Extra):
         return self._session.settle()
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        from train.batching import arithmetic_of
-
-        self._session.ask(batches, arithmetic_of(run.config, run.launch.dp_size).accumulation_steps > 1)
+        self._session.ask(batches)
 
     def ready(self, run: Run, parts: Parts) -> None:
         if not run.outputs.is_complete(parts.goal.total_steps):

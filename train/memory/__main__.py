@@ -148,8 +148,7 @@ def run_predict(arguments: list[str]) -> None:
     request = read_request("predict", arguments)
     with _predictions(request.question) as predictions:
         outcome = predicted(request.question, predictions)
-    text, values = advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome)
-    _emit(request, text, values)
+    _emit(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
 
 
 def run_explain(arguments: list[str]) -> None:
@@ -163,12 +162,7 @@ def run_explain(arguments: list[str]) -> None:
 
 
 def read_request(command: str, arguments: list[str]) -> Namespace:
-    """Splits the flags of this command from those of the training command line and checks both.
-
-    Raises:
-        UsageError: flags that do not work; the message says what would.
-        UserError: the size of the vocabulary is unknown.
-    """
+    """Splits the flags of this command from those of the training command line; raises UserError where they fail."""
     left_open = set[str]()
     request, words = _own_flags(command).parse_known_args([argument(word) for word in arguments])
     if "--max_length=auto" in words or ("--max_length", "auto") in itertools.pairwise(words):

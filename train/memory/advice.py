@@ -18,12 +18,7 @@ from train.memory.zero import STAGE
 
 
 def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:
-    """A plan for the terminal, the verdict first.
-
-    Args:
-        command: what to type for the best setting, where there is one.
-        longest: whether ``max_length`` was found, not given.
-    """
+    """A plan for the terminal, the verdict first; ``longest`` says that ``max_length`` was found, not given."""
     shown = plan.asked or plan.best or plan.smallest
     lines = [] if plan.problem is None else [f"Cannot run as it stands: {plan.problem}"]
     if longest:
@@ -41,12 +36,12 @@ def outcome_text(question: Question, outcome: Outcome) -> str:
 
 def _verdict(question: Question, outcome: Outcome) -> str:
     ranks = f"each of {question.world_size} × " if question.world_size > 1 else ""
-    what = f"{question.model_name}, {count(outcome.prediction.num_parameters)} parameters, "
-    what += f"{outcome.setting.micro_batch_size} × {outcome.length:,} tokens on {ranks}{question.device.name}"
+    what = f"{question.config.architecture.name}, {count(outcome.prediction.num_parameters)} parameters, "
+    what += f"{outcome.setting.micro_batch_size} × {outcome.job.length:,} tokens on {ranks}{question.device.name}"
+    needed, room = outcome.needed_bytes, question.room_bytes
     if outcome.fits:
-        return f"Fits: {what}: {gib(outcome.needed_bytes)} of {gib(question.room_bytes)}."
-    over = outcome.needed_bytes - question.room_bytes
-    return f"Does not fit: {what}: {gib(outcome.needed_bytes)}, {gib(over)} more than there is room."
+        return f"Fits: {what}: {gib(needed)} of {gib(room)}."
+    return f"Does not fit: {what}: {gib(needed)}, {gib(needed - room)} more than there is room."
 
 
 def _parts(question: Question, outcome: Outcome) -> list[str]:
@@ -103,7 +98,7 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
 
 def _notes(question: Question, outcome: Outcome) -> list[str]:
     name, notes = question.device.name, list(outcome.prediction.notes)
-    if outcome.padded:
+    if outcome.job.padded:
         notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
     if question.on_cpu:
         notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
@@ -143,7 +138,7 @@ def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
         "context_bytes": question.device.context_bytes,
         "nccl_bytes": question.nccl_bytes,
         "setting": asdict(outcome.setting),
-        "max_length": outcome.length,
+        "max_length": outcome.job.length,
         "prediction": asdict(prediction),
     }
 
@@ -151,9 +146,8 @@ def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
 def command(question: Question, setting: Setting, words: Sequence[str], said: dict[str, Any] | None = None) -> str:
     """The command that trains with ``setting``.
 
-    Args:
-        words: the training flags that the person gave; they stay unless ``setting`` replaces them.
-        said: flags to give even if the configuration already has these values.
+    ``words`` are the flags that the person gave, which stay unless they are replaced by ``setting`` or by ``said``: the
+    flags to give even if the configuration already has these values.
     """
     changes = {**question.changes(setting), **(said or {})}
     if question.config.optimization.mixed_precision is None:
@@ -179,14 +173,10 @@ def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
 def launcher_words(on_cpu: bool, world_size: int, sharding: str, precision: str) -> list[str]:
     """Arguments of ``accelerate launch``: a file of ``accelerate_configs/``, and flags for values that it lacks."""
     if sharding in STAGE:
-        stage = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])]
-        return [*stage, "--num_processes", str(world_size), "--mixed_precision", precision]
-    alone = world_size == 1 and sharding != OFFLOAD
-    name = ("cpu" if on_cpu else "single_gpu") if alone else sharding
-    values = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8"))
-    words = ["--config_file", f"accelerate_configs/{name}.yaml"]
-    if values["num_processes"] != world_size:
-        words += ["--num_processes", str(world_size)]
-    if values["mixed_precision"] != precision:
-        words += ["--mixed_precision", precision]
-    return words
+        words, values = ["--use_deepspeed", "--zero_stage", str(STAGE[sharding])], {}
+    else:
+        alone = world_size == 1 and sharding != OFFLOAD
+        file = f"accelerate_configs/{('cpu' if on_cpu else 'single_gpu') if alone else sharding}.yaml"
+        words, values = ["--config_file", file], yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    wanted = {"num_processes": world_size, "mixed_precision": precision}
+    return words + [word for k, v in wanted.items() if values.get(k) != v for word in (f"--{k}", str(v))]

@@ -16,11 +16,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from train.extras.meter.tracker import CUDA_GRANULE_BYTES
 from train.memory.kernels import rounded_up
 
 _MIB = 2**20
-ROUNDING_BYTES = 512
-"""Every size is rounded up to a multiple of this; no block is smaller."""
 SMALL_REQUEST_BYTES = _MIB
 """The largest request that the small pool serves; also what a large block must have left over to be split."""
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
@@ -119,13 +118,13 @@ class CachingAllocator:
         """Allocates ``size_bytes`` for ``key``, which has none yet, from free blocks or from the device."""
         if size_bytes == 0:
             return
-        size = rounded_up(size_bytes, ROUNDING_BYTES)
+        size = rounded_up(size_bytes, CUDA_GRANULE_BYTES)
         small = size <= SMALL_REQUEST_BYTES
         pool = self._pools[small]
         block = pool.take(size) or self._reserve(pool, size)
         block.allocated = True
         left_over = block.size - size
-        if left_over >= ROUNDING_BYTES if small or self.expandable_segments else left_over > SMALL_REQUEST_BYTES:
+        if left_over >= CUDA_GRANULE_BYTES if small or self.expandable_segments else left_over > SMALL_REQUEST_BYTES:
             pool.add(block.split(size))
         self._live[key] = block, pool
         self.allocated_bytes += block.size
@@ -158,12 +157,7 @@ class CachingAllocator:
 
 
 def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) -> CachingAllocator:
-    """The allocator after a trace.
-
-    Args:
-        trace: (storage key, +bytes to allocate or −bytes to free) in order. A key may come back after it was freed.
-        expandable_segments: see :class:`CachingAllocator`.
-    """
+    """The allocator after a trace of (storage key, +bytes to allocate or −bytes to free); freed keys may come back."""
     allocator = CachingAllocator(expandable_segments)
     for key, change_bytes in trace:
         if change_bytes < 0:

@@ -64,7 +64,7 @@ def run_of(job: Job, config: Config) -> Run:
     device = torch.device(job.target.device_type)
     ranks.leave()  # those of the prediction before
     precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
-    shards = ranks.shards_weights(job.sharding)
+    shards = job.sharding in ranks.SHARDED_WEIGHTS
     if shards:
         ranks.join(job.world_size, device.type, precision, offloads=job.sharding == "fsdp2_offload")
     launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
@@ -79,8 +79,7 @@ def run_of(job: Job, config: Config) -> Run:
 def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """Prepared model, prepared optimizer, and the network inside the model.
 
-    Args:
-        initialised: with real weights; not for fake ones, as some initialisations repeat until the data is right.
+    If ``initialised``, with real weights; not for fake ones, as some initialisations repeat until the data is right.
     """
     from transformers.initialization import no_init_weights
 

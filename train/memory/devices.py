@@ -29,7 +29,7 @@ class Device:
     """Bandwidth of the device's memory by the data sheet; None: unknown."""
 
 
-_KNOWN = {name: card for name, card in CARDS.items() if card.memory_gib is not None}
+_KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]
 """The cards whose memory is known; the others only tell products apart."""
 _OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}
 """Compact names that carry the size where no second size is sold."""
@@ -83,10 +83,8 @@ def find_device(text: str) -> Device:
             "memory, such as 24GiB or 24GB."
         )
     name = names[wanted]
-    card = _KNOWN[name]
-    assert card.memory_gib is not None
-    total_bytes, capability = int(card.memory_gib * _GIB), card.compute_capability
-    return Device(name, total_bytes, _context_bytes(capability), capability, card.bytes_per_second)
+    memory_gib, capability, bandwidth, *_ = CARDS[name]
+    return Device(name, int((memory_gib or 0) * _GIB), _context_bytes(capability), capability, bandwidth)
 
 
 def this_device() -> Device:
@@ -112,9 +110,7 @@ def nccl_buffer_bytes(group_size: int) -> int:
     no longer with the devices beyond two nodes (issue 986); 1.6 GB in one group were seen as well (issue 864).
     All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
     """
-    if group_size <= 1:
-        return 0
-    return (544 if group_size == 2 else 688) * _MIB
+    return {1: 0, 2: 544}.get(group_size, 688) * _MIB
 
 
 def _cpu() -> Device:

@@ -26,15 +26,8 @@ class Situation:
     """At the predicted peak: parameters, gradients, optimizer state, activations, logits and loss, workspace."""
     predicted_peak_bytes: int | None
     vocab_size: int | None = None
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something to type, and what it is predicted to save."""
-
-    flags: str
-    saved_bytes: int
-    note: str
+    changes: Sequence[tuple[str, int, str]] = ()
+    """(what to type, bytes that it is predicted to save, what it does), cheapest first."""
 
 
 _IMPOSSIBLE_BYTES = 2**50
@@ -46,7 +39,6 @@ _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not n
 _ALL = tuple(remedy.hint for remedy in REMEDIES)
 _FEW = (CHUNKED.hint, MICRO_BATCH.hint, CHECKPOINTING.hint)
 _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
-    "unknown": _ALL,
     "bug": (("python -m pdb -c continue ...", "look at the shapes where it fails"),),
     "host": (
         ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
@@ -74,13 +66,12 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
         EVALUATION.hint,
         MAX_LENGTH.hint,
     ),
-    "full": _ALL,
 }
-"""(what to type, what it does), cheapest first."""
+"""(what to type, what it does), cheapest first; :data:`_ALL` for any other cause."""
 
 
 def _diagnosis(oom: OutOfMemory) -> tuple[str, str]:
-    """The cause, one of :data:`_WHAT_TO_DO`, and what a person should know about it."""
+    """The cause, as in :data:`_WHAT_TO_DO`, and what a person should know about it."""
     requested, free, total = oom.requested_bytes or 0, oom.free_bytes or 0, oom.total_bytes or 0
     reserved, unallocated = oom.reserved_bytes or 0, oom.reserved_unallocated_bytes or 0
     if requested >= _IMPOSSIBLE_BYTES:
@@ -143,18 +134,17 @@ def _full(oom: OutOfMemory, huge: bool) -> tuple[str, str]:
     return "full", f"simply full{held}. No single thing went wrong: the run needs more than there is."
 
 
-def _account(
-    oom: OutOfMemory, shape: tuple[int, int] | None, vocab_size: int | None, least_bytes: int = 0
-) -> tuple[str, list[str], list[tuple[str, str]]]:
+def _account(oom: OutOfMemory, situation: Situation | None = None) -> tuple[str, list[str], list[tuple[str, str]]]:
     """The cause of ``oom``, lines that say what it means, and (what to type, what it does), cheapest first."""
     cause, why = _diagnosis(oom)
-    if shape is not None:
-        why += _recognised(oom.requested_bytes or 0, shape, vocab_size)
+    if situation is not None and situation.micro_batch_shape is not None:
+        why += _recognised(oom.requested_bytes or 0, situation.micro_batch_shape, situation.vocab_size)
     remedies, within_reach = [], (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
     if cause in ("huge", "full") and 0 < (oom.requested_bytes or 0) <= within_reach:
         remedies = [(f"end process {n}", f"it holds {gib(size)} of the same card") for n, size in oom.other_processes]
+    least_bytes = 0 if situation is None else (oom.total_bytes or 0) // 100
     lines = [_headline(oom), *_figures(oom, least_bytes), *_wrapped("Why: ", why)]
-    return cause, lines, [*remedies, *_WHAT_TO_DO[cause]]
+    return cause, lines, [*remedies, *_WHAT_TO_DO.get(cause, _ALL)]
 
 
 def _recognised(requested: int, shape: tuple[int, int], vocab_size: int | None) -> str:
@@ -175,15 +165,10 @@ def _recognised(requested: int, shape: tuple[int, int], vocab_size: int | None) 
 # ---- telling ---------------------------------------------------------------------------------------------------------
 
 
-def explain(message: str, micro_batch_shape: tuple[int, int] | None = None, vocab_size: int | None = None) -> str:
+def explain(message: str) -> str:
     """A text for the terminal: each figure of ``message`` and its meaning, why memory was full, what to do.
 
-    Args:
-        message: an out-of-memory message, alone or within a traceback or log.
-        micro_batch_shape: (B, S), if known: logits or a mask of just the requested size are named.
-
-    Raises:
-        UsageError: ``message`` is not about memory.
+    The message may stand alone or within a traceback or log. Raises UsageError if it is not about memory.
     """
     oom = parse_oom(message)
     if oom is None:
@@ -192,15 +177,15 @@ def explain(message: str, micro_batch_shape: tuple[int, int] | None = None, voca
             f"explain: {start!r} is not an out-of-memory message. Give the whole message in quotes, from 'out of "
             "memory' or 'allocate memory' on."
         )
-    _, lines, remedies = _account(oom, micro_batch_shape, vocab_size)
+    _, lines, remedies = _account(oom)
     lines.append("What to do, cheapest first (flags are those of train/main.py):")
     column = min(44, max(len(typed) for typed, _ in remedies))
     lines += [line for typed, note in remedies for line in _wrapped(f"  {typed:<{column}}  ", note)]
     return "\n".join(lines)
 
 
-def post_mortem(message: str, situation: Situation, changes: Sequence[Change]) -> str:
-    """What filled the memory of this run: where, with what, and the first three of ``changes``, cheapest first.
+def post_mortem(message: str, situation: Situation) -> str:
+    """What filled the memory of this run: where, with what, and the first three changes that would have helped.
 
     ``message`` may be empty (a MemoryError says nothing): its figures are then left out.
     """
@@ -208,12 +193,11 @@ def post_mortem(message: str, situation: Situation, changes: Sequence[Change]) -
     batch = "" if shape is None else f", micro-batch of {shape[0]:,} × {shape[1]:,} (examples × tokens)"
     lines = [f"Out of memory in {situation.phase}{batch}.", *_kinds(situation.bytes_by_kind)]
     if oom is not None:
-        cause, account, remedies = _account(oom, shape, situation.vocab_size, (oom.total_bytes or 0) // 100)
+        cause, account, remedies = _account(oom, situation)
         lines += account
         if cause in ("others", "fragmentation", "graphs", "limit", "library", "refused"):
             lines += _wrapped("First: ", "{}  ({})".format(*remedies[0]))
-    available = oom.available_bytes if oom else None
-    return "\n".join([*lines, *_changes(changes[:3], situation.predicted_peak_bytes, available)])
+    return "\n".join([*lines, *_changes(situation, oom.available_bytes if oom else None)])
 
 
 def _headline(oom: OutOfMemory) -> str:
@@ -226,7 +210,7 @@ def _headline(oom: OutOfMemory) -> str:
     return f"{where} was full: {asked} did not fit."
 
 
-def _figures(oom: OutOfMemory, least_bytes: int = 0) -> list[str]:
+def _figures(oom: OutOfMemory, least_bytes: int) -> list[str]:
     """One line for each figure that the message gives; of the side ones only those of ``least_bytes`` and more."""
     others = ", ".join(f"{process} ({gib(size)})" for process, size in oom.other_processes[:3])
     others = others or "not named; or kept back by the driver"
@@ -266,18 +250,19 @@ def _kinds(bytes_by_kind: dict[str, int]) -> list[str]:
     return lines
 
 
-def _changes(changes: Sequence[Change], peak_bytes: int | None, available_bytes: int | None) -> list[str]:
+def _changes(situation: Situation, available_bytes: int | None) -> list[str]:
     """Each change with its saving and, where both are known, the new peak against what there is."""
-    if not changes:
+    if not situation.changes:
         return []
+    peak_bytes = situation.predicted_peak_bytes
     room = "" if available_bytes is None else f", room {gib(available_bytes)}"
     peak = "" if peak_bytes is None else f" (peak {gib(peak_bytes)}{room})"
     lines = [f"What to change, cheapest first, and what it saves by prediction{peak}:"]
-    for change in changes:
+    for typed, saved_bytes, note in situation.changes[:3]:
         verdict = ""
         if peak_bytes is not None and available_bytes is not None:
-            verdict = "fits; " if peak_bytes - change.saved_bytes <= available_bytes else "not enough alone; "
-        lines += _wrapped(f"{'−' + gib(change.saved_bytes):>12}  {change.flags}  ", f"{verdict}{change.note}")
+            verdict = "fits; " if peak_bytes - saved_bytes <= available_bytes else "not enough alone; "
+        lines += _wrapped(f"{'−' + gib(saved_bytes):>12}  {typed}  ", f"{verdict}{note}")
     return lines
 
 

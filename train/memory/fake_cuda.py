@@ -38,8 +38,7 @@ _kept: list[Any] = []
 def install(capability: tuple[int, int]) -> None:
     """Makes this process believe in one idle CUDA device of the given compute capability.
 
-    Raises:
-        CannotStandInError: this build of torch is not laid out as expected.
+    Raises CannotStandInError if this build of torch is not laid out as expected.
     """
     if not _kept and torch.cuda.is_available():
         return

@@ -29,8 +29,7 @@ aten = torch.ops.aten
 class FakeTracker(StorageTracker):
     """Tracks storages, answers questions that only data could answer, and adds the buffers inside kernels.
 
-    Args:
-        costs: counts operations and bytes moved; None: nothing does.
+    ``costs``, where given, counts operations and bytes moved.
     """
 
     def __init__(self, *args: Any, costs: Costs | None = None, **options: Any) -> None:
@@ -73,8 +72,7 @@ class FakeTracker(StorageTracker):
     def _take(self, buffers: list[int]) -> int:
         sizes = [-(-size // self.granule_bytes) * self.granule_bytes for size in buffers]
         if self.trace is not None:  # below zero: no storage has such a key
-            self.trace += [(-number, size) for number, size in enumerate(sizes, 1)]
-            self.trace += [(-number, -size) for number, size in enumerate(sizes, 1)]
+            self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
         return sum(sizes)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -100,11 +98,10 @@ def _added_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
     if kwargs or not in_backward or not isinstance(first, FakeTensor) or not isinstance(second, Tensor):
         return None
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return None
-    if torch._C._storage_Use_Count(first.untyped_storage()._cdata) != 2:  # the tensor's own, and the one just made
-        return None
-    return aten.add_.Tensor(first, second)
+    is_alike = first.shape == second.shape and first.dtype == second.dtype
+    # its storage is used by the tensor, and by the object just made
+    is_free = is_alike and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == 2
+    return aten.add_.Tensor(first, second) if is_free else None
 
 
 @contextmanager

@@ -44,18 +44,14 @@ class Cell:
 class Grid:
     """Cells by length and micro-batch size."""
 
-    cells: tuple[tuple[Cell, ...], ...]
-    """One row per length, one column per size, both ascending."""
     title: str
-    subtitle: str
+    settings: str
     total_bytes: int
     """Of the device."""
     room_bytes: int
     """The part of it that may be taken."""
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row[0].length for row in self.cells]
+    cells: tuple[tuple[Cell, ...], ...]
+    """One row per length, one column per size, both ascending."""
 
     @property
     def micro_batch_sizes(self) -> list[int]:
@@ -67,11 +63,8 @@ def make_grid(
 ) -> Grid:
     """The memory of the configuration's other settings over lengths and micro-batch sizes.
 
-    Args:
-        lengths: None: 1,024 to 262,144 tokens, up to the model's positions and the first length of which not even
-            the smallest micro-batch fits.
-
-    Raises UserError if a cell cannot run.
+    Without ``lengths``: 1,024 to 262,144 tokens, up to the model's positions and the first length of which not even
+    the smallest micro-batch fits. Raises UserError if a cell cannot run.
     """
     limit = position_limit(question.config) or LENGTHS[-1] if lengths is None else 0
     chosen = sorted(set(lengths or [length for length in LENGTHS if length <= limit] or [limit]))
@@ -107,13 +100,14 @@ def make_grid(
     rows = tuple(
         tuple(known[row, column] for column in range(len(sizes))) for row in range(len(chosen)) if (row, 0) in known
     )
-    return Grid(rows, *_titles(question, example), question.device.total_bytes, question.room_bytes)
+    return Grid(*_titles(question, example), question.device.total_bytes, question.room_bytes, rows)
 
 
 def _titles(question: Question, example: Outcome) -> tuple[str, str]:
     setting, several = question.asked, question.world_size > 1
     device = f"{f'{question.world_size} × ' if several else ''}{question.device.name}"
-    title = f"{question.model_name}, {example.prediction.num_parameters / 1e6:.1f}M parameters, on {device}"
+    name, size = question.config.architecture.name, example.prediction.num_parameters
+    title = f"{name}, {size / 1e6:.1f}M parameters, on {device}"
     words = [
         question.config.data.task,
         "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision,
@@ -127,7 +121,7 @@ def _titles(question: Question, example: Outcome) -> tuple[str, str]:
 
 def grid_text(grid: Grid) -> str:
     """The grid as tables of at most 100 columns."""
-    lines = [grid.title, grid.subtitle, ""]
+    lines = [grid.title, grid.settings, ""]
     for first in range(0, len(grid.micro_batch_sizes), _COLUMNS_PER_TABLE):
         part = slice(first, first + _COLUMNS_PER_TABLE)
         lines.append("GiB needed".ljust(12) + "micro-batch size".rjust(17))
@@ -145,13 +139,7 @@ def grid_text(grid: Grid) -> str:
 
 def grid_values(grid: Grid) -> dict[str, Any]:
     """The grid as plain values for JSON."""
-    return {
-        "title": grid.title,
-        "settings": grid.subtitle,
-        "total_bytes": grid.total_bytes,
-        "room_bytes": grid.room_bytes,
-        "cells": [asdict(cell) for row in grid.cells for cell in row],
-    }
+    return {**asdict(grid), "cells": [asdict(cell) for row in grid.cells for cell in row]}
 
 
 def draw(grid: Grid, path: Path) -> None:
@@ -177,11 +165,11 @@ def draw(grid: Grid, path: Path) -> None:
                     xs, ys = (j - 0.5 + right, j + 0.5), (i - 0.5 + above, i + 0.5)
                     axes.plot(xs, ys, color="#b30000", linewidth=3, solid_capstyle="round")
     axes.set_xticks(range(columns), [str(size) for size in grid.micro_batch_sizes])
-    axes.set_yticks(range(rows), [f"{length:,}" for length in grid.lengths])
+    axes.set_yticks(range(rows), [f"{row[0].length:,}" for row in grid.cells])
     axes.set_xlabel("micro-batch size (examples)")
     axes.set_ylabel("sequence length (tokens)")
     axes.tick_params(length=0)
-    axes.set_title(f"{grid.subtitle}. Hatched: does not fit", fontsize=9)
+    axes.set_title(f"{grid.settings}. Hatched: does not fit", fontsize=9)
     figure.suptitle(grid.title, fontsize=11, fontweight="bold")
     figure.colorbar(image, ax=axes, label="memory needed (GiB)", pad=0.02)
     try:

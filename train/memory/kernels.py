@@ -11,7 +11,7 @@ Cross-Entropy with gradients summed in fp32 (Triton ≥ 3.2), and Liger Kernel 0
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -132,35 +132,22 @@ def attention_kernel(
     return "efficient" if (half or head_size % 4 == 0) and not shares_heads else "math"
 
 
-class Attention:
-    """Stands in for ``scaled_dot_product_attention`` and calls the kernel that would run on the card.
+@contextmanager
+def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[set[str]]:
+    """Inside it, ``scaled_dot_product_attention`` calls the kernel that would run on the card; yields those that ran.
 
     A plain replacement of the function: where checkpointing recomputes, in the thread of the backward pass, neither
     a function mode nor ``sdpa_kernel`` reaches, and without a card torch's own choice is always math.
     """
+    original, all_at_once = F.scaled_dot_product_attention, getattr(attention, "_attend_at_once", None)
+    used: set[str] = set()
 
-    def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
-        self._capability, self._prefers_cudnn = capability, prefers_cudnn
-        self._original, self._at_once = F.scaled_dot_product_attention, getattr(attention, "_attend_at_once", None)
-        self._patches = ExitStack()
-        self.kernels_used: set[str] = set()
+    def attend_at_once(*args: Any) -> Any:  # for all documents at once the operator gives the sizes without a card
+        assert all_at_once is not None
+        used.add("flash over lengths")
+        return all_at_once(*args)
 
-    def __enter__(self) -> Attention:
-        self._patches.enter_context(patch.object(F, "scaled_dot_product_attention", self._attend))
-        self._patches.enter_context(patched(attention, "_attend_at_once", self._attend_at_once))
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._patches.close()
-
-    def _attend_at_once(self, *args: Any) -> Any:
-        """Calls the real operator for all documents at once, which gives the sizes without a card."""
-        assert self._at_once is not None
-        self.kernels_used.add("flash over lengths")
-        return self._at_once(*args)
-
-    def _attend(  # fixed by torch
-        self,
+    def attend(  # fixed by torch
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -172,13 +159,13 @@ class Attention:
     ) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if query.device.type != "cuda":
-            return self._original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled("cuda"):
             query, key, value = (_autocast(t) for t in (query, key, value))
             attn_mask = None if attn_mask is None else _autocast(attn_mask)
         shares_heads = enable_gqa and query.shape[1] != key.shape[1]
-        kernel = attention_kernel(query, attn_mask, dropout_p, self._capability, self._prefers_cudnn, shares_heads)
-        self.kernels_used.add(kernel)
+        kernel = attention_kernel(query, attn_mask, dropout_p, capability, prefers_cudnn, shares_heads)
+        used.add(kernel)
         if kernel == "math":
             run = aten._scaled_dot_product_attention_math
             return run(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
@@ -197,6 +184,9 @@ class Attention:
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
         return run(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0][..., :head_size]
+
+    with patch.object(F, "scaled_dot_product_attention", attend), patched(attention, "_attend_at_once", attend_at_once):
+        yield used
 
 
 def _autocast(tensor: Tensor) -> Tensor:
@@ -227,13 +217,9 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
     if name == "aten::_scaled_dot_product_efficient_attention_backward":
         query = args[1]
         batch, heads, length, head_size = query.shape
-        delta = batch * heads * rounded_up(length, 32) * 4
-        if query.dtype == torch.float32:
-            return [delta]
-        return [
-            delta,
-            batch * heads * rounded_up(length, 64) * rounded_up(head_size, 64) * 4 * (1 if head_size <= 128 else 3),
-        ]
+        delta, rows = batch * heads * rounded_up(length, 32) * 4, batch * heads * rounded_up(length, 64)
+        accumulator = rows * rounded_up(head_size, 64) * (4 if head_size <= 128 else 12)
+        return [delta] if query.dtype == torch.float32 else [delta, accumulator]
     if name == "bitsandbytes::gemm_4bit":  # the weight and its scales as they were before they were quantised
         weights = args[2][0] * args[2][1]
         return [weights * args[0].element_size(), 4 * -(-weights // args[4])]
@@ -248,9 +234,7 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> list[int]:
 def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[int]:
     """softmax_d, the fp32 accumulator of dq, and dk and dv per query head where heads share them.
 
-    Args:
-        query, key: (B, H, S, D) and (B, H', S', D); of documents laid end to end (T, H, D) and (T', H', D), each
-            with 128 tokens to spare.
+    For (B, H, S, D) and (B, H', S', D); or documents end to end, (T, H, D) and (T', H', D), each with 128 tokens spare.
     """
     heads, key_heads, head_size = query.shape[1], key.shape[1], query.shape[-1]
     rows = len(query) + 128 * num_documents if num_documents else len(query) * rounded_up(query.shape[2], 128)

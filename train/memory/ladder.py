@@ -99,9 +99,8 @@ def recomputations(device_type: str, offload: bool) -> list[tuple[str, dict[str,
     """The ways of ``gradient_checkpointing: auto``; with ``offload`` inputs go to host memory in any case."""
     ways = [way for way in ladder_on(device_type)[::-1] if not way.tiled_mlp]
     if offload:
-        ways = list(
-            dict.fromkeys(replace(w, gradient_checkpointing_offload=w.gradient_checkpointing != "none") for w in ways)
-        )
+        ways = [replace(way, gradient_checkpointing_offload=way.gradient_checkpointing != "none") for way in ways]
+    ways = dict.fromkeys(ways)  # each once
     return [(str(way), {name: value for name, value in vars(way).items() if name != "tiled_mlp"}) for way in ways]
 
 
@@ -114,8 +113,7 @@ def choose(
         ways: what each is called, and its flags; each needs more than the one before, and the last that fits is taken.
         needs: bytes that a step with these flags is predicted to need.
 
-    Raises:
-        UserError: nothing fits, or nothing can be predicted.
+    Raises UserError if nothing fits, or nothing can be predicted.
     """
     needed: dict[int, int] = {}
     problems: list[UserError] = []
@@ -128,9 +126,8 @@ def choose(
         return needed.get(rung)
 
     last = len(ways) - 1
-    best = largest_fitting(
-        range(len(ways)), needs_of, room_bytes, first=last if name == "gradient_checkpointing" else 0
-    )
+    first = last if name == "gradient_checkpointing" else 0
+    best = largest_fitting(range(len(ways)), needs_of, room_bytes, first)
     if best is None:
         if not needed:
             raise problems[0]

@@ -41,13 +41,6 @@ class Predictions:
         """Number of predictions made."""
         return len(self._known)
 
-    def of(self, job: Job) -> Prediction:
-        """The prediction of ``job``; raises UserError where there is none."""
-        found = self.of_all([job])[0]
-        if isinstance(found, UserError):
-            raise found
-        return found
-
     def of_all(self, jobs: Sequence[Job]) -> list[Prediction | UserError]:
         """The prediction of each of ``jobs``, or why there is none."""
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
@@ -73,8 +66,7 @@ class Outcome:
     """A setting and what is predicted of it."""
 
     setting: Setting
-    length: int
-    padded: bool
+    job: Job
     prediction: Prediction
     needed_bytes: int
     """Of the device: what the allocator reserves, the CUDA context and NCCL's buffers."""
@@ -89,7 +81,7 @@ class Outcome:
         """Of forward and backward on one rank, estimated. The update takes every setting as long, and is left out."""
         if self.prediction.seconds is None:
             return 0.0
-        return (self.prediction.seconds + self.link_seconds) / (self.setting.micro_batch_size * self.length)
+        return (self.prediction.seconds + self.link_seconds) / (self.job.micro_batch_size * self.job.length)
 
 
 def outcome_of(question: Question, setting: Setting, job: Job, prediction: Prediction) -> Outcome:
@@ -106,14 +98,17 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
         link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
     elif question.config.get("optimizer_offload") and not question.on_cpu:
         host += 4 * (1 + MOMENTS["adamw"]) * prediction.num_trained_parameters  # fp32 weights and moments
-    return Outcome(setting, job.length, job.padded, prediction, needed, needed <= question.room_bytes, host, link)
+    return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, host, link)
 
 
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
     """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
     job = question.job(setting)
-    return outcome_of(question, setting, job, predictions.of(job))
+    found = predictions.of_all([job])[0]
+    if isinstance(found, UserError):
+        raise found
+    return outcome_of(question, setting, job, found)
 
 
 @dataclass(frozen=True)
@@ -223,22 +218,20 @@ class Search:
             return False
         last, floor = tried[-1], min(outcome.seconds_per_token for outcome in tried)
         if last.setting.micro_batch_size != self._sizes[-1]:
-            if len(tried) < 2 or tried[-2].padded != last.padded:  # with a mask, other kernels run
+            if len(tried) < 2 or tried[-2].job.padded != last.job.padded:  # with a mask, other kernels run
                 return outcome.seconds_per_token <= 0.0
             before = tried[-2]
             examples = last.setting.micro_batch_size - before.setting.micro_batch_size
             seconds = (last.prediction.seconds or 0.0) - (before.prediction.seconds or 0.0)
-            floor = max(0.0, min(floor, seconds / (examples * last.length)))
+            floor = max(0.0, min(floor, seconds / (examples * last.job.length)))
         return outcome.seconds_per_token <= floor * (1 + EQUALLY_FAST)
 
 
 def make_plan(question: Question, predictions: Predictions, is_open: bool = False) -> Plan:
     """Whether the configuration fits, and the fastest setting that does, with the same global batch.
 
-    Args:
-        is_open: something was left to auto, so the configuration as it stands is only a placeholder.
-
-    Raises UserError if no setting can run.
+    If it ``is_open``, something was left to auto, and the configuration as it stands is only a placeholder. Raises
+    UserError if no setting can run.
     """
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
@@ -261,8 +254,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
     """The longest ``max_length`` that fits, in multiples of 1,024 (0: none), and the setting for it: the smallest.
 
-    Raises:
-        UserError: no setting can run.
+    Raises UserError if no setting can run.
     """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,17 +104,14 @@ class CannotStandInError(UserError):
     """This build of torch cannot be made to believe in a card."""
 
 
-class Predictor:
+class Predictor(AbstractContextManager["Predictor"]):
     """A process that predicts. It starts with the first job, in a few seconds, and takes the jobs one by one."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._hides_cards = True  # a process that only plans should not take a card's memory
         self._asked: list[Job] = []
         self._device_type: str | None = None
-
-    def __enter__(self) -> Predictor:
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
@@ -126,7 +124,7 @@ class Predictor:
             self._errors.close()
         self._process, self._asked = None, []
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Any:
         """The process; unless it runs already, it is started and loads the libraries."""
         if self._process is None:
             foreign = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")  # of the run that asks
@@ -151,7 +149,6 @@ class Predictor:
             self.close()  # once autograd has started on a CPU alone, it does not accept a card
         self._device_type = job.target.device_type
         process = self.start()
-        assert process.stdin is not None
         self._asked.append(job)
         try:
             pickle.dump(job, process.stdin)
@@ -162,11 +159,9 @@ class Predictor:
     def answer(self) -> Prediction:
         """The answer to the oldest job without one.
 
-        Raises:
-            UserError: the job cannot work, or its process died. The next job starts another process.
+        Raises UserError if the job cannot work, or its process died; the next job starts another process.
         """
         process = self.start()
-        assert process.stdout is not None
         try:
             answer = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError):
@@ -188,7 +183,7 @@ class Predictor:
         self.ask(job)
         return self.answer()
 
-    def _died(self, process: subprocess.Popen[bytes]) -> UserError:
+    def _died(self, process: Any) -> UserError:
         status = process.wait()
         self._errors.seek(0)
         said = self._errors.read().strip().splitlines()[-1:]
@@ -240,10 +235,8 @@ def main() -> None:
             os._exit(0)  # the interpreter's shutdown must not call the functions that were put into C++ tables
         try:
             answer = predict(job)
-        except CannotStandInError as error:
-            answer = error
         except UserError as error:
-            answer = UserError(str(error))
+            answer = error if isinstance(error, CannotStandInError) else UserError(str(error))
         except Exception as error:  # a model may do anything with tensors that have no data
             traceback.print_exc()
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

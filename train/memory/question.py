@@ -12,7 +12,7 @@ from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on
 from train.memory.predict import Job, Target
-from train.memory.zero import STAGE
+from train.memory.zero import HALF, STAGE
 from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259
@@ -35,12 +35,11 @@ def target_of(device: Device) -> Target:
     if device.name == "cpu":
         return Target("cpu")
     capability = device.compute_capability or find_device(STAND_IN).compute_capability or (8, 0)
-    rates = {precision: peak_flops_per_second(device.name, precision) for precision in PRECISIONS}
     return Target(
         device_type="cuda",
         capability=capability,
         prefers_cudnn=capability in ((9, 0), (10, 0), (10, 3)),  # wheels for them bring a cuDNN newer than 9.15
-        flops_per_second={precision: rate for precision, rate in rates.items() if rate},
+        flops_per_second={p: rate for p in PRECISIONS if (rate := peak_flops_per_second(device.name, p))},
         bytes_per_second=device.memory_bytes_per_second,
     )
 
@@ -55,11 +54,9 @@ def job_of(
 ) -> Job:
     """The step of ``config`` with its longest examples.
 
-    Args:
-        padded: whether micro-batches come with an attention mask; None: if the task makes one for examples of
-            different lengths, and there can be any.
-
-    Raises UsageError if the sizes of the batch contradict each other, or the task is unknown.
+    Micro-batches are ``padded`` if they come with an attention mask; None: if the task makes one for examples of
+    different lengths, and there can be any. Raises UsageError if the sizes of the batch contradict each other, or the
+    task is unknown.
     """
     from train.batching import arithmetic_of
     from train.tasks import load_task
@@ -95,10 +92,7 @@ def _micro_batch_size(config: Config, world_size: int) -> int:
 
 def vocabulary_size(config: Config) -> int:
     """Tokens of the model's vocabulary; raises UserError if only data tells, or model or tokenizer cannot be loaded."""
-    architecture = config.architecture
-    size = (architecture.model_config or {}).get("vocab_size")
-    if size is None and (stored := _stored_config(config)) is not None:
-        size = getattr(stored.get_text_config(), "vocab_size", None)
+    architecture, size = config.architecture, _model_says(config, "vocab_size")
     spec = config.data.tokenizer or architecture.model or ""
     if size is not None:
         return int(size)
@@ -120,33 +114,28 @@ def vocabulary_size(config: Config) -> int:
 
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
-    limit, factor = _own_positions(config), config.get("rope_scaling_factor")
+    limit, factor = _model_says(config, "max_position_embeddings"), config.get("rope_scaling_factor")
     if limit is None or config.get("rope_scaling", "none") == "none":
         return limit
     return None if factor is None else math.ceil(limit * factor)
 
 
-def _own_positions(config: Config) -> int | None:
-    """Positions of the model before ``rope_scaling``."""
-    name, given = "max_position_embeddings", config.architecture.model_config
+def _model_says(config: Config, name: str) -> int | None:
+    """A size in the configuration of the model, before ``rope_scaling``; None where nothing says it."""
+    architecture, given = config.architecture, config.architecture.model_config
     if given is None:
-        return getattr(_stored_config(config), name, None)
+        from train.tasks import stored_config
+
+        is_stored = architecture.model is not None and ":" not in architecture.model
+        return getattr(stored_config(architecture).get_text_config(), name, None) if is_stored else None
+    if name in given:
+        return given[name]
     from transformers import AutoConfig
 
     try:
-        other_name = AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name)
+        return given.get(AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name))
     except (KeyError, ValueError):  # the builder reports it
         return None
-    return given.get(name, given.get(other_name))
-
-
-def _stored_config(config: Config) -> Any:
-    """transformers' configuration of a model by name, None for others."""
-    if config.architecture.model is None or ":" in config.architecture.model:
-        return None
-    from train.tasks import stored_config
-
-    return stored_config(config.architecture)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +174,6 @@ class Question:
     world_size: int = 1
     sharding: str | None = None
     """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""
-
-    @property
-    def model_name(self) -> str:
-        architecture = self.config.architecture
-        return architecture.model or (architecture.model_config or {}).get("model_type", "model")
 
     @property
     def on_cpu(self) -> bool:
@@ -259,8 +243,7 @@ class Question:
         from train.extras.losses.objective import objective_of
 
         target = target_of(self.device)
-        names = {"fp16": "float16", "bf16": "bfloat16"}
-        dtype = getattr(torch, names.get(self.precision or "no", self.config.architecture.dtype))
+        dtype = getattr(torch, HALF.get(self.precision or "no", self.config.architecture.dtype))
         place = Place(target.device_type, dtype, target.capability)
         return best_kernel(place, has_bias=False, objective=objective_of(self.config))
 
@@ -297,7 +280,7 @@ class Question:
 
         Raises UsageError if the optimizer asked for does not work with it.
         """
-        config, target = self.configured(setting), target_of(self.device)
+        config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
         engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
         check_launch(Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")), config)
         if not self.has_known_speed:
@@ -309,12 +292,8 @@ class Question:
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
 
-    def configured(self, setting: Setting) -> Config:
-        """The configuration with ``setting`` and the same global batch."""
-        return self.config.changed(**self.changes(setting))
-
     def changes(self, setting: Setting) -> dict[str, Any]:
-        """What has to change in the configuration for ``setting``, by flag."""
+        """What has to change in the configuration for ``setting`` and the same global batch, by flag."""
         values, wanted = to_values(self.config), {**vars(setting)}
         del wanted["sharding"]  # the launcher's
         if values["loss"] == "auto" and setting.loss == self.automatic_loss:
@@ -333,6 +312,6 @@ def replace_length(question: Question, length: int) -> Question:
     config = question.config.changed(max_length=length)
     if config.get("rope_scaling", "none") != "none" and config.get("rope_scaling_factor") is None:
         # The factor follows the length, and takes no memory; but it is never below one.
-        factor = max(2.0, length / (_own_positions(config) or length))
+        factor = max(2.0, length / (_model_says(config, "max_position_embeddings") or length))
         config = config.changed(rope_scaling_factor=factor)
     return replace(question, config=config)

@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 
 _environment = contextlib.ExitStack()
 """Undoes the changes of the environment."""
-
-
-def shards_weights(sharding: str) -> bool:
-    """Whether a rank keeps only its part of the weights."""
-    return sharding in ("fsdp2", "fsdp2_offload", "zero3")
+SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload", "zero3")
+"""The shardings with which a rank keeps only its part of the weights."""
 
 
 def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:
     """Makes this process rank 0 of ``world_size`` under FSDP2, as the launcher and accelerate would.
 
-    Args:
-        offloads: whether its shards stay in host memory between their uses.
+    If it ``offloads``, its shards stay in host memory between their uses.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fully_shard

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from train.batching import arithmetic_of
 from train.config import Config
 from train.evaluation import reshard
 from train.extras.host_memory import free_host_bytes
 from train.figures import gib
 from train.memory import Options
 from train.memory.devices import this_device
-from train.memory.explain import Change, Situation, post_mortem
+from train.memory.explain import Situation, post_mortem
 from train.memory.ladder import cheaper, choose, recomputations
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import job_of, target_of
@@ -77,10 +78,7 @@ class MemorySession:
         """The configuration with what it leaves to ``auto`` chosen, the same on every rank.
 
         First the least recomputation with which a step fits, where micro_batch_size is auto too of single examples;
-        then the largest micro-batch that fits with it.
-
-        Raises:
-            UserError: nothing fits, or this model cannot be predicted.
+        then the largest micro-batch that fits with it. Raises UserError if nothing fits or cannot be predicted.
         """
         run, config = self._run, self._run.config
         if not self._is_open:
@@ -102,25 +100,24 @@ class MemorySession:
     def _chosen(self, name: str, ways: list[tuple[str, dict[str, Any]]], config: Config) -> dict[str, Any]:
         """The flags for what is left to auto under ``name``, the same on every rank."""
 
+        def needs(changes: dict[str, Any]) -> int:
+            if self._predictor is None:
+                raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
+            job = self._job(config.changed(**changes))
+            job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
+            return self._predictor.predict(job).reserved_bytes
+
         def choose_here() -> dict[str, Any]:
             # What is free of the device; of a CPU, this process's share of what is available.
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
             room = int(min(free, (self._own.memory_budget_gib or math.inf) * 2**30) * (1 - MARGIN))
-            chosen, line = choose(name, ways, lambda changes: self._needs(name, config.changed(**changes)), room)
+            chosen, line = choose(name, ways, needs, room)
             self._run.outputs.say(line)
             return chosen
 
         return self._run.outputs.from_main(choose_here)
 
-    def _needs(self, name: str, config: Config) -> int:
-        """Bytes that a step of ``config`` is predicted to need; ``name`` is what is left to auto."""
-        if self._predictor is None:
-            raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
-        job = self._job(config)
-        job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
-        return self._predictor.predict(job).reserved_bytes
-
-    def ask(self, batches: Batches, accumulates: bool) -> None:
+    def ask(self, batches: Batches) -> None:
         """Has the step with the longest micro-batch predicted while the model is built."""
         longest = self._longest = batches.longest()
         if not self._is_predictable:
@@ -132,7 +129,7 @@ class MemorySession:
             self._run.config,
             micro_batch_size=size,
             length=length,
-            accumulates=accumulates,
+            accumulates=arithmetic_of(self._run.config, self._run.launch.dp_size).accumulation_steps > 1,
             padded="attention_mask" in longest.inputs,
             num_targets=longest.num_targets or None,
             input_names=tuple(name for name in longest.inputs if name not in not_shaped),
@@ -167,17 +164,12 @@ class MemorySession:
 
     def summary(self) -> dict[str, Any]:
         """Figures for ``summary.json``."""
-        found = self._prediction
-        if found is None:
+        if (found := self._prediction) is None:
             return {}
         return {"predicted_peak_bytes": found.peak_bytes, "predicted_reserved_bytes": found.reserved_bytes}
 
     def explain(self, error: Any) -> str:
-        """The post-mortem of a run that ended with ``error``, of memory that ran out.
-
-        Args:
-            error: with ``fault`` (phase, shape, error), where a step knew where it was.
-        """
+        """The post-mortem of a run that ended with ``error``: its ``fault``, if any, says phase, shape and message."""
         meter = getattr(self._run.extras.by_name["meter"], "meter", None)
         fault = getattr(error, "fault", None)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
@@ -188,16 +180,17 @@ class MemorySession:
             bytes_by_kind=predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {}),
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
             vocab_size=len(self._data.tokenizer),
+            changes=changes,
         )
-        text = post_mortem(fault.error if fault else str(error), situation, changes)
+        text = post_mortem(fault.error if fault else str(error), situation)
         if self._run.config.get("memory_snapshot") and torch.cuda.is_available():
             path = self._run.outputs.folder / f"memory_snapshot-{os.environ.get('RANK', '0')}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text
 
-    def _cheaper_settings(self, shape: tuple[int, int] | None) -> tuple[Prediction | None, list[Change]]:
-        """The prediction for a micro-batch of ``shape``, and what the cheapest changes would save of it."""
+    def _cheaper_settings(self, shape: tuple[int, int] | None) -> tuple[Prediction | None, list[tuple[str, int, str]]]:
+        """The prediction for a micro-batch of ``shape``, and the changes that would save some of it."""
         job, now, changes = self._asked, None, []
         if job is None:
             return None, []
@@ -209,7 +202,7 @@ class MemorySession:
                 for flags, note, changed in cheaper(job):
                     saved = now.peak_bytes - predictor.predict(changed).peak_bytes
                     if saved > 0:
-                        changes.append(Change(flags, saved, note))
+                        changes.append((flags, saved, note))
         except UserError:
             pass
         return now, changes

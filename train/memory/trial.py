@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from train.config import Config, from_values
-from train.extras.meter.tracker import GRADIENTS, WORKSPACE, tag_gradients, tag_held
+from train.extras.meter.tracker import CUDA_GRANULE_BYTES, GRADIENTS, WORKSPACE, tag_gradients, tag_held
 from train.launch import uses_expandable_segments
 from train.memory import fake_cuda, ranks, zero
-from train.memory.allocator import ROUNDING_BYTES, replay
+from train.memory.allocator import replay
 from train.memory.building import build, run_of
 from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
-from train.memory.kernels import Attention, Costs, library_losses, library_workspace_bytes
+from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.predict import Job, Prediction, Target, random_batch
 from train.memory.session import make_optimizer_state
 from train.model import parameter_counts
@@ -32,12 +31,9 @@ if TYPE_CHECKING:
 def predict(job: Job) -> Prediction:
     """The memory of ``job``'s step; to be called in a process that does nothing else.
 
-    Raises:
-        UserError: the model cannot be built, or this torch cannot be made to plan for CUDA.
+    Raises UserError if the model cannot be built, or this torch cannot be made to plan for CUDA.
     """
-    started, asked = time.perf_counter(), job.values
-    if job.sharding in zero.STAGE:
-        job = replace(job, values=zero.engine_values(asked))
+    started = time.perf_counter()
     config, notes = _known(job)
     if job.target.device_type == "cuda":
         fake_cuda.install(job.target.capability)
@@ -46,13 +42,13 @@ def predict(job: Job) -> Prediction:
     run, costs = run_of(job, config), _costs_on(job.target)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
-        tracker, attention = _enter_stand_ins(stack, job, costs)
+        tracker, kernels_used = _enter_stand_ins(stack, job, costs)
         # On the device only the step's own copies count.
         tracker.paused = True
         batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
         tracker.paused = False
         tracker.ignore([*batch.inputs.values(), batch.labels, *evaluated.inputs.values(), evaluated.labels])
-        model, optimizer, network = _built(job, run, tracker, asked)
+        model, optimizer, network = _built(job, run, tracker)
         num_trained, num_parameters = parameter_counts(network)
         tracker.mark("idle")
         tracker.reset_peak()
@@ -79,7 +75,7 @@ def predict(job: Job) -> Prediction:
             reserved_bytes=reserved,
             num_parameters=num_parameters,
             num_trained_parameters=num_trained,
-            attention_kernels=tuple(sorted(attention.kernels_used)),
+            attention_kernels=tuple(sorted(kernels_used)),
             flops=flops,
             seconds=seconds,
             prediction_seconds=time.perf_counter() - started,
@@ -90,7 +86,7 @@ def predict(job: Job) -> Prediction:
 
 def _known(job: Job) -> tuple[Config, list[str]]:
     """The configuration to predict, and where it is not quite the one that was asked for."""
-    config, notes = from_values(job.values), []
+    config, notes = from_values(zero.engine_values(job.values) if job.sharding in zero.STAGE else job.values), []
     attention = config.architecture.attn_implementation
     if attention not in (None, "sdpa", "eager"):
         config = config.changed(attn_implementation="sdpa")
@@ -109,32 +105,30 @@ def _costs_on(target: Target) -> Costs | None:
     return Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
 
 
-def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[FakeTracker, Attention]:
-    """The counter of allocations, and the kernels of the card in place of torch's."""
+def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[FakeTracker, set[str]]:
+    """The counter of allocations, and the names of the card's kernels that run in place of torch's attention."""
     on_cuda = job.target.device_type == "cuda"
     tracker = FakeTracker(
         job.target.device_type,
-        granule_bytes=ROUNDING_BYTES if on_cuda else 1,
+        granule_bytes=CUDA_GRANULE_BYTES if on_cuda else 1,
         num_classes=job.num_labels or job.vocab_size,
         keep_trace=on_cuda,
         costs=costs,
     )
     stack.enter_context(tracker)
-    if ranks.shards_weights(job.sharding):
+    if job.sharding in ranks.SHARDED_WEIGHTS:
         stack.enter_context(ranks.shapes_uncounted(tracker))
     stack.enter_context(few_pieces(tracker))
     stack.enter_context(library_losses(job.target.capability, costs))
-    return tracker, stack.enter_context(Attention(job.target.capability, job.target.prefers_cudnn))
+    return tracker, stack.enter_context(card_attention(job.target.capability, job.target.prefers_cudnn))
 
 
-def _built(
-    job: Job, run: Run, tracker: FakeTracker, asked: dict[str, Any]
-) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
+def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """What :func:`train.memory.building.build` gives, as a step in the middle of a run finds it."""
     model, optimizer, network = build(job, run)
     tag_held(tracker, network, optimizer.optimizer)
     tag_gradients(tracker, network.parameters())
-    _hold_buffers(tracker, job, network, asked)
+    _hold_buffers(tracker, job, network)
     tracker.restart_trace()  # a run builds on the CPU and moves only what remains of each tensor to the device
     # The first update makes the optimizer's state, so the peak is the same only from the second step on.
     tracker.mark("optimizer")
@@ -146,23 +140,19 @@ def _built(
     return model, optimizer, network
 
 
-def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module, asked: dict[str, Any]) -> None:
+def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module) -> None:
     """Counts what ZeRO's engine, DDP's reducer and cuBLAS hold, none of which fake tensors go through."""
     trained, num_trained = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[0]
     if job.sharding in zero.STAGE:
-        held = zero.held_bytes(asked, num_trained, job.world_size)
+        held = zero.held_bytes(job.values, num_trained, job.world_size)
         if job.sharding == "zero3" and job.accumulates:  # FSDP2, which shards here, keeps them in the weights' type
             held[GRADIENTS] -= -(-num_trained // job.world_size) * next(network.parameters()).element_size()
         for kind, num_bytes in held.items():
             tracker.hold(num_bytes, kind)
         if job.sharding == "zero2":  # a gradient goes into its bucket as soon as it is there
             for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     if job.sharding == "ddp":
         tracker.hold(sum(p.numel() * p.element_size() for p in trained), GRADIENTS)
     if job.target.device_type == "cuda":
         tracker.hold(library_workspace_bytes(job.target.capability), WORKSPACE)
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None

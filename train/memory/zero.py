@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 STAGE = {"zero2": 2, "zero3": 3}
-_HALF = {"fp16": "float16", "bf16": "bfloat16"}
+HALF = {"fp16": "float16", "bf16": "bfloat16"}
 MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}
 """Numbers per parameter that the optimizer keeps; Adafactor's rows and columns are few."""
 
 
 def engine_values(values: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the model that the engine holds; the engine's own update is not run."""
-    dtype = _HALF.get(values["mixed_precision"] or "no", values["dtype"])
+    dtype = HALF.get(values["mixed_precision"] or "no", values["dtype"])
     return {**values, "dtype": dtype, "mixed_precision": "no", "optimizer": "sgd", "sgd_momentum": 0.0}
 
 

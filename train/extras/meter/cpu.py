@@ -21,7 +21,6 @@ from train.records import MicroBatch
 
 TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
 """One of so many steps is followed, to see leaks, or fewer where that would cost a larger share of the time."""
-
 Extent: TypeAlias = tuple[int, int, bool, bool, bool]
 """What the memory of a step grows with: B · S and B · S² (scores of attention, dense masks) of its largest micro-batch,
 padding (a mask), several micro-batches (gradients are there when the second begins), state of the optimizer."""

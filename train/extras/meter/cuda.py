@@ -16,7 +16,6 @@ from train.records import MicroBatch
 
 COUNT_EVERY_STEPS = 50
 """Parameters and optimizer state are counted again so often, and when the optimizer has state of more parameters."""
-
 ELSEWHERE = "elsewhere"
 """The phase between steps: loading, saving, sampling."""
 
@@ -39,6 +38,7 @@ class CudaMeter(MemoryMeter):
         self._held: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._start_bytes = self._activations = self._logits = 0
         self._in_head = self._has_gradients = False
+        self._states_counted, self._steps_since_count = -1, 0
         self._count_held()
         self._states_counted = -1  # once more when there are gradients
         self._stats = torch.cuda.memory_stats_as_nested_dict(self.device)
@@ -58,12 +58,12 @@ class CudaMeter(MemoryMeter):
             self._start_bytes = self._stats["allocated_bytes"]["all"]["current"]
             self._activations = self._logits = 0
         if phase == "clip":  # now every gradient is there
-            self._count_held_if_due()
+            self._count_held()
 
     def _end(self, completed: bool) -> None:
         trained = completed and self.phase != "evaluation"
         if trained:  # the first step made the optimizer's state
-            self._count_held_if_due()
+            self._count_held()
         self._mark(ELSEWHERE)
         if trained:
             self.leaks.see(self.shapes)
@@ -106,11 +106,10 @@ class CudaMeter(MemoryMeter):
             peak_bytes -= sizes[kind]
         return sizes
 
-    def _count_held_if_due(self) -> None:
-        if len(self.optimizer.state) != self._states_counted or self._steps_since_count >= COUNT_EVERY_STEPS:
-            self._count_held()
-
     def _count_held(self) -> None:
+        """Counts parameters, gradients and optimizer state, if that is due."""
+        if len(self.optimizer.state) == self._states_counted and self._steps_since_count < COUNT_EVERY_STEPS:
+            return
         counted = tracker.StorageTracker(self.device.type, tracker.CUDA_GRANULE_BYTES)
         tracker.tag_held(counted, self.network, self.optimizer)
         gradients = counted.bytes_by_kind[GRADIENTS] or self._held[GRADIENTS]  # at the end of a step there are none

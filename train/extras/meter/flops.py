@@ -28,7 +28,6 @@ STRIDE = 64
 """A model is counted at one, two and three times so many tokens; linear attention works in chunks of so many."""
 FARTHEST = 32 * STRIDE
 """What these three give is held to a count at so many tokens, or at the longest text."""
-
 MAX_OPERATORS = 40_000
 """In one forward and backward, some 4 seconds. 24 layers take 7,000; more are of a model that loops over positions."""
 
@@ -81,16 +80,13 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
 
     Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
     a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
-    encoder; tokens are those of the encoder, and pairs count as in the encoder.
+    encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
+    without data, or that loops over positions, or whose cost is not such a polynomial.
 
     Args:
         model: before it is compiled, wrapped or sharded; on any device. Not changed.
         longest: tokens of the longest text.
         is_causal: no token sees later ones; taken also of a model whose layers with attention all say so.
-
-    Returns:
-        None for a model that cannot be run without data, or that loops over positions, or whose cost is not such a
-        polynomial.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
     counts = _count_flops(model, [unit, 2 * unit, 3 * unit, *([far] if far > 3 * unit else [])])

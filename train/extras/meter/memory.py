@@ -21,20 +21,16 @@ from train.records import MicroBatch
 
 GROWING_STEPS = 4
 """So many steps in a row, each of which ends with more memory than the one of equal shapes before it, are a leak."""
-
 LEAK_BYTES, LEAK_SHARE = 2**20, 0.001
 """On CUDA a growth is reported only from so many bytes on, in all, and from this share of what is allocated."""
-
 SURVIVOR_BYTES = 2**16
 """On a CPU, where each step that might leak is followed at some cost, growth matters from so many bytes per step on."""
-
 _MAX_SIGNATURES = 64
 _NAMED = 3
 """How many kinds of tensors a report names."""
 
 Shapes: TypeAlias = tuple[tuple[int, int], ...]
 """(B, S) of each micro-batch of a step."""
-
 Inventory: TypeAlias = Counter[tuple[str, int]]
 """How many live storages there are of each description and size in bytes."""
 

@@ -27,8 +27,7 @@ HELD: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 KINDS = (*HELD, ACTIVATIONS, LOGITS, WORKSPACE)
 
 CUDA_GRANULE_BYTES = 512
-"""CUDA's caching allocator rounds sizes up to a multiple of it."""
-
+"""CUDA's caching allocator rounds every size up to a multiple of it; no block is smaller."""
 _KEYS = itertools.count()
 """Numbers of storages, each used once in a process: a storage keeps the number that an earlier tracker gave it."""
 _KIND_OF_PHASE = {"build": PARAMETERS, "forward": ACTIVATIONS, "evaluation": ACTIVATIONS}
@@ -236,11 +235,8 @@ def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim
 
 def tag_gradients(tracker: StorageTracker, parameters: Iterable[Tensor]) -> list[Any]:
     """Tags each gradient as soon as it is there; returns handles whose ``remove()`` ends that."""
-
-    def tag(parameter: Tensor) -> None:
-        tracker.tag(GRADIENTS, [parameter.grad])
-
-    return [p.register_post_accumulate_grad_hook(tag) for p in parameters if p.requires_grad]
+    trained = (parameter for parameter in parameters if parameter.requires_grad)
+    return [p.register_post_accumulate_grad_hook(lambda p: tracker.tag(GRADIENTS, [p.grad])) for p in trained]
 
 
 def storage_of(tensor: Tensor) -> Any:
