@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-Counts: TypeAlias = Sequence[float] | Tensor
-"""Targets, tokens, positions and stop requests of a global batch."""
+Counts: TypeAlias = Sequence[float] | Tensor  # targets, tokens, positions and stop requests of a global batch
 
 
 class Engine:

@@ -57,10 +57,8 @@ def _link(before: _Block | None, after: _Block | None) -> None:
 class _Pool:
     """The free blocks for small requests, or those for large ones."""
 
-    page_bytes: int
-    """By which an expandable segment grows."""
-    end: int
-    """The address at which the next segment begins."""
+    page_bytes: int  # by which an expandable segment grows
+    end: int  # the address at which the next segment begins
     free: list[tuple[int, int, _Block]] = field(default_factory=list)
     """Sorted by size, then address; an address occurs once, so that blocks are never compared."""
     stop: _Block = field(default_factory=_Block)

@@ -23,10 +23,8 @@ class Device:
     """As ``torch.cuda.get_device_properties(...).total_memory`` reports it: less than what the card is sold with."""
     context_bytes: int = 0
     """Taken by the CUDA context and loaded kernels, outside of PyTorch's allocator, by a process on one device."""
-    compute_capability: tuple[int, int] | None = None
-    """(major, minor); None: no CUDA device, or unknown."""
-    memory_bytes_per_second: float | None = None
-    """Bandwidth of the device's memory by the data sheet; None: unknown."""
+    compute_capability: tuple[int, int] | None = None  # (major, minor); None: no CUDA device, or unknown
+    memory_bytes_per_second: float | None = None  # bandwidth of the device's memory by the data sheet; None: unknown
 
 
 _KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]

@@ -18,10 +18,8 @@ _WIDTH = 100
 class Situation:
     """Where a run stood when its memory was full."""
 
-    phase: str
-    """Loading, forward, backward, clip, optimizer or evaluation."""
-    micro_batch_shape: tuple[int, int] | None
-    """(B, S) of the micro-batch: examples, tokens."""
+    phase: str  # loading, forward, backward, clip, optimizer or evaluation
+    micro_batch_shape: tuple[int, int] | None  # (B, S) of the micro-batch: examples, tokens
     bytes_by_kind: dict[str, int]
     """At the predicted peak: parameters, gradients, optimizer state, activations, logits and loss, workspace."""
     predicted_peak_bytes: int | None
@@ -30,10 +28,8 @@ class Situation:
     """(what to type, bytes that it is predicted to save, what it does), cheapest first."""
 
 
-_IMPOSSIBLE_BYTES = 2**50
-"""A million GiB: no size that anybody meant."""
-_CONTEXT_BYTES = 2**30
-"""Upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common."""
+_IMPOSSIBLE_BYTES = 2**50  # a million GiB: no size that anybody meant
+_CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 
 _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
 _ALL = tuple(remedy.hint for remedy in REMEDIES)

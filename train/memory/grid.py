@@ -12,11 +12,9 @@ from train.memory.plan import Outcome, Predictions, outcome_of
 from train.memory.question import Question, position_limit, replace_length
 from train.records import UserError
 
-LENGTHS = tuple(1024 * 2**power for power in range(9))
-"""1,024 to 262,144 tokens."""
+LENGTHS = tuple(1024 * 2**power for power in range(9))  # 1,024 to 262,144 tokens
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-FAR = 2
-"""A cell is not predicted if a smaller one needs more than this many times the room."""
+FAR = 2  # a cell is not predicted if a smaller one needs more than this many times the room
 _COLUMNS_PER_TABLE = 7
 _GREY = "#f2f2f2"
 
@@ -27,13 +25,10 @@ class Cell:
 
     length: int
     micro_batch_size: int
-    needed_bytes: int
-    """Of the device; a lower bound where not ``exact``."""
-    peak_bytes: int | None
-    """In tensors; None where not predicted."""
+    needed_bytes: int  # of the device; a lower bound where not ``exact``
+    peak_bytes: int | None  # in tensors; None where not predicted
     fits: bool
-    exact: bool
-    """Predicted; otherwise ``needed_bytes`` is that of a smaller micro-batch."""
+    exact: bool  # predicted; otherwise ``needed_bytes`` is that of a smaller micro-batch
 
     def __str__(self) -> str:
         gibs = self.needed_bytes / 2**30
@@ -46,12 +41,9 @@ class Grid:
 
     title: str
     settings: str
-    total_bytes: int
-    """Of the device."""
-    room_bytes: int
-    """The part of it that may be taken."""
-    cells: tuple[tuple[Cell, ...], ...]
-    """One row per length, one column per size, both ascending."""
+    total_bytes: int  # of the device
+    room_bytes: int  # the part of it that may be taken
+    cells: tuple[tuple[Cell, ...], ...]  # one row per length, one column per size, both ascending
 
     @property
     def micro_batch_sizes(self) -> list[int]:

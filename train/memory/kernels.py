@@ -44,8 +44,7 @@ aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8
 """Shares of the published rates that large kernels reach."""
-LAUNCH_SECONDS = 5e-6
-"""Least time of an operator: launching its kernel."""
+LAUNCH_SECONDS = 5e-6  # least time of an operator: launching its kernel
 
 
 # ---- arithmetic and time ---------------------------------------------------------------------------------------------
@@ -55,8 +54,7 @@ LAUNCH_SECONDS = 5e-6
 class Costs:
     """Arithmetic and time of the operators of a step on a card with the given rates."""
 
-    flops_per_second: dict[torch.dtype, float]
-    """Published dense rates by type."""
+    flops_per_second: dict[torch.dtype, float]  # published dense rates by type
     bytes_per_second: float
     flops: float = 0.0
     seconds: float = 0.0

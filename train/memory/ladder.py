@@ -24,8 +24,7 @@ class Recompute:
 
     gradient_checkpointing: str
     gradient_checkpointing_every_n_layers: int = 1
-    gradient_checkpointing_offload: bool = False
-    """Inputs of checkpointed layers wait in host memory."""
+    gradient_checkpointing_offload: bool = False  # inputs of checkpointed layers wait in host memory
     tiled_mlp: bool = False
 
     def __str__(self) -> str:
@@ -143,10 +142,8 @@ class Remedy:
     """A flag that makes a run need less memory."""
 
     name: str
-    value: str | None
-    """What to set it to; None: half of what it is."""
-    note: str
-    """What it does, and whether the result stays the same."""
+    value: str | None  # what to set it to; None: half of what it is
+    note: str  # what it does, and whether the result stays the same
 
     @property
     def hint(self) -> tuple[str, str]:

@@ -23,26 +23,22 @@ def _figure(pattern: str) -> Any:
 class OutOfMemory:
     """The figures of one message in bytes; None where it does not give them."""
 
-    backend: str
-    """CUDA, host, or GPU: some other device."""
+    backend: str  # CUDA, host, or GPU: some other device
     device_index: int | None = None
-    library: str | None = None
-    """Who asked, where it was not PyTorch's allocator: the driver, cuBLAS, cuDNN or NCCL."""
+    library: str | None = None  # who asked, where it was not PyTorch's allocator: the driver, cuBLAS, cuDNN or NCCL
     requested_bytes: int | None = _figure("(?:Triedtoallocate(?:morethan)?|Requested:)SIZE")
     total_bytes: int | None = _figure("(?:totalcapacityof|Devicelimit:)SIZE")
     free_bytes: int | None = _figure(r"ofwhichSIZEisfree|accordingtoCUDA\):SIZE")
     process_bytes: int | None = _figure("thisprocesshasSIZEmemoryinuse")
     """This process: what PyTorch reserved, the driver's context and libraries."""
-    allocated_bytes: int | None = _figure("SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE")
-    """In tensors."""
+    allocated_bytes: int | None = _figure("SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE")  # in tensors
     reserved_unallocated_bytes: int | None = _figure("SIZEisreservedbyPyTorchbutunallocated")
     """Held by PyTorch, in no tensor."""
     private_pools_bytes: int | None = _figure("SIZEallocatedinprivatepools")
     """The share of ``allocated_bytes`` that CUDA graphs keep."""
     allowed_bytes: int | None = _figure(r"SIZEallowed|memoryfraction\):SIZE")
     """A limit below the whole device: torch's memory fraction."""
-    other_processes: tuple[tuple[int, int], ...] = ()
-    """(process id, bytes) of each process that the message names."""
+    other_processes: tuple[tuple[int, int], ...] = ()  # (process id, bytes) of each process that the message names
 
     @property
     def reserved_bytes(self) -> int | None:

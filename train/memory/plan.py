@@ -23,10 +23,8 @@ EQUALLY_FAST = 0.02
 """Settings whose estimates differ by less are taken as equally fast: the one that needs less is kept."""
 SHARDING_GAIN = 0.1
 """fsdp2 is chosen over ddp only if it is faster by more: it communicates more, and the estimate leaves that out."""
-HOST_LINK_BYTES_PER_SECOND = 20e9
-"""What PCIe 4.0 × 16 carries in one direction in practice; an estimate."""
-LONGEST = 4 * 2**20
-"""Tokens; the longest sequence that is tried."""
+HOST_LINK_BYTES_PER_SECOND = 20e9  # what PCIe 4.0 × 16 carries in one direction in practice; an estimate
+LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
 
 class Predictions:
@@ -68,13 +66,10 @@ class Outcome:
     setting: Setting
     job: Job
     prediction: Prediction
-    needed_bytes: int
-    """Of the device: what the allocator reserves, the CUDA context and NCCL's buffers."""
+    needed_bytes: int  # of the device: what the allocator reserves, the CUDA context and NCCL's buffers
     fits: bool
-    host_bytes: int = 0
-    """Of host memory: weights, gradients, optimizer state and inputs of layers that are offloaded."""
-    link_seconds: float = 0.0
-    """Of a micro-batch, estimated: copies between host and device that no computation hides."""
+    host_bytes: int = 0  # of host memory: weights, gradients, optimizer state and inputs of layers that are offloaded
+    link_seconds: float = 0.0  # of a micro-batch, estimated: copies between host and device that no computation hides
 
     @property
     def seconds_per_token(self) -> float:
@@ -115,14 +110,10 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
 class Plan:
     """The answer to a question."""
 
-    asked: Outcome | None
-    """The configuration as it stands; None where it leaves the micro-batch open or cannot run."""
-    problem: str | None
-    """Why the configuration as it stands cannot run."""
-    best: Outcome | None
-    """The fastest setting that fits."""
-    smallest: Outcome
-    """The setting that needs least."""
+    asked: Outcome | None  # the configuration as it stands; None where it leaves the micro-batch open or cannot run
+    problem: str | None  # why the configuration as it stands cannot run
+    best: Outcome | None  # the fastest setting that fits
+    smallest: Outcome  # the setting that needs least
     longest: int | None
     """Where nothing fits: the longest sequence, in multiples of 1,024 tokens, that the smallest setting fits."""
     num_predictions: int

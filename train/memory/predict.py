@@ -31,13 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class Target:
     """The device that a prediction is for, as far as memory and time depend on it."""
 
-    device_type: str
-    """cpu or cuda."""
+    device_type: str  # cpu or cuda
     capability: tuple[int, int] = (9, 0)
-    prefers_cudnn: bool = False
-    """Whether torch tries cuDNN's attention before flash."""
-    flops_per_second: dict[str, float] = field(default_factory=dict)
-    """By precision: no, fp16, bf16."""
+    prefers_cudnn: bool = False  # whether torch tries cuDNN's attention before flash
+    flops_per_second: dict[str, float] = field(default_factory=dict)  # by precision: no, fp16, bf16
     bytes_per_second: float | None = None
 
 
@@ -45,59 +42,43 @@ class Target:
 class Job:
     """One step to predict: a configuration, the shapes that the data gives it, and the device."""
 
-    values: dict[str, Any]
-    """The configuration as flat values, see :func:`train.config.to_values`."""
+    values: dict[str, Any]  # the configuration as flat values, see :func:`train.config.to_values`
     target: Target
-    task: str
-    """The name of a file in train/tasks/."""
+    task: str  # the name of a file in train/tasks/
     vocab_size: int
     micro_batch_size: int
-    length: int
-    """S of the longest micro-batch."""
-    accumulates: bool = True
-    """Whether an optimizer step has several micro-batches."""
-    num_labels: int = 0
-    """Classes of a classifier; 0: the vocabulary is the classes."""
-    padded: bool = False
-    """Whether the micro-batch has an attention mask that hides something."""
-    input_names: tuple[str, ...] = ("input_ids",)
-    """Inputs of the model, each (B, S)."""
-    num_targets: int | None = None
-    """Labels that are targets; None: all."""
+    length: int  # S of the longest micro-batch
+    accumulates: bool = True  # whether an optimizer step has several micro-batches
+    num_labels: int = 0  # classes of a classifier; 0: the vocabulary is the classes
+    padded: bool = False  # whether the micro-batch has an attention mask that hides something
+    input_names: tuple[str, ...] = ("input_ids",)  # inputs of the model, each (B, S)
+    num_targets: int | None = None  # labels that are targets; None: all
     documents: tuple[tuple[int, ...], ...] = ()
     """With packing, the lengths of the documents in each row; empty: one document a row, which takes longest."""
     eval_batch_size: int | None = None
-    special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)
-    """Start, end and padding."""
+    special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)  # start, end and padding
     world_size: int = 1
-    sharding: str = "none"
-    """none, ddp, fsdp2, fsdp2_offload, zero2 or zero3."""
+    sharding: str = "none"  # none, ddp, fsdp2, fsdp2_offload, zero2 or zero3
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What a step allocates on one rank."""
 
-    peak_bytes: int
-    """Largest number of bytes that tensors hold, as ``torch.cuda.max_memory_allocated`` counts."""
+    peak_bytes: int  # largest number of bytes that tensors hold, as ``torch.cuda.max_memory_allocated`` counts
     phase: str
     operator: str
-    bytes_by_kind: dict[str, int]
-    """At the peak."""
+    bytes_by_kind: dict[str, int]  # at the peak
     peak_bytes_by_phase: dict[str, int]
-    reserved_bytes: int
-    """What the caching allocator holds for that; on a CPU, the peak itself."""
+    reserved_bytes: int  # what the caching allocator holds for that; on a CPU, the peak itself
     num_parameters: int
     num_trained_parameters: int
     attention_kernels: tuple[str, ...]
-    flops: float | None
-    """Of one forward and backward."""
-    seconds: float | None
-    """Estimated, of one forward and backward."""
+    flops: float | None  # of one forward and backward
+    seconds: float | None  # estimated, of one forward and backward
     prediction_seconds: float
     notes: tuple[str, ...] = ()
-    offloaded_bytes: int = 0
-    """Pinned host memory for the inputs of checkpointed layers."""
+    offloaded_bytes: int = 0  # pinned host memory for the inputs of checkpointed layers
 
 
 class CannotStandInError(UserError):

@@ -15,14 +15,11 @@ from train.memory.predict import Job, Target
 from train.memory.zero import HALF, STAGE
 from train.records import UsageError, UserError
 
-BYTE_VOCABULARY = 259
-"""Entries of the tokenizer ``bytes``."""
-MARGIN = 0.02
-"""Share of the device left free: for the display, other processes, and kernels that are loaded later."""
+BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
+MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
 OFFLOAD = "fsdp2_offload"
 """Tried only where nothing else fits: its copies between host and device nearly always take longest."""
-STAND_IN = "a100-80"
-"""Its rates and kernels rank settings for a card of which only the memory is known."""
+STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
 CHECKPOINTING = tuple(
     way for way in LADDER if way.gradient_checkpointing_every_n_layers <= 2 and not way.gradient_checkpointing_offload
 )
@@ -169,8 +166,7 @@ class Question:
     device: Device
     vocab_size: int
     num_labels: int = 0
-    padded: bool | None = None
-    """See :func:`job_of`."""
+    padded: bool | None = None  # see :func:`job_of`
     world_size: int = 1
     sharding: str | None = None
     """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""

@@ -18,8 +18,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from train.memory.fakes import FakeTracker
 
-_environment = contextlib.ExitStack()
-"""Undoes the changes of the environment."""
+_environment = contextlib.ExitStack()  # undoes the changes of the environment
 SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload", "zero3")
 """The shardings with which a rank keeps only its part of the weights."""
 

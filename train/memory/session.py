@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from train.data import PreparedData
     from train.loop import Parts
 
-MARGIN = 0.03
-"""Share of the free memory that a chosen micro-batch leaves alone."""
+MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
 
 class MemorySession:

@@ -24,10 +24,8 @@ from train.extras.long_sequences.documents import Documents
 from train.records import UserError, one_line
 from train.tasks import differ, logits_on_trial, small_copy, tokens_on_trial
 
-NAME = "documents"
-"""Of the implementation, among those of transformers."""
-MIN_QUERIES = 256
-"""Computed together where a window slides: with fewer, launching would take longer than computing."""
+NAME = "documents"  # of the implementation, among those of transformers
+MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
 
 
 def register() -> str:

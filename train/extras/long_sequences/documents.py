@@ -16,10 +16,8 @@ class Documents:
     The lengths are numbers, so that nobody has to wait for the device to know them.
     """
 
-    lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document, row by row; a row's add up to S."""
-    boundaries: Tensor
-    """(documents + 1,) int32: where each begins in all rows laid end to end, and B · S."""
+    lengths: tuple[tuple[int, ...], ...]  # tokens of each document, row by row; a row's add up to S
+    boundaries: Tensor  # (documents + 1,) int32: where each begins in all rows laid end to end, and B · S
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]]) -> Documents:

@@ -22,10 +22,8 @@ from train.data import PreparedData
 from train.extras.long_sequences.documents import Documents
 from train.records import IGNORE, MicroBatch, UserError, column
 
-SUMMED = ("length", "num_bytes")
-"""Columns of which a row has the sum of its members'; of the others it has a list."""
-LAYOUT = "1"
-"""Change it when rows look different, so that rows cached before are not reused."""
+SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
+LAYOUT = "1"  # change it when rows look different, so that rows cached before are not reused
 
 
 def packed(data: PreparedData, max_length: int) -> PreparedData:

@@ -16,8 +16,7 @@ from train.records import MicroBatch
 
 COUNT_EVERY_STEPS = 50
 """Parameters and optimizer state are counted again so often, and when the optimizer has state of more parameters."""
-ELSEWHERE = "elsewhere"
-"""The phase between steps: loading, saving, sampling."""
+ELSEWHERE = "elsewhere"  # the phase between steps: loading, saving, sampling
 
 
 class CudaMeter(MemoryMeter):

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 STRIDE = 64
 """A model is counted at one, two and three times so many tokens; linear attention works in chunks of so many."""
-FARTHEST = 32 * STRIDE
-"""What these three give is held to a count at so many tokens, or at the longest text."""
+FARTHEST = 32 * STRIDE  # what these three give is held to a count at so many tokens, or at the longest text
 MAX_OPERATORS = 40_000
 """In one forward and backward, some 4 seconds. 24 layers take 7,000; more are of a model that loops over positions."""
 
@@ -47,12 +46,9 @@ def attended(length: float, window: float | None = None, is_causal: bool = False
 class ModelFlops:
     """FLOPs of forward and backward: a polynomial of second degree in the length of a text."""
 
-    constant: float
-    """Of a text, such as those of a classifier's head."""
-    linear: float
-    """Of a token."""
-    quadratic: float
-    """Of two positions, one of which attends to the other."""
+    constant: float  # of a text, such as those of a classifier's head
+    linear: float  # of a token
+    quadratic: float  # of two positions, one of which attends to the other
     layers: dict[tuple[int | None, int | None], float]
     """Shares of the layers with attention by their window and chunk; None: the whole text."""
     is_causal: bool

@@ -26,11 +26,9 @@ LEAK_BYTES, LEAK_SHARE = 2**20, 0.001
 SURVIVOR_BYTES = 2**16
 """On a CPU, where each step that might leak is followed at some cost, growth matters from so many bytes per step on."""
 _MAX_SIGNATURES = 64
-_NAMED = 3
-"""How many kinds of tensors a report names."""
+_NAMED = 3  # how many kinds of tensors a report names
 
-Shapes: TypeAlias = tuple[tuple[int, int], ...]
-"""(B, S) of each micro-batch of a step."""
+Shapes: TypeAlias = tuple[tuple[int, int], ...]  # (B, S) of each micro-batch of a step
 Inventory: TypeAlias = Counter[tuple[str, int]]
 """How many live storages there are of each description and size in bytes."""
 
@@ -47,8 +45,7 @@ class Measured:
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     peak_bytes_by_phase: dict[str, int] = field(default_factory=dict)
-    bytes_by_kind: dict[str, int] = field(default_factory=dict)
-    """At the peak."""
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)  # at the peak
     num_alloc_retries: int = 0
     num_ooms: int = 0
 

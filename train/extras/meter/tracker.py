@@ -26,8 +26,7 @@ ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
 HELD: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 KINDS = (*HELD, ACTIVATIONS, LOGITS, WORKSPACE)
 
-CUDA_GRANULE_BYTES = 512
-"""CUDA's caching allocator rounds every size up to a multiple of it; no block is smaller."""
+CUDA_GRANULE_BYTES = 512  # CUDA's caching allocator rounds every size up to a multiple of it; no block is smaller
 _KEYS = itertools.count()
 """Numbers of storages, each used once in a process: a storage keeps the number that an earlier tracker gave it."""
 _KIND_OF_PHASE = {"build": PARAMETERS, "forward": ACTIVATIONS, "evaluation": ACTIVATIONS}
@@ -52,8 +51,7 @@ class Block:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     num_bytes: int = 0
-    reference: Any = None
-    """A weak one; it notices when the storage goes."""
+    reference: Any = None  # a weak one; it notices when the storage goes
 
 
 class StorageTracker(TorchDispatchMode):
