@@ -100,8 +100,8 @@ def test_padding(model_type: str, task: str, changes: bool) -> None:
         assert found is None
         return
     assert found == (
-        "model 'some:model': padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, so that "
-        "nothing is padded, or another model."
+        "model 'some:model': padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another "
+        "model."
     )
     assert checked(model, TASKS[task], micro_batch_size=1, eval_batch_size=1) is None
 
@@ -118,3 +118,10 @@ def test_a_small_copy_has_every_kind_of_layer(model_type: str, kinds: set[str]) 
         assert getattr(config, "sliding_window", 3) <= 3  # else a window would hide nothing from so few tokens
         assert {p.dtype for p in small.parameters()} == {torch.float32}
         assert not small.training
+
+
+@pytest.mark.parametrize(("model_type", "is_its_own"), [("bert", True), ("modernbert", True), ("bart", False)])
+def test_masked_lm_is_refused_for_a_model_with_another_loss(model_type: str, is_its_own: bool) -> None:
+    found = checked(published(model_type, masked_lm.Task), masked_lm.Task)
+    expected = "model 'some:model': its own loss is not that of masked_lm. Give another model."
+    assert found == (None if is_its_own else expected)

@@ -27,7 +27,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from train.loss import Scores, cross_entropy_scores, cross_entropy_sum, logits_of
+from train.loss import Scores, cross_entropy, cross_entropy_scores, cross_entropy_sum, logits_of
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
 
 if TYPE_CHECKING:
@@ -104,21 +104,20 @@ class Task:
     @classmethod
     def check_model(cls, model: nn.Module, config: Config, vocabulary: int) -> None:
         """Raises UserError when the model cannot learn the task, as far as a small copy of it tells."""
-        sizes = config.optimization.micro_batch_size, config.output.eval_batch_size or 1
-        changes = False
-        if sizes != (1, 1):
-            with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
-                row = tokens_on_trial(small, config.data.max_length, vocabulary)[0]
-                short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
-                alone = logits_on_trial(small, short.unsqueeze(0))
-                inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
-                padded = logits_on_trial(small, inputs, attention_mask=mask)[1:]
-                changes = differ(padded[:, : len(short)] if padded.ndim > 2 else padded, alone)
-        if changes:
-            raise UserError(
-                f"model {config.architecture.name!r}: padding changes its results. Give --micro_batch_size 1 "
-                "--eval_batch_size 1, so that nothing is padded, or another model."
-            )
+        problem, sizes = "", (config.optimization.micro_batch_size, config.output.eval_batch_size or 1)
+        with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
+            row = tokens_on_trial(small, config.data.max_length, vocabulary)[0]
+            short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
+            inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
+            second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
+            if sizes != (1, 1) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
+                problem = "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or"
+            if not cls.labelled:
+                own = small(input_ids=row[None], labels=row.flip(0)[None]).loss
+                if differ(own, cross_entropy(logits_on_trial(small, row[None]), row.flip(0), reduction="mean")):
+                    problem = f"its own loss is not that of {cls.name}. Give"
+        if problem:
+            raise UserError(f"model {config.architecture.name!r}: {problem} another model.")
 
     def check_metrics(self, label_names: Sequence[str]) -> None:
         """Raises UserError when the metrics asked for cannot be computed."""
