@@ -278,7 +278,9 @@ def packing(task: str, model: ModelWithLoss, build: Callable[..., ModelWithLoss]
 
 def changed(task: str, model: ModelWithLoss, build: Callable[[], ModelWithLoss]) -> str:
     """Loss and gradients with a technique against those without."""
-    other, batch = build().train(), batch_of(task, [LENGTH, LENGTH])
+    other, batch = build(), batch_of(task, [LENGTH, LENGTH])
+    loss_of(other, batch)  # BigBird puts other attention, with dropout, in its layers when it sees a short text
+    other.train()
     for module in (*other.modules(), *model.modules()):
         if type(module).__name__.endswith("Dropout"):
             vars(module)["p"] = 0.0

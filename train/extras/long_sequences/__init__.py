@@ -124,9 +124,9 @@ class Room(Extra):
 
         attention.register()
         packing = run.config.of(Options).packing
-        if packing:
+        if packing and not run.is_planned:
             attention.check_documents(network)
-        if packing or attention.can_slide_without_mask(network, max_length):
+        if packing or attention.can_slide_without_mask(network, max_length, run.is_planned):
             attention.set_document_boundaries(network)
         return []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -239,15 +240,18 @@ def _attend_at_once(
 # Whether a model takes document boundaries
 
 
-def can_slide_without_mask(model: Any, max_length: int) -> bool:
+def can_slide_without_mask(model: Any, max_length: int, is_assumed: bool = False) -> bool:
     """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S and
     :func:`set_document_boundaries` avoids it."""
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return False
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
+    window = None
+    with suppress(Exception):  # of configurations whose layers each have their own
+        window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    return bool(window) and window < max_length and slides and obstacle_to_documents(model, shared=False) is None
+    needs_mask = bool(window) and window < max_length and slides
+    return needs_mask and (is_assumed or obstacle_to_documents(model, shared=False) is None)
 
 
 def check_documents(model: nn.Module) -> None:
