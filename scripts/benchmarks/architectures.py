@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import re
 import sys
 import tempfile
 import time
@@ -125,7 +126,8 @@ def row_of(task: str, model_type: str) -> dict[str, str]:
 
 def reason(error: Exception) -> str:
     """The first words of a message, without what the command line adds."""
-    return " ".join(str(error).split())[:160].replace("|", "/")
+    text = re.sub(r"^(model|packing:|loss:) ('[^']*': )?", "", " ".join(str(error).split()))
+    return text[:160].replace("|", "/")
 
 
 def small_config(task: str, model_type: str) -> Any:

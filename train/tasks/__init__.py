@@ -324,7 +324,7 @@ def small_copy(model: nn.Module) -> Iterator[nn.Module]:
         ValueError: it has too many parameters and cannot be made smaller.
     """
     with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # not those of devices, which are not restored
         for factor, layers in SCALES if hasattr(model, "_from_config") else ():
             with suppress(Exception):  # configurations and models fail in their own ways
                 small = _boosted(_shrunk(model, factor, layers))
@@ -346,7 +346,7 @@ def tokens_on_trial(small: Any, max_length: int = 12, vocabulary: int = 64) -> T
 
 def logits_on_trial(small: nn.Module, input_ids: Tensor, **inputs: Any) -> Tensor:
     """Its logits, the same each time, even if it draws numbers."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return logits_of(small(input_ids=input_ids, **inputs))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -58,6 +60,16 @@ def test_plain_engine_is_guarded_unless_the_run_shall_stop(on_oom: str) -> None:
 
     other = Other(run.accelerator, run.config)
     assert room.wrap_step(run, other) is other
+
+
+def test_a_full_disk_is_said_with_its_place_and_what_to_do(tmp_path: Path) -> None:
+    room, config = Room(), Config().changed(**MODEL, output_dir=str(tmp_path))
+    with room.open(config, Launch(), StopRequest()):
+        found = room.failed(None, OSError(errno.ENOSPC, "No space left on device"))
+        named = room.failed(None, OSError(errno.EROFS, "Read-only file system", "/data/metrics.jsonl"))
+    start = "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
+    assert found == f"{tmp_path} cannot be written: No space left on device. {start}"
+    assert named == f"/data/metrics.jsonl cannot be written: Read-only file system. {start}"
 
 
 def test_several_processes_are_not_guarded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

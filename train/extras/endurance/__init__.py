@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -63,7 +63,7 @@ class Room(Extra):
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
         self._signals: Signals | None = None
-        self._remedy: Callable[[], str] | None = None
+        self._config: Config | None = None
         self._saving: Saving | None = None
         self._recovering: Recovering | None = None
 
@@ -80,11 +80,11 @@ class Room(Extra):
         from train.extras.endurance.lost_rank import RankWatch, follow_launcher
         from train.extras.endurance.signals import Signals
 
-        self._remedy = partial(how_to_resume, config)
+        self._config, remedy = config, partial(how_to_resume, config)
         refuse_strangers(os.environ, launch.world_size)
         follow_launcher()
         self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
-        with self._signals.listening(), RankWatch(launch, seconds, self._remedy, show_error) as self._watch:
+        with self._signals.listening(), RankWatch(launch, seconds, remedy, show_error) as self._watch:
             try:
                 yield
             finally:
@@ -185,9 +185,10 @@ class Room(Extra):
         """Of a disk that takes nothing more; empty where a rank is no longer there, of which one rank has then told."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
-        if isinstance(error, OSError) and error.errno in NOT_WRITABLE and self._remedy is not None:
-            return f"{error.filename or 'output_dir'} cannot be written: {error.strerror}. {self._remedy()}"
-        return None
+        if self._config is None or not isinstance(error, OSError) or error.errno not in NOT_WRITABLE:
+            return None
+        where = error.filename or self._config.output.output_dir
+        return f"{where} cannot be written: {error.strerror}. {how_to_resume(self._config)}"
 
     def summary(self, run: Run) -> dict[str, Any]:
         saving, recovering = self._saving, self._recovering

@@ -37,9 +37,7 @@ class Objective:
         if self == PLAIN:
             return
         if not is_cross_entropy(model):
-            raise UserError(
-                "label_smoothing and z_loss belong to cross-entropy; this task has another loss: set both to 0."
-            )
+            raise UserError("label_smoothing and z_loss belong to cross-entropy; this task has another loss: use 0.")
         model.loss_sum = self.loss_sum
 
 
