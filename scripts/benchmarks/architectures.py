@@ -126,7 +126,7 @@ def row_of(task: str, model_type: str) -> dict[str, str]:
 
 def reason(error: Exception) -> str:
     """The first words of a message, without what the command line adds."""
-    text = re.sub(r"^(model|packing:|loss:) ('[^']*': )?", "", " ".join(str(error).split()))
+    text = re.sub(r"^(model|packing:|loss:) ('\S*'(:| ) ?)?", "", " ".join(str(error).split()))
     return text[:160].replace("|", "/")
 
 
