@@ -136,6 +136,7 @@ def small_config(task: str, model_type: str) -> Any:
     import transformers
 
     from train import tasks
+    from train.extras import small_copy
 
     config = transformers.AutoConfig.for_model(model_type)
     config.use_cache, config.pad_token_id, config.eos_token_id = False, 0, 2
@@ -143,8 +144,9 @@ def small_config(task: str, model_type: str) -> Any:
         config.is_decoder = True
     with torch.device("meta"):
         model = getattr(transformers, tasks.load_task(task).auto_class).from_config(config)
-    for number in range(len(tasks.SCALES)):  # some make a model, but are not a configuration that can be stored
-        with patch.object(tasks, "SCALES", tasks.SCALES[number:]), tasks.small_copy(model) as small:
+    scales = small_copy.SCALES
+    for number in range(len(scales)):  # some make a model, but are not a configuration that can be stored
+        with patch.object(small_copy, "SCALES", scales[number:]), small_copy.small_copy(model) as small:
             found: Any = small.config
         try:
             return type(found).from_dict(found.to_dict())

@@ -12,8 +12,9 @@ from made_tokenizers import tokenizer_of
 from support import run_for
 from torch import Tensor, nn
 
-from train import tasks
 from train.config import Config
+from train.extras import small_copy
+from train.extras.small_copy import obstacle_to_task
 from train.model import build_model
 from train.records import UserError
 from train.tasks import causal_lm, masked_lm
@@ -141,10 +142,12 @@ def test_models_of_ones_own_are_tried(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=f"'own_causality:looks_ahead': {SEES}"):
         built(model="own_causality:looks_ahead", max_length=max_length)
     assert built(model="own_causality:looks_back", max_length=max_length).causal
+    assert built(model="own_causality:looks_ahead", max_length=max_length, check_model=False)
 
 
 def check(model: nn.Module) -> None:
-    causal_lm.Task.check_model(model, Config().changed(model="own:model", tokenizer="bytes", max_length=32), 300)
+    config = Config().changed(model="own:model", tokenizer="bytes", max_length=32)
+    assert obstacle_to_task(model, causal_lm.Task, config, 300) is None
 
 
 def test_trying_leaves_no_trace() -> None:
@@ -162,7 +165,7 @@ def test_large_models_and_those_that_cannot_be_tried_are_taken(monkeypatch: pyte
     check(nn.Linear(2, 3))
     with torch.device("meta"):
         check(Averaging(causal=False))
-    monkeypatch.setattr(tasks, "TRIED_PARAMETERS", 1000)
+    monkeypatch.setattr(small_copy, "TRIED_PARAMETERS", 1000)
     model = Averaging(causal=False)
     check(model)
     assert not model.calls

@@ -85,6 +85,9 @@ class Extra:
         """Changes transformers' configuration in place; returns further arguments of ``from_pretrained``."""
         return {}
 
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], vocabulary: int) -> None:
+        """The new network is built; raises UserError where it cannot learn the task."""
+
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         """Changes the new network in place; returns lines about it for a person."""
         return []

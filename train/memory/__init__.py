@@ -11,12 +11,15 @@ from train.config import option
 from train.extras import Extra
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from train.batching import Batches
     from train.config import Config
     from train.data import PreparedData
     from train.launch import Launch
     from train.loop import Parts
     from train.records import Run, StopRequest
+    from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Options:
     memory_budget_gib: float | None = option(None, "What auto may fill of each device; default: what is free.", gt=0)
     predict_memory: bool = option(True, "Predict the peak in another process, and show it next to the measured one.")
     rehearse: bool = option(True, "Before step 1 make the longest step, without a trace.")
+    check_model: bool = option(True, "Refuse a model that by a small copy's numbers cannot learn the task.")
 
 
 class Room(Extra):
@@ -51,6 +55,15 @@ class Room(Extra):
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         self._session.ask(batches)
+
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], vocabulary: int) -> None:
+        from train.extras.small_copy import obstacle_to_task
+        from train.records import UserError
+
+        if run.is_planned or not run.config.of(Options).check_model:
+            return  # real numbers next to a plan's fake ones have damaged the heap (torch 2.13)
+        if obstacle := obstacle_to_task(network, task, run.config, vocabulary):
+            raise UserError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
 
     def ready(self, run: Run, parts: Parts) -> None:
         if not run.outputs.is_complete(parts.goal.total_steps):

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from train import tasks
-from train.records import UserError
-from train.tasks import differ, logits_on_trial, small_copy, tokens_on_trial
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from train.config import Config
 
 
 class Task(tasks.Task):
@@ -49,21 +44,3 @@ class Task(tasks.Task):
         """A window, and the next token of each of its positions."""
         tokens = torch.tensor(example["tokens"], dtype=torch.long)
         return tokens[:-1], tokens[1:].clone()  # a subclass may mask some without changing the inputs
-
-    @classmethod
-    def check_model(cls, model: nn.Module, config: Config, vocabulary: int) -> None:
-        """Raises UserError when tokens of ``model`` see those that follow, as far as a small copy of it tells."""
-        sees = False
-        with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
-            tokens = tokens_on_trial(small, config.data.max_length, vocabulary)
-            earlier = logits_on_trial(small, tokens)[:, :-1]
-            tokens[:, -1] = 1
-            sees = differ(logits_on_trial(small, tokens)[:, :-1], earlier)
-        if sees:
-            no_decoder = getattr(getattr(model, "config", None), "is_decoder", None) is False
-            flag = " (is_decoder: false in its configuration)" if no_decoder else ""
-            raise UserError(
-                f"model {config.architecture.name!r}: its tokens see those that follow{flag}, so {cls.name} would "
-                "learn to copy what it is to predict: use --task masked_lm, or a model that is a decoder, such as "
-                f"llama or gpt2{', or set is_decoder: true' if no_decoder else ''}."
-            )

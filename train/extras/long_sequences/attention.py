@@ -22,8 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from train.extras.long_sequences.documents import Documents
+from train.extras.small_copy import differ, logits_on_trial, small_copy, tokens_on_trial
 from train.records import UserError, one_line
-from train.tasks import differ, logits_on_trial, small_copy, tokens_on_trial
 
 NAME = "documents"  # of the implementation, among those of transformers
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing

@@ -1,0 +1,144 @@
+"""What a model makes of later tokens, padding and labels, found on a small copy of it, by numbers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from train.loss import cross_entropy, logits_of
+from train.tasks import Task, load_task, pad, task_names
+
+if TYPE_CHECKING:
+    from train.config import Config
+
+# Of small copies: what widths are divided by, and how many layers stay; the first that works is taken.
+SCALES = tuple((factor, layers) for layers in (8, 2, 999) for factor in (32, 16, 8, 4, 2, 1))
+MIN_WIDTH = 32  # fewer, and normalised, would say little
+TRIED_PARAMETERS = 40_000_000
+LIMITS = {"token_id$": 3, "vocab": 64, "window|chunk": 3, "num.*experts|experts?$": 16}  # by names in a configuration
+WIDTHS = "^(?!.*(position|kernel|conv|num_)).*(size|dim|embd|d_(model|ff|head)|ffn|inner|rank|hidden|channels)"
+
+
+def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabulary: int) -> str | None:
+    """Why ``model`` cannot learn ``task``, as far as a small copy tells: a reason and what to do, or None."""
+    problem, sizes = None, (config.optimization.micro_batch_size, config.output.eval_batch_size or 1)
+    with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
+        tokens = tokens_on_trial(small, config.data.max_length, vocabulary)
+        if task.is_causal:
+            earlier = logits_on_trial(small, tokens)[:, :-1]
+            tokens[:, -1] = 1
+            return _looks_ahead(model, task) if differ(logits_on_trial(small, tokens)[:, :-1], earlier) else None
+        row = tokens[0]
+        short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
+        inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
+        second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
+        if sizes != (1, 1) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
+            problem = "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"
+        if not task.labelled and task.loss_sum is Task.loss_sum:
+            own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
+            if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
+                problem = f"its own loss is not that of {task.name}. Give another model"
+    return problem
+
+
+def _looks_ahead(model: nn.Module, task: type[Task]) -> str:
+    no_decoder = getattr(getattr(model, "config", None), "is_decoder", None) is False
+    flag = " (is_decoder: false in its configuration)" if no_decoder else ""
+    others = [name for name in task_names() if not (load_task(name).is_causal or load_task(name).labelled)]
+    return (
+        f"its tokens see those that follow{flag}, so {task.name} would learn to copy what it is to predict: use --task "
+        f"{' or '.join(others)}, or a model that is a decoder, such as llama or gpt2"
+        f"{', or set is_decoder: true' if no_decoder else ''}"
+    )
+
+
+@contextmanager
+def small_copy(model: nn.Module) -> Iterator[nn.Module]:
+    """An architecture to try: few narrow layers, short windows, on the CPU, in fp32, in evaluation mode.
+
+    Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
+    not one of transformers is copied as it is, with such weights. Leaves the context of a prediction meanwhile.
+
+    Raises:
+        ValueError: it has too many parameters and cannot be made smaller.
+    """
+    with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
+        torch.default_generator.manual_seed(0)  # not those of devices, which are not restored
+        for factor, layers in SCALES if hasattr(model, "_from_config") else ():
+            with suppress(Exception):  # configurations and models fail in their own ways
+                small = _boosted(_shrunk(model, factor, layers))
+                if logits_on_trial(small, tokens_on_trial(small)).isfinite().all():
+                    break
+        else:
+            _check_size(model)
+            small = _boosted(copy.deepcopy(model).to("cpu", torch.float32))
+        yield small
+
+
+def tokens_on_trial(small: Any, max_length: int = 12, vocabulary: int = 64) -> Tensor:
+    """(1, at most 12) token ids that are not special, but for an end at the end, where some look for their result."""
+    tokens, config = torch.arange(5, 5 + min(12, max_length)) % vocabulary, getattr(small, "config", None)
+    end_id = getattr(config, "eos_token_id", None)
+    tokens[-1] = end_id if isinstance(end_id, int) else tokens[-1]
+    return tokens.unsqueeze(0)
+
+
+def logits_on_trial(small: nn.Module, input_ids: Tensor, **inputs: Any) -> Tensor:
+    """Its logits, the same each time, even if it draws numbers."""
+    torch.default_generator.manual_seed(0)
+    return logits_of(small(input_ids=input_ids, **inputs))
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether logits differ by more than the rounding of fp32; those that are not finite do."""
+    return not bool((one - other).abs().max() <= 1e-4 * other.abs().max())
+
+
+def _check_size(model: nn.Module) -> None:
+    if sum(p.numel() for p in model.parameters()) > TRIED_PARAMETERS:
+        raise ValueError("it has too many parameters to be tried")
+
+
+def _shrunk(model: Any, factor: int, layers: int) -> nn.Module:
+    """With widths divided by ``factor`` and the first ``layers``, more where those lack a kind of layer."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation_internal = None  # its own choice for a CPU
+    count = config.get_text_config().num_hidden_layers
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        values = dict(vars(part))
+        lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == count}
+        few = [value for value in lists.values() if len(set(map(str, value))) < count / 2]  # not the layers' numbers
+        kinds = [str(kind) for kind in zip(*few, strict=True)]
+        keep = max([layers, *(1 + kinds.index(kind) for kind in kinds)])
+        for name, value in lists.items():
+            setattr(part, name, value[:keep])
+        for name, value in values.items():
+            if type(value) is int:
+                is_width = value >= MIN_WIDTH and re.search(WIDTHS, name) and ("inter" in name or value % factor == 0)
+                limits = [limit for pattern, limit in LIMITS.items() if re.search(pattern, name)]
+                limits += [keep] * bool(value == count and re.search("layer|block", name))
+                setattr(part, name, min(value, *limits or [value // factor if is_width else value]))
+    if factor > 1 and config.get_text_config().hidden_size < MIN_WIDTH:
+        raise ValueError("too narrow")
+    with torch.device("meta"):
+        _check_size(type(model)._from_config(copy.deepcopy(config)))
+    return type(model)._from_config(config, dtype=torch.float32)
+
+
+def _boosted(model: nn.Module) -> nn.Module:
+    """``model`` with random weights that keep the size of what passes them, and those of padding zero."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            noise, around = torch.randn(parameter.shape), 0 if name.endswith("bias") else 1
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else around + 0.1 * noise)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight[module.padding_idx] = 0
+    return model.eval()
