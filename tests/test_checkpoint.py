@@ -189,7 +189,7 @@ def test_partial_folder_is_not_a_checkpoint(two: Path) -> None:
     assert checkpoint.newest_good(two)[0] == two / "step-00000001"
 
 
-@pytest.mark.parametrize("failing", ["save_file", "_sync", "complete"])
+@pytest.mark.parametrize("failing", ["_safetensors", "sync", "complete"])
 def test_failed_save_leaves_the_earlier_one_and_no_rest(
     two: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from tests.support import run_for
 from train.config import Architecture, Config, Output
 from train.extras.report.machine import hardware, versions
 from train.figures import (
-    append_row,
+    append,
     count,
     duration,
     gib,
@@ -26,6 +26,7 @@ from train.figures import (
     number,
     progress_text,
     read_metrics,
+    row_of,
     to_json,
     without_secrets,
     write_whole,
@@ -33,6 +34,10 @@ from train.figures import (
 from train.records import Progress, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def append_row(path: Path, kind: str, step: int, values: dict[str, Any]) -> None:
+    append(path, [row_of(kind, step, values)])
 
 
 def _log(folder: Path, steps: list[int]) -> Path:
@@ -99,10 +104,23 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: str):
     assert _steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_bad_line_in_the_middle_is_named(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\nhello\n{"kind": "train", "step": 2}\n')
-    with pytest.raises(UserError, match="line 2"):
-        read_metrics(tmp_path / "metrics.jsonl")
+@pytest.mark.parametrize("damage", [b"hello", b"\0" * 100, b'{"kind": "train"}', b"[" * 10_000])
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: bytes):
+    log = _log(tmp_path, [1, 2])
+    log.write_bytes(log.read_bytes() + damage + b"\n")
+    append_row(log, "train", 3, {})
+    assert _steps(tmp_path) == [1, 2, 3]
+    assert keep_rows(log, lambda row: True) == 1
+    assert keep_rows(log, lambda row: row["step"] < 3) == 0
+    assert _steps(tmp_path) == [1, 2]
+
+
+def test_rows_after_half_a_row_stay_whole(tmp_path: Path):
+    log = _log(tmp_path, [1])
+    with log.open("a", encoding="utf-8") as file:
+        file.write(row_of("train", 2, {"loss": 1.0})[:20])  # a full disk
+    append(log, [row_of("train", 2, {"loss": 1.0}), row_of("train", 3, {"loss": 1.0})])
+    assert _steps(tmp_path) == [1, 2, 3]
 
 
 def test_no_file_has_no_rows(tmp_path: Path):

@@ -14,18 +14,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from train.figures import make_folder, sync
 from train.records import Progress, UserError, exchange, one_line
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 PARTIAL = ".partial-"
+DTYPES = {torch.bool: "BOOL", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
+DTYPES |= {getattr(torch, f"{u}int{bits}"): f"{u or 'i'}{bits}".upper() for u in ("u", "") for bits in (8, 16, 32, 64)}
+"""As safetensors calls them."""
 # What reading files raises that hold something else than they should.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
 Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
@@ -154,26 +159,29 @@ def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None
 def verify(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint: a file missing, truncated, altered or foreign; None when it is intact."""
     try:
-        if checkpoint.is_symlink() or (checkpoint / MANIFEST).is_symlink():
-            return "it is a link to somewhere else"
+        if checkpoint.is_symlink() or not S_ISREG((checkpoint / MANIFEST).lstat().st_mode):
+            return f"it is a link, or its {MANIFEST} is not a plain file"
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         files: dict[str, dict[str, Any]] = manifest["files"]
-        for name, expected in files.items():
+        for name, expected in {INDEX: {}, STATE: {}, **files}.items():
             path = checkpoint / name
-            if path.is_symlink() or path.name != name:
+            if not S_ISREG(path.lstat().st_mode) or path.name != name:
                 return f"{name} is not a plain file of it"
             if path.stat().st_size != expected["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
             if digest(path) != expected["sha256"]:
                 return f"{name} was altered"
-        if foreign := {p.name for p in checkpoint.iterdir()} - files.keys() - {MANIFEST}:
+        index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
+        blocks = [block for named in index.values() for entry in named.values() for block in entry["blocks"]]
+        there = {p.name for p in checkpoint.iterdir() if not p.name.startswith(".")}  # .DS_Store, .nfs... are harmless
+        if foreign := (there | {block[0] for block in blocks}) - files.keys() - {MANIFEST}:
             return f"{min(foreign)} does not belong to it"
         if f"step-{manifest['step']:08d}" != checkpoint.name:
             return f"it is the checkpoint of step {manifest['step']}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} or {INDEX} cannot be read ({type(error).__name__})"
     return None
 
 
@@ -267,7 +275,7 @@ def make_empty(partial: Path) -> None:
     """Makes the folder of a checkpoint that is being written."""
     if partial.exists() or partial.is_symlink():
         remove(partial)
-    partial.mkdir(parents=True)
+    make_folder(partial)
 
 
 def write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: int) -> Written:
@@ -277,8 +285,7 @@ def write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: in
         if not named:
             continue
         path = partial / f"{section}-{rank:05d}.safetensors"
-        save_file({name: part.tensor for name, part in named.items()}, path)
-        files[path.name] = _sealed(path)
+        files[path.name] = _sealed(path, _safetensors({name: part.tensor for name, part in named.items()}))
         index[section] = {
             name: {"shape": part.shape, "block": [path.name, part.offsets, tuple(part.tensor.shape)]}
             for name, part in named.items()
@@ -300,25 +307,40 @@ def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Seq
             raise OSError(f"{name} of another host is not there: all hosts must share the folder")
     manifest = {"step": values["progress"]["step"], "files": files}
     for name, content in ((INDEX, index), (STATE, values), (MANIFEST, manifest)):
-        (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        files[name] = _sealed(partial / name)
-    _sync(partial)
+        files[name] = _sealed(partial / name, [json.dumps(content, indent=1).encode()])
+    put_in_place(partial, final)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Has a folder on the disk, and then gives it its name, in place of an old one."""
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
     if final.exists():  # the same step again: after a run that stopped right here
         remove(final)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
-def _sealed(path: Path) -> dict[str, Any]:
-    """Bytes and digest of a file, which is on the disk from now on."""
-    _sync(path)
-    return {"bytes": path.stat().st_size, "sha256": digest(path)}
+def _sealed(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
+    """Writes a file, which is on the disk from now on; its bytes and its digest, of what is in memory."""
+    found, size_bytes = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            found.update(piece)
+            size_bytes += file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size_bytes, "sha256": found.hexdigest()}
 
 
-def _sync(path: Path) -> None:
-    """Has the system put a file or folder on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
+    """The pieces of a file of ``tensors`` as safetensors lays it out, one tensor at a time in host memory."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tuple(tensor.shape)}
+        header[name]["data_offsets"] = [end, end := end + tensor.nbytes]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield tensor.cpu().reshape(-1).view(torch.uint8).numpy().data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -91,7 +92,8 @@ def after_evaluation(progress: Progress, goal: Goal, evaluation: Evaluation) -> 
         raise UserError(f"metric_for_best: {goal.metric!r} is not among this task's metrics: {known}.")
     value, best = float(evaluation.metrics[goal.metric]), progress.best_metric
     progress = replace(progress, evaluated_step=progress.step, best_of=goal.best_of)
-    if best is None or (value > best if goal.greater_is_better else value < best):
+    is_better = best is None or math.isnan(best) or (value > best if goal.greater_is_better else value < best)
+    if is_better and not math.isnan(value):
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
     return replace(progress, evaluations_without_improvement=progress.evaluations_without_improvement + 1)
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from train.records import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 _SECRETS = (  # user and password of a URL, its secret parameters, tokens of the Hub
     (re.compile(r"(?<=:/)(/?)[^/\s@'\"]+@"), r"\1…@"),
@@ -22,34 +29,34 @@ _SECRETS = (  # user and password of a URL, its secret parameters, tokens of the
 )
 
 
-def append_row(path: Path, kind: str, step: int, values: Mapping[str, Any]) -> None:
-    """Appends ``{"kind", "step", "time", **values}`` to a ``metrics.jsonl``; raises UserError on failure."""
+def row_of(kind: str, step: int, values: Mapping[str, Any]) -> str:
+    """A line of ``metrics.jsonl``: ``{"kind", "step", "time", **values}``."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return to_json({"kind": kind, "step": step, "time": now, **values}) + "\n"
+
+
+def append(path: Path, lines: Sequence[str]) -> None:
+    """Appends ``lines``, behind an empty one where there are several: a write that failed may have left half of one."""
     with writable(path), path.open("a", encoding="utf-8") as file:
-        file.write(to_json({"kind": kind, "step": step, "time": now, **values}) + "\n")
+        file.write("".join(lines) if len(lines) < 2 else "\n" + "".join(lines))
 
 
-def keep_rows(path: Path, belongs: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Drops the rows that do not belong, which a resumed run writes again, and a last line cut short."""
-    if path.exists():
-        write_whole(path, "".join(to_json(row) + "\n" for row in read_metrics(path) if belongs(row)))
+def keep_rows(path: Path, belongs: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Drops the rows that do not belong, which a resumed run writes again; returns how many were damaged."""
+    if not path.exists():
+        return 0
+    rows, num_lines = read_metrics(path), sum(map(bool, path.read_bytes().splitlines()))
+    write_whole(path, "".join(to_json(row) + "\n" for row in rows if belongs(row)))
+    return num_lines - len(rows)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl``, oldest first, without a last line cut short by a kill; none without a file.
-
-    Raises:
-        UserError: another line is not a row.
-    """
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    """The rows of a ``metrics.jsonl``, oldest first, without lines that a crash damaged; none without a file."""
     rows: list[dict[str, Any]] = []
-    for place, line in enumerate(lines, start=1):
-        try:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
             row = json.loads(line)
             rows.append({**row, "kind": row["kind"], "step": int(row["step"])})
-        except (ValueError, LookupError, TypeError):
-            if place < len(lines):
-                raise UserError(f"{path}, line {place} is not a row of metrics. Repair or delete that line.") from None
     return rows
 
 
@@ -63,6 +70,7 @@ def write_whole(path: Path, text: str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(path)
+            sync(path.parent)
         finally:
             aside.unlink(missing_ok=True)
 
@@ -71,11 +79,61 @@ def write_whole(path: Path, text: str) -> None:
 def writable(path: Path) -> Iterator[None]:
     """Makes the folder of ``path``, and a clear message of what goes wrong."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         yield
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{path}: cannot be written: {reason}. Free space or give another --output_dir.") from None
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, so that a crash of the machine does not take them back."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Has the system put a file, or the names in a folder, on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # FUSE and CIFS do so for files alone
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def lock(path: Path) -> IO[str] | None:
+    """Locks ``path`` until the file returned is closed or the process ends, on NFS too; None: no locks here.
+
+    Raises:
+        UserError: another process has locked it.
+    """
+    if fcntl is None:
+        return None
+    with writable(path):
+        file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read()
+        file.close()
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return None
+        raise UserError(
+            f"{path.parent} is in use by {holder or 'another process'}. Wait for it, stop it, or give another "
+            "--output_dir."
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:

@@ -87,7 +87,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             except StepError as error:
                 # Nothing of the steps before is lost.
                 if error.weights_intact and progress.step > saved:
-                    run.outputs.save(run, parts.state, with_loss(run, progress, loss_sum), True)
+                    save(run, parts, progress, loss_sum, wait=True)
                 raise
             progress = advance(progress, outcome, time.perf_counter() - started)
             run.outputs.tick(progress.step)
@@ -96,29 +96,40 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             else:
                 loss_sum += outcome.loss_sum
 
-            # Log, then evaluate, then save: a checkpoint has what was logged and found best.
+            # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": learning_rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last = progress.step >= goal.total_steps
             if is_last or is_due(output.log_every_steps, progress):
                 progress = log(run, progress, loss_sum, of_step)
+            if (ends := is_last or outcome.stop_requested) or is_due(output.save_every_steps, progress):
+                may_end = ends or is_done(run, goal, plus(progress, evaluations_without_improvement=1))
+                progress = save(run, parts, progress, loss_sum, wait=may_end)
+                saved = progress.step
             if is_last or not outcome.stop_requested:  # a run that is asked to stop evaluates when it resumes
                 progress = evaluate_if_due(run, parts, progress)
             done = is_done(run, goal, progress)
             if done and progress.interval.steps:
                 progress = log(run, progress, loss_sum, of_step)
-            ends = done or outcome.stop_requested
-            if ends or is_due(output.save_every_steps, progress) or progress.best_step == progress.step:
-                progress = with_loss(run, progress, loss_sum)
-                run.outputs.save(run, parts.state, progress, ends)
+            if saved != progress.step and (done or progress.best_step == progress.step):
+                progress = save(run, parts, progress, loss_sum, wait=done)
                 saved = progress.step
+            elif progress.evaluated_step == progress.step:
+                run.outputs.keep_evaluated(progress)
             # Evaluating and saving are not training: their time does not count.
             started = time.perf_counter()
-            if ends:
+            if done or ends:
                 return progress
         if progress.step_in_epoch == 0:
             raise UserError("the training data gave no batch in a whole epoch: it is empty.")
         progress = replace(progress, epoch=epoch + 1, step_in_epoch=0)
+    return progress
+
+
+def save(run: Run, parts: Parts, progress: Progress, loss_sum: Tensor, wait: bool) -> Progress:
+    """Writes a checkpoint, unless ``wait`` beside training; returns ``progress`` with the loss so far."""
+    progress = with_loss(run, progress, loss_sum)
+    run.outputs.save(run, parts.state, progress, wait)
     return progress
 
 

@@ -127,11 +127,14 @@ def finish(run: Run, parts: Parts, progress: Progress) -> int:
     best = progress.best_step if run.config.output.load_best_model_at_end else None
     if best and outputs.load_best(parts.state, best):
         step = best
+    outputs.finishing = "the last evaluation"
     evaluations = [outputs.validations.get(step) or parts.evaluator.validation(step)]
     if data.examples.test is not None:
         evaluations.append(outputs.record_evaluation(run, parts.evaluator.split("test", data.examples.test, step)))
     summary = outputs.summary(run, parts, progress, evaluations, STARTED)
+    outputs.finishing = "writing final/"
     outputs.write_final(parts.state, data.task.stand_alone(data.tokenizer))
+    outputs.finishing = "what comes after final/ (the extras and summary.json)"
     run.extras.each("finished", run, parts, summary)
     outputs.finish(summary)
     return EXIT_DONE
@@ -155,7 +158,13 @@ def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: 
         # An extra may know what happened: a lost rank, a full disk, no memory left. Else a bug shows its traceback.
         if (explanation := joined.first("failed", run, error)) is not None:
             raise UserError(explanation) from None
+        if run is not None and run.outputs.finishing:
+            done = "Training is done and its last checkpoint is written: the same command makes what is missing."
+            show_error(f"{run.outputs.finishing} failed. {done}")
         raise
+    finally:
+        if run is not None:
+            run.outputs.close()
 
 
 def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopRequest) -> Run:

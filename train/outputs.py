@@ -7,11 +7,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from train import checkpoint, figures
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from train.loop import Parts
+
+LOCK = ".lock"
+EVALUATED = ".evaluated.json"
 
 
 def same_command(config: Config) -> str:
@@ -47,6 +51,9 @@ class Outputs:
         self.first_step_at: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
         self._resumed_from: Path | None = None
+        self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
+        self.finishing = ""  # what is being made after the last step
+        self._lock: IO[str] | None = None
 
     def say(self, line: str) -> None:
         """A line for the person who watches."""
@@ -61,14 +68,27 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first."""
-        if self.is_main:
-            with figures.writable(self.folder):
-                self.folder.mkdir(exist_ok=True)
-                earlier = [p for p in self.folder.iterdir() if not p.name.startswith("previous-")]
-                if self.config.output.resume == "never" and earlier:
-                    self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
-        self._accelerator.wait_for_everyone()
+        """Makes the folder this run's alone; with ``resume: never`` an earlier run's files move to ``previous-N``.
+
+        Raises:
+            UserError: on every rank, if the folder cannot be written, or another run writes to it.
+        """
+        self.from_main(self._take_folder)
+
+    def _take_folder(self) -> None:
+        with figures.writable(self.folder / LOCK):
+            self._lock = figures.lock(self.folder / LOCK)
+            if self._lock is None:
+                self.note(f"{self.folder}: this file system has no locks. Take care that no other run writes there.")
+            earlier = [p for p in self.folder.iterdir() if not p.name.startswith(("previous-", LOCK))]
+            if self.config.output.resume == "never" and earlier:
+                self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
+
+    def close(self) -> None:
+        """The run has ended: others may write to the folder."""
+        self.bar.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _move_aside(self, paths: Sequence[Path]) -> Path:
         """Moves files of this folder to ``previous-N``, with their places in it."""
@@ -91,7 +111,22 @@ class Outputs:
             progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
             self._resumed_from = found.resolve()
+            progress = self.from_main(lambda: self._evaluated(progress))
         return self.with_its_best(progress, best_of)
+
+    def keep_evaluated(self, progress: Progress) -> None:
+        """Remembers an evaluation that the checkpoint of the same step was written before."""
+        if self.is_main:
+            with suppress(UserError):  # a run that resumes evaluates again
+                figures.write_whole(self.folder / EVALUATED, json.dumps(asdict(progress)))
+
+    def _evaluated(self, progress: Progress) -> Progress:
+        """``progress`` of the checkpoint that is resumed from, with the evaluation that came after it."""
+        with suppress(*checkpoint.UNREADABLE):
+            kept = Progress.of(json.loads((self.folder / EVALUATED).read_text(encoding="utf-8")))
+            if (kept.step, kept.rollbacks) == (progress.step, progress.rollbacks) and not self._is_foreign():
+                return kept
+        return progress
 
     def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.output.resume
@@ -124,6 +159,11 @@ class Outputs:
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
+        if self.is_main:  # the rows before it first: a run that resumes from it would not write them again
+            self._write_rows()
+            with suppress(OSError):
+                figures.sync(self.metrics)
+                figures.sync(self.folder)
         if not any(run.extras.each("save", run, state, progress, wait)):
             checkpoint.write(self.checkpoints, state, progress, self._accelerator)
             self.rotate(run, progress)
@@ -156,20 +196,23 @@ class Outputs:
             is_earlier = row["step"] <= progress.step and row.get("rollbacks", 0) <= rollbacks
             return evaluated if is_here else is_earlier and row.get("split") != "test"
 
-        if self.is_main:
-            figures.keep_rows(self.metrics, belongs)
+        if self.is_main and (damaged := figures.keep_rows(self.metrics, belongs)):
+            self.note(f"{self.metrics}: a crash has damaged {damaged} line{'s' * (damaged > 1)}, left out from now on")
 
     def _move_other_steps_aside(self, step: int) -> None:
         """Moves aside later checkpoints, damaged or of a run that a person has gone back from, and what came of them.
 
         Left in place they would push out the new ones and be resumed from instead.
         """
-        is_foreign = self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve()
-        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if is_foreign or at > step]
-        if later or self._summary().get("steps", 0) > step:
-            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if is_foreign else [])]
+        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if self._is_foreign() or at > step]
+        if later or self._earlier_summary.get("steps", 0) > step:
+            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if self._is_foreign() else [])]
             aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
             self.say(f"what was here from other steps than those up to {step} is in {aside}")
+
+    def _is_foreign(self) -> bool:
+        """Whether the checkpoint that was resumed from lies in another folder."""
+        return self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve()
 
     def tick(self, step: int) -> None:
         """One more step is done."""
@@ -179,10 +222,20 @@ class Outputs:
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes a line of ``metrics.jsonl`` and tells the extras; training lines stand in the progress bar too."""
         if self.is_main:
-            figures.append_row(self.metrics, kind, step, values)
+            self._write_rows(figures.row_of(kind, step, values))
         run.extras.each("recorded", run, kind, step, values)
         if kind == "train":
             self.bar.set_postfix_str(figures.progress_text(values))
+
+    def _write_rows(self, *lines: str) -> None:
+        """Appends to the log, in which a gap would be no reason to stop: what fails is tried again with the next."""
+        self._unwritten += lines
+        try:
+            figures.append(self.metrics, self._unwritten)
+            self._unwritten = []
+        except UserError as error:
+            if self._unwritten == list(lines):
+                self.note(f"{error} Training continues, and these rows are written later if possible.")
 
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
         """Records an evaluation and prints it."""
@@ -206,26 +259,19 @@ class Outputs:
         self.say(f"stopped by {received or 'a signal to another process'} {where}: {again}.")
 
     def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``final/``: weights, configuration and tokenizer, as ``from_pretrained`` wants them; called by all ranks."""
-        weights = state.whole_tensors(keep=self.is_main)
-        if self.is_main:
-            self.final.mkdir(exist_ok=True)
-        model: Any = state.write_final(self.final, keep=self.is_main)
-        if not self.is_main:
-            return
-        if hasattr(model, "save_pretrained"):
-            from transformers.utils import logging
+        """``final/``: weights, configuration and tokenizer, as ``from_pretrained`` wants them; called by all ranks.
 
-            logging.disable_progress_bar()
-            model.config.use_cache = True  # off in training only
-            dtype = next(iter(weights.values())).dtype
-            model.save_pretrained(self.final, state_dict=weights)
-            # An engine may compute with halves of these weights; whoever loads them should not halve them again.
-            model.config.dtype = dtype
-            model.config.save_pretrained(self.final)
-        else:
-            save_file(weights, self.final / "model.safetensors")
-        tokenizer.save_pretrained(self.final)
+        It appears when it is complete, in place of an earlier one.
+        """
+        partial = self.folder / f"{checkpoint.PARTIAL}final"
+        if self.is_main:
+            checkpoint.make_empty(partial)
+        state.save_pretrained(partial, keep=self.is_main)
+        if self.is_main:
+            tokenizer.save_pretrained(partial)
+            for path in filter(Path.is_file, partial.rglob("*")):  # safetensors lets nobody else read what it writes
+                path.chmod((self.folder / "config.yaml").stat().st_mode)
+            checkpoint.put_in_place(partial, self.final)
 
     def load_best(self, state: TrainingState, step: int) -> bool:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
@@ -238,9 +284,13 @@ class Outputs:
         return not problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes ``summary.json`` and says the last lines a person sees."""
+        """Writes ``summary.json``, with the digests of ``final/``, and says the last lines a person sees."""
         if self.is_main:
-            figures.write_whole(self.folder / "summary.json", figures.to_json(summary, indent=2) + "\n")
+            if self._unwritten:
+                figures.append(self.metrics, self._unwritten)
+            files = {path.name: checkpoint.digest(path) for path in sorted(self.final.iterdir()) if path.is_file()}
+            whole = figures.to_json({**summary, "final_files": files}, indent=2) + "\n"
+            figures.write_whole(self.folder / "summary.json", whole)
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_line_of(metrics)}")
         self.say(
@@ -319,17 +369,23 @@ class Outputs:
 
     def is_complete(self, step: int, final_step: int | None = None) -> bool:
         """Whether a run of ``step`` steps, with ``final/`` of ``final_step`` (None: any), has written everything."""
-        summary, pushed_to = self._summary(), self.config.get("push_to_hub") and self.config.get("hub_model_id")
+        summary = self.from_main(lambda: self._earlier_summary)
+        pushed_to = self.config.get("push_to_hub") and self.config.get("hub_model_id")
         is_of_it = summary.get("steps") == step and final_step in (None, summary.get("final_step"))
-        return is_of_it and (not pushed_to or summary.get("pushed_to") == pushed_to) and self.final.is_dir()
+        return is_of_it and (not pushed_to or summary.get("pushed_to") == pushed_to)
 
-    def _summary(self) -> dict[str, Any]:
-        """What ``summary.json`` says; nothing where there is none."""
+    @cached_property
+    def _earlier_summary(self) -> dict[str, Any]:
+        """The ``summary.json`` of an earlier process; empty where there is none, or ``final/`` is not as it says."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            for name, expected in summary["final_files"].items():
+                if not (self.final / name).is_file() or checkpoint.digest(self.final / name) != expected:
+                    self.note(f"{self.final / name} is missing or not as it was written: final/ is written again")
+                    return {}
+        except checkpoint.UNREADABLE:
             return {}
-        return summary if isinstance(summary, dict) and isinstance(summary.get("steps"), int) else {}
+        return summary
 
 
 def _line_of(metrics: Mapping[str, Any]) -> str:

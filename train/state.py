@@ -19,6 +19,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -120,6 +121,23 @@ class TrainingState:
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
         """Writes what ``final/`` has in addition to the weights; returns the model that they belong to."""
         return self.model
+
+    def save_pretrained(self, folder: Path, keep: bool) -> None:
+        """Writes weights and configuration as ``from_pretrained`` wants them, on the rank that ``keep``s them."""
+        weights = self.whole_tensors(keep)
+        model: Any = self.write_final(folder, keep)
+        if keep and hasattr(model, "save_pretrained"):
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()
+            model.config.use_cache = True  # off in training only
+            dtype = next(iter(weights.values())).dtype
+            model.save_pretrained(folder, state_dict=weights)
+            # An engine may compute with halves of these weights; whoever loads them should not halve them again.
+            model.config.dtype = dtype
+            model.config.save_pretrained(folder)
+        elif keep:
+            save_file(weights, folder / "model.safetensors")
 
     def _groups(self) -> list[list[str]]:
         """The names of the parameters in each of the optimizer's groups."""

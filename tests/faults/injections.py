@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -128,8 +128,7 @@ def _shown(path: str | Path) -> str:
 class Changes:
     """Counts what a process does to files under ``folder``, and calls ``act`` before each with its number, from 1.
 
-    Opening for writing, syncing, renaming, making and removing; and safetensors' writing, which Python does not see,
-    by its begin, its middle and its end.
+    Opening for writing, syncing, renaming, making and removing; and the middle of a file of tensors.
     """
 
     def __init__(self, folder: Path, act: Callable[[int, str], None]) -> None:
@@ -144,17 +143,13 @@ class Changes:
         """From now on, for as long as the process lives."""
         from train import checkpoint
 
-        save_file, fsync = checkpoint.save_file, os.fsync
+        pieces, fsync = checkpoint._safetensors, os.fsync
 
-        def save(tensors: Any, path: Any) -> None:
-            self.count(f"open {_shown(path)}")
-            save_file(tensors, path)
-            size = Path(path).stat().st_size
-            whole = Path(path).read_bytes()
-            os.truncate(path, size // 2)
-            self.count(f"half of {_shown(path)}")
-            with Path(path).open("r+b") as file:  # truncated files are no new ones: restore what was cut
-                file.write(whole)
+        def written(tensors: Any) -> Iterator[Any]:
+            for number, piece in enumerate(pieces(tensors)):
+                if number == len(tensors) // 2:
+                    self.count(f"half of {len(tensors)} tensors")
+                yield piece
 
         def sync(descriptor: int) -> None:
             path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
@@ -162,13 +157,13 @@ class Changes:
                 self.count(f"sync {_shown(path)}")
             fsync(descriptor)
 
-        checkpoint.save_file, os.fsync = save, sync
+        checkpoint._safetensors, os.fsync = written, sync
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = arguments
-            if not (isinstance(path, str) and flags & (os.O_WRONLY | os.O_RDWR)) or path.endswith(".safetensors"):
+            if not (isinstance(path, str) and flags & (os.O_WRONLY | os.O_RDWR)):
                 return
         elif event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir"):
             path = os.fsdecode(arguments[0])
@@ -329,3 +324,25 @@ def _without_privileges(rank: int) -> None:
     none = (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None).capset(ctypes.byref(Header(third_version, 0)), none):
         raise OSError("capabilities cannot be dropped")
+
+
+def at_open(path: Path, action: Callable[[], None], numbers: Sequence[int]) -> Fault:
+    """``action`` when ``path`` is opened for writing, at those times of all, from 1."""
+    return partial(_at_open, str(path), action, numbers)
+
+
+def _at_open(path: str, action: Callable[[], None], numbers: Sequence[int], rank: int) -> None:
+    opened = [0]
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]) == path and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            opened[0] += 1
+            if opened[0] in numbers:
+                action()
+
+    sys.addaudithook(hear)
+
+
+def disk_fails() -> None:
+    """What a write to a damaged disk meets."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
