@@ -288,7 +288,8 @@ class Outputs:
         if self.is_main:
             if self._unwritten:
                 figures.append(self.metrics, self._unwritten)
-            files = {path.name: checkpoint.digest(path) for path in sorted(self.final.iterdir()) if path.is_file()}
+            paths = [path for path in self.final.iterdir() if path.suffix != ".md"]  # people edit the model card
+            files = {path.name: checkpoint.digest(path) for path in sorted(paths) if path.is_file()}
             whole = figures.to_json({**summary, "final_files": files}, indent=2) + "\n"
             figures.write_whole(self.folder / "summary.json", whole)
         for split, metrics in summary["result"].items():

@@ -1,0 +1,199 @@
+"""What a run leaves in its folder is whole, is this run's alone, and is made again where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import ROOT, write_recipe
+
+from train import checkpoint
+from train.figures import lock, read_metrics
+from train.main import main
+from train.records import EXIT_DONE, EXIT_ERROR, UserError
+
+FLAGS = ("--max_steps", "4", "--eval_every_steps", "2", "--predict_memory", "False", "--rehearse", "False")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(folder) == EXIT_DONE
+    return folder
+
+
+def train(folder: Path, *flags: str) -> int:
+    return main(["--config", str(write_recipe(folder)), "--output_dir", str(folder / "run"), *FLAGS, *flags])
+
+
+def again(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, which may be damaged."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def zero(path: Path) -> None:
+    save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}, path)
+
+
+DAMAGES: dict[str, Any] = {
+    "a weight is zero": lambda final: zero(final / "model.safetensors"),
+    "a file is empty": lambda final: (final / "tokenizer.json").write_text(""),
+    "a file is gone": lambda final: (final / "config.json").unlink(),
+    "it is gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_final_is_written_again(
+    whole: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = again(whole, tmp_path)
+    DAMAGES[damage](run / "final")
+    assert train(tmp_path) == EXIT_DONE
+    assert "final/ is written again" in capsys.readouterr().out
+    before, after = (json.loads((folder / "run" / "summary.json").read_text()) for folder in (whole, tmp_path))
+    assert before["final_files"] == after["final_files"]
+    assert train(tmp_path) == EXIT_DONE
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_final_is_there_whole_or_not_at_all(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is what is written last."""
+    run = again(whole, tmp_path)
+    kept = checkpoint.digest(run / "final" / "model.safetensors")
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", cannot)
+    with pytest.raises(RuntimeError, match="cannot"):
+        train(tmp_path, "--max_steps", "5", "--learning_rate", "0.01")
+    assert not (run / "final").exists() or checkpoint.digest(run / "final" / "model.safetensors") == kept
+    monkeypatch.undo()
+    assert train(tmp_path, "--max_steps", "5", "--learning_rate", "0.01") == EXIT_DONE
+    assert sorted(path.name for path in run.iterdir() if path.name.startswith(checkpoint.PARTIAL)) == []
+    modes = {path.name: path.stat().st_mode for path in (run / "final").iterdir()}
+    assert set(modes.values()) == {(run / "config.yaml").stat().st_mode}, modes
+
+
+def cannot(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("cannot")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("train.evaluation.Evaluator.split", None),
+        ("train.extras.report.page.write_report", "what comes after final/"),
+        ("train.outputs.Outputs.write_final", "writing final/"),
+    ],
+)
+def test_what_fails_after_the_last_step_costs_nothing_but_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, said: str | None
+) -> None:
+    """Its checkpoint is on the disk by then; the same command makes no step."""
+    once = ("--max_steps", "1", "--eval_every_steps", "100")
+    monkeypatch.setattr(what, cannot)
+    with pytest.raises(RuntimeError, match="cannot"):
+        train(tmp_path, *once)
+    if said:
+        assert f"error: {said}" in (shown := capsys.readouterr().err) and "the same command makes what" in shown
+    assert list(checkpoint.by_step(tmp_path / "run" / "checkpoints")) == [1]
+    monkeypatch.undo()
+    monkeypatch.setattr("train.step.Engine.step", cannot)
+    assert train(tmp_path, *once) == EXIT_DONE
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("evaluation", 1)]
+
+
+def test_an_evaluation_is_remembered_that_came_after_its_checkpoint(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = again(whole, tmp_path)
+    (run / "summary.json").unlink()
+    before = read_metrics(run / "metrics.jsonl")
+    assert train(tmp_path) == EXIT_DONE
+    assert read_metrics(run / "metrics.jsonl") == before
+    assert json.loads((run / "summary.json").read_text())["best_step"] is not None
+
+
+def test_an_evaluation_of_another_run_is_not(whole: Path, tmp_path: Path) -> None:
+    run = again(whole, tmp_path)
+    kept = json.loads((run / ".evaluated.json").read_text())
+    (run / ".evaluated.json").write_text(json.dumps({**kept, "rollbacks": 3, "best_step": 1}))
+    (run / "summary.json").unlink()
+    assert train(tmp_path) == EXIT_DONE
+    assert json.loads((run / "summary.json").read_text())["best_step"] in (2, 4)
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from train.tasks.causal_lm import Task
+
+    metrics, values = Task.metrics, iter([float("nan"), 3.0, float("nan"), 4.0])
+
+    def poor(self: Any, *args: Any) -> dict[str, Any]:
+        return {**metrics(self, *args), "loss": next(values)}
+
+    monkeypatch.setattr(Task, "metrics", poor)
+    best = ("--load_best_model_at_end", "True", "--save_every_steps", "1", "--eval_every_steps", "1")
+    assert train(tmp_path, *best) == EXIT_DONE
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["best_step"], summary["best_metric"], summary["final_step"]) == (2, 3.0, 2)
+
+
+HOLDER = """
+    import sys
+    from pathlib import Path
+    from train.figures import lock
+    held = lock(Path(sys.argv[1]))
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    """Another process that has locked ``path``."""
+    words = [sys.executable, "-c", textwrap.dedent(HOLDER), str(path)]
+    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_two_runs_do_not_write_to_one_folder(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = again(whole, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    holder = hold(run / ".lock")
+    for resume in ("auto", "never"):
+        assert train(tmp_path, "--resume", resume) == EXIT_ERROR
+        assert f"run is in use by process {holder.pid} on {os.uname().nodename}" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
+    holder.kill()  # a crash leaves no lock
+    holder.wait()
+    assert train(tmp_path) == EXIT_DONE
+    assert lock(run / ".lock") is not None, "a run that has ended holds it no longer"
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unsupported(*args: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", unsupported)
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    assert "this file system has no locks. Take care that no other run writes there." in capsys.readouterr().out
+
+
+def test_a_locked_file_names_who_has_it(tmp_path: Path) -> None:
+    holder = hold(tmp_path / "lock")
+    with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
+        lock(tmp_path / "lock")
+    holder.kill()
+    holder.wait()
