@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -174,6 +177,90 @@ def test_foreign_file_link_and_renamed_folder_are_refused(two: Path) -> None:
     weights.rename(two / "elsewhere")
     weights.symlink_to(two / "elsewhere")
     assert checkpoint.verify(two / "step-00000009") == "model-00000.safetensors is not a plain file of it"
+
+
+def of_other_content(name: str, content: Any) -> Callable[[Path], Any]:
+    """Writes another file into a checkpoint, whose manifest then has its digest."""
+
+    def change(folder: Path) -> None:
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        if name != "manifest.json":
+            manifest = json.loads((folder / "manifest.json").read_text())
+            size_bytes = (folder / name).stat().st_size
+            manifest["files"][name] = {"bytes": size_bytes, "sha256": checkpoint.digest(folder / name)}
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    return change
+
+
+def pipe(name: str) -> Callable[[Path], Any]:
+    return lambda folder: ((folder / name).unlink(), os.mkfifo(folder / name))
+
+
+class Flipping(io.FileIO):
+    """A file in which one bit is not what was written."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        super().__init__(path, "wb")
+        self._left = at
+
+    def write(self, piece: Any) -> int:
+        found = bytearray(piece)
+        if 0 <= self._left < len(found):
+            found[self._left] ^= 4
+        self._left -= len(found)
+        return super().write(found)
+
+
+ELSEWHERE = {"model": {"weight": {"shape": [1], "blocks": [["../../outside.safetensors", [0], [1]]]}}, "optimizer": {}}
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (of_other_content("manifest.json", "[" * 100_000), "cannot be read (RecursionError)"),
+        (of_other_content("index.json", "[" * 100_000), "cannot be read (RecursionError)"),
+        (of_other_content("index.json", ELSEWHERE), "../../outside.safetensors does not belong to it"),
+        (of_other_content("manifest.json", {"step": 2, "files": {}}), "index.json"),
+        (pipe("manifest.json"), "not a plain file"),
+        (pipe("model-00000.safetensors"), "model-00000.safetensors is not a plain file of it"),
+    ],
+)
+def test_strange_files_are_named_and_passed_over(two: Path, damage: Callable[[Path], Any], problem: str) -> None:
+    damage(two / "step-00000002")
+    found, [said] = checkpoint.newest_good(two)
+    assert found == two / "step-00000001" and problem in said
+
+
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs0000000012345"])
+def test_files_that_systems_leave_everywhere_do_no_harm(two: Path, name: str) -> None:
+    (two / "step-00000002" / name).write_bytes(b"\0\1")
+    assert checkpoint.verify(two / "step-00000002") is None
+
+
+@pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_byte_that_flips_on_its_way_to_the_disk_is_found(
+    tmp_path: Path, flips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests are of what was in memory; the run falls back to the checkpoint before."""
+    state, opened, draws = training_state(), Path.open, random.Random(flips)
+    first = save(tmp_path, trained(state, 1), Progress(step=1))
+    sizes = {path.name: path.stat().st_size for path in save(tmp_path, state, Progress(step=2)).iterdir()}
+    for _ in range(flips):
+        victim = draws.choices(list(sizes), weights=list(sizes.values()))[0]
+        place = draws.randrange(sizes[victim])
+
+        def flipping(path: Path, mode: str = "r", name: str = victim, at: int = place, **named: Any) -> Any:
+            return Flipping(path, at) if (path.name, mode) == (name, "wb") else opened(path, mode, **named)
+
+        monkeypatch.setattr(Path, "open", flipping)
+        newest = save(tmp_path, state, Progress(step=2))
+        monkeypatch.undo()
+        if checkpoint.verify(newest) is None:  # white space of the manifest: it says what it said
+            text = (newest / "manifest.json").read_bytes()
+            assert victim == "manifest.json" and chr(text[place]) not in "0123456789abcdef", (place, text)
+            continue
+        assert checkpoint.newest_good(tmp_path)[0] == first
 
 
 def test_nothing_good_left_is_an_error_and_nothing_at_all_is_not(two: Path, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import textwrap
@@ -189,6 +191,21 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr("fcntl.lockf", unsupported)
     assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
     assert "this file system has no locks. Take care that no other run writes there." in capsys.readouterr().out
+
+
+def test_a_file_system_that_syncs_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FUSE and CIFS."""
+    fsync, folders = os.fsync, []
+
+    def invalid(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            folders.append(descriptor)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", invalid)
+    assert train(tmp_path) == EXIT_DONE and len(folders) > 3
+    assert list(checkpoint.by_step(tmp_path / "run" / "checkpoints")) == [2, 4]
 
 
 def test_a_locked_file_names_who_has_it(tmp_path: Path) -> None:
