@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from support import ROOT, write_recipe
 
 from train import checkpoint
-from train.figures import lock, read_metrics
+from train.extras.endurance.lock import WITHOUT, lock
+from train.figures import read_metrics
 from train.main import main
 from train.records import EXIT_DONE, EXIT_ERROR, UserError
 
@@ -153,7 +154,7 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatc
 HOLDER = """
     import sys
     from pathlib import Path
-    from train.figures import lock
+    from train.extras.endurance.lock import lock
     held = lock(Path(sys.argv[1]))
     print("held", flush=True)
     sys.stdin.read()
@@ -171,7 +172,7 @@ def hold(path: Path) -> subprocess.Popen[str]:
 def test_two_runs_do_not_write_to_one_folder(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = again(whole, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    holder = hold(run / ".lock")
+    holder = hold(run)
     for resume in ("auto", "never"):
         assert train(tmp_path, "--resume", resume) == EXIT_ERROR
         assert f"run is in use by process {holder.pid} on {os.uname().nodename}" in capsys.readouterr().err
@@ -179,7 +180,7 @@ def test_two_runs_do_not_write_to_one_folder(whole: Path, tmp_path: Path, capsys
     holder.kill()  # a crash leaves no lock
     holder.wait()
     assert train(tmp_path) == EXIT_DONE
-    assert lock(run / ".lock") is not None, "a run that has ended holds it no longer"
+    assert lock(run) is not None, "a run that has ended holds it no longer"
 
 
 def test_a_file_system_without_locks_is_said(
@@ -190,7 +191,10 @@ def test_a_file_system_without_locks_is_said(
 
     monkeypatch.setattr("fcntl.lockf", unsupported)
     assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
-    assert "this file system has no locks. Take care that no other run writes there." in capsys.readouterr().out
+    assert WITHOUT in capsys.readouterr().out
+        "this file system has no locks. Take care that no other run writes to the same folder."
+        in capsys.readouterr().out
+    )
 
 
 def test_a_file_system_that_syncs_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +212,9 @@ def test_a_file_system_that_syncs_files_alone(tmp_path: Path, monkeypatch: pytes
     assert list(checkpoint.by_step(tmp_path / "run" / "checkpoints")) == [2, 4]
 
 
-def test_a_locked_file_names_who_has_it(tmp_path: Path) -> None:
-    holder = hold(tmp_path / "lock")
+def test_a_locked_folder_names_who_has_it(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
     with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
-        lock(tmp_path / "lock")
+        lock(tmp_path)
     holder.kill()
     holder.wait()

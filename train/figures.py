@@ -6,21 +6,15 @@ import errno
 import json
 import math
 import os
-import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from train.records import UserError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 _SECRETS = (  # user and password of a URL, its secret parameters, tokens of the Hub
     (re.compile(r"(?<=:/)(/?)[^/\s@'\"]+@"), r"\1…@"),
@@ -106,34 +100,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def lock(path: Path) -> IO[str] | None:
-    """Locks ``path`` until the file returned is closed or the process ends, on NFS too; None: no locks here.
-
-    Raises:
-        UserError: another process has locked it.
-    """
-    if fcntl is None:
-        return None
-    with writable(path):
-        file = path.open("a+", encoding="utf-8")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read()
-        file.close()
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            return None
-        raise UserError(
-            f"{path.parent} is in use by {holder or 'another process'}. Wait for it, stop it, or give another "
-            "--output_dir."
-        ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
-    return file
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:

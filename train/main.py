@@ -162,9 +162,6 @@ def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: 
             done = "Training is done and its last checkpoint is written: the same command makes what is missing."
             show_error(f"{run.outputs.finishing} failed. {done}")
         raise
-    finally:
-        if run is not None:
-            run.outputs.close()
 
 
 def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopRequest) -> Run:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from train.loop import Parts
 
-LOCK = ".lock"
 EVALUATED = ".evaluated.json"
 
 
@@ -53,7 +52,6 @@ class Outputs:
         self._resumed_from: Path | None = None
         self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
         self.finishing = ""  # what is being made after the last step
-        self._lock: IO[str] | None = None
 
     def say(self, line: str) -> None:
         """A line for the person who watches."""
@@ -68,27 +66,15 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder this run's alone; with ``resume: never`` an earlier run's files move to ``previous-N``.
+        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first."""
 
-        Raises:
-            UserError: on every rank, if the folder cannot be written, or another run writes to it.
-        """
-        self.from_main(self._take_folder)
+        def make() -> None:
+            with figures.writable(self.folder / "config.yaml"):
+                earlier = [p for p in self.folder.iterdir() if not p.name.startswith(("previous-", ".lock"))]
+                if self.config.output.resume == "never" and earlier:
+                    self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
 
-    def _take_folder(self) -> None:
-        with figures.writable(self.folder / LOCK):
-            self._lock = figures.lock(self.folder / LOCK)
-            if self._lock is None:
-                self.note(f"{self.folder}: this file system has no locks. Take care that no other run writes there.")
-            earlier = [p for p in self.folder.iterdir() if not p.name.startswith(("previous-", LOCK))]
-            if self.config.output.resume == "never" and earlier:
-                self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
-
-    def close(self) -> None:
-        """The run has ended: others may write to the folder."""
-        self.bar.close()
-        if self._lock is not None:
-            self._lock.close()
+        self.from_main(make)
 
     def _move_aside(self, paths: Sequence[Path]) -> Path:
         """Moves files of this folder to ``previous-N``, with their places in it."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
     from train.extras.endurance.signals import Signals
+    from train.loop import Parts
     from train.state import TrainingState
     from train.step import Engine
 
@@ -65,6 +66,7 @@ class Room(Extra):
         self._signals: Signals | None = None
         self._config: Config | None = None
         self._saving: Saving | None = None
+        self._is_unlocked = False
         self._recovering: Recovering | None = None
 
     @classmethod
@@ -77,6 +79,7 @@ class Room(Extra):
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
+        from train.extras.endurance.lock import lock
         from train.extras.endurance.lost_rank import RankWatch, follow_launcher
         from train.extras.endurance.signals import Signals
 
@@ -85,9 +88,13 @@ class Room(Extra):
         follow_launcher()
         self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
         with self._signals.listening(), RankWatch(launch, seconds, remedy, show_error) as self._watch:
+            held = lock(Path(config.output.output_dir)) if launch.rank == 0 else None
+            self._is_unlocked = launch.rank == 0 and held is None
             try:
                 yield
             finally:
+                if held is not None:
+                    held.close()
                 if self._saving is not None:
                     self._saving.wait(SECONDS_FOR_A_LAST_CHECKPOINT)
 
@@ -104,6 +111,11 @@ class Room(Extra):
         assert self._watch is not None and self._signals is not None
         with self._signals.at_once(), self._watch.preparing():
             yield
+
+    def starting(self, run: Run, parts: Parts) -> None:
+        from train.extras.endurance.lock import WITHOUT
+
+        run.outputs.note(*[WITHOUT] * self._is_unlocked)
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory

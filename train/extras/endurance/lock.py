@@ -1,0 +1,47 @@
+"""One run in a folder at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from pathlib import Path
+from typing import IO
+
+from train.figures import writable
+from train.records import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+NAME = ".lock"
+WITHOUT = "output_dir: this file system has no locks. Take care that no other run writes to the same folder."
+
+
+def lock(folder: Path) -> IO[str] | None:
+    """Locks ``folder`` until the file returned is closed or the process ends, on NFS too; None: no locks here.
+
+    Raises:
+        UserError: another process has locked it, or it cannot be written.
+    """
+    if fcntl is None:
+        return None
+    with writable(folder / NAME):
+        file = (folder / NAME).open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read() or "another process"
+        file.close()
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return None
+        raise UserError(
+            f"{folder} is in use by {holder}. Wait for it, stop it, or give another --output_dir."
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
