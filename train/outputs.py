@@ -274,8 +274,9 @@ class Outputs:
         if self.is_main:
             if self._unwritten:
                 figures.append(self.metrics, self._unwritten)
-            paths = [path for path in self.final.iterdir() if path.suffix != ".md"]  # people edit the model card
-            files = {path.name: checkpoint.digest(path) for path in sorted(paths) if path.is_file()}
+            paths = [path for path in sorted(self.final.rglob("*")) if path.is_file() and path.suffix != ".md"]
+            # All but the model card, which people edit.
+            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
             whole = figures.to_json({**summary, "final_files": files}, indent=2) + "\n"
             figures.write_whole(self.folder / "summary.json", whole)
         for split, metrics in summary["result"].items():
