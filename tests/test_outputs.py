@@ -22,7 +22,7 @@ from train import checkpoint
 from train.extras.endurance.lock import WITHOUT, lock
 from train.figures import read_metrics
 from train.main import main
-from train.records import EXIT_DONE, EXIT_ERROR, UserError
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
 
 FLAGS = ("--max_steps", "4", "--eval_every_steps", "2", "--predict_memory", "False", "--rehearse", "False")
 
@@ -207,6 +207,16 @@ def test_a_file_system_that_syncs_files_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fsync", invalid)
     assert train(tmp_path) == EXIT_DONE and len(folders) > 3
     assert list(checkpoint.by_step(tmp_path / "run" / "checkpoints")) == [2, 4]
+
+
+def test_exit_hooks_run_with_several_ranks_too() -> None:
+    """A tracker may have left something to do until then."""
+    text = (
+        "import atexit, runpy; atexit.register(print, 'hook ran'); runpy.run_path('train/main.py', run_name='__main__')"
+    )
+    words = [sys.executable, "-c", text, "--no_such_flag"]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "WORLD_SIZE": "2"}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.count("hook ran")) == (EXIT_USAGE, 1), done.stderr
 
 
 def test_a_locked_folder_names_who_has_it(tmp_path: Path) -> None:

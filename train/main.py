@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -202,5 +203,6 @@ if __name__ == "__main__":
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads now and then abort the process while the interpreter winds down
+        atexit._run_exitfuncs()
         os._exit(status)
     sys.exit(status)
