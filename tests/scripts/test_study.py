@@ -109,7 +109,7 @@ def test_bad_input_gets_one_line(
 
 
 def test_help_imports_nothing_heavy() -> None:
-    printed, imported = printed_and_imported("scripts/study.py", "--help")
+    printed, imported = printed_and_imported("scripts/study.py", "sweep", "--help")
     assert "--tokens_per_update" in printed
     assert "train.config" in imported and not imported & {"torch", "transformers", "matplotlib"}
 

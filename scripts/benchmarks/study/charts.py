@@ -17,7 +17,7 @@ from train.figures import count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = (INK, FIRST, SECOND, WARN, MUTED)
+COLOURS = (INK, FIRST, SECOND, WARN, MUTED)
 _MARKERS = "osD^v"
 
 
@@ -45,7 +45,7 @@ def frontier_chart(reaches: Sequence[Reach], techniques: Sequence[str], budget: 
         "Of tensors at the peak of a step. Filled: measured; hollow, and ~ in the table: predicted, with gradients "
         "accumulated over several micro-batches. ≥: more may fit. A line ends where not even one sequence fits."
     )
-    return Chart(title, caption, _drawn(title, caption, draw, size=(9.6, 3.4)))
+    return Chart(title, caption, drawn_svg(title, caption, draw, size=(9.6, 3.4)))
 
 
 def charts(sweep: Sweep) -> list[Chart]:
@@ -73,7 +73,7 @@ def _speed_chart(sweep: Sweep) -> Chart:
 
     title = "Tokens per second"
     caption = "With the micro-batch size that was fastest at each length."
-    return Chart(title, caption, _drawn(title, caption, draw))
+    return Chart(title, caption, drawn_svg(title, caption, draw))
 
 
 def _accuracy_chart(sweep: Sweep) -> Chart:
@@ -96,7 +96,7 @@ def _accuracy_chart(sweep: Sweep) -> Chart:
         f"Dashed: equal. {len(errors)} cells, the prediction off by {small_share(statistics.median(errors))} at the "
         f"median, {small_share(max(errors))} at most."
     )
-    return Chart(title, caption, _drawn(title, caption, draw))
+    return Chart(title, caption, drawn_svg(title, caption, draw))
 
 
 def _both_sizes(cells: Sequence[Cell]) -> tuple[list[int | None], list[int | None]]:
@@ -104,7 +104,7 @@ def _both_sizes(cells: Sequence[Cell]) -> tuple[list[int | None], list[int | Non
 
 
 def _look(number: int) -> tuple[str, str]:
-    return _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+    return COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
 
 
 def _powers_of_two(axes: Axes, which: str, values: Sequence[int]) -> None:
@@ -121,7 +121,7 @@ def _powers_of_two(axes: Axes, which: str, values: Sequence[int]) -> None:
     (axes.set_xlim if which == "x" else axes.set_ylim)(low / 1.15, high * 1.15)
 
 
-def _drawn(title: str, label: str, draw: Callable[[Axes], None], size: tuple[float, float] = (6.2, 3.6)) -> str:
+def drawn_svg(title: str, label: str, draw: Callable[[Axes], None], size: tuple[float, float] = (6.2, 3.6)) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -47,15 +47,21 @@ def page(sweep: Sweep) -> str:
             "Machine and versions", facts_html(machine_facts({"hardware": sweep.hardware, "versions": sweep.versions}))
         ),
     ]
+    footer = (
+        "<footer>Sizes in GiB of 2<sup>30</sup> bytes; memory is what tensors hold at the peak of a step. "
+        "Figures: sweep.json next to this page.</footer>\n"
+    )
+    return html_page(title, subject(sweep), "".join(sections) + footer)
+
+
+def html_page(title: str, glance: str, body: str) -> str:
+    """A page around ``body``."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{CSS}{_MORE_CSS}</style>\n</head>\n<body>\n<main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="glance">{escape(subject(sweep))}</p>\n'
-        + "".join(sections)
-        + "<footer>Sizes in GiB of 2<sup>30</sup> bytes; memory is what tensors hold at the peak of a step. "
-        "Figures: sweep.json next to this page.</footer>\n</main>\n</body>\n</html>\n"
+        f'<h1>{escape(title)}</h1>\n<p class="glance">{escape(glance)}</p>\n{body}</main>\n</body>\n</html>\n'
     )
 
 

@@ -1,0 +1,28 @@
+"""Studies: the tables that people who fight GPU memory make by hand, each one command on any recipe.
+
+    python scripts/study.py sweep --config recipes/quickstart.yaml --lengths 512,1024,2048 --micro_batch_sizes 1,2,4
+    python scripts/study.py ablation --config recipes/quickstart.yaml --toggle loss:loss=full --output_dir runs/ablation
+
+sweep          how sequence length and micro-batch size trade against memory and speed
+ablation       what each technique brings, alone and together, over several seeds
+learning_rate  a range test: which rate to start from
+
+``python scripts/study.py NAME --help`` shows the flags of each.
+"""
+
+import importlib
+import sys
+
+MODULES = {"sweep": "run", "ablation": "ablation", "learning_rate": "learning_rate"}
+
+
+def main(words: list[str]) -> int:
+    """Runs the study that the first word names, without a name the sweep, and returns its exit status."""
+    if not words or words in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
+    name, rest = ("sweep", words) if words[0].startswith("-") else (words[0], words[1:])
+    if name not in MODULES:
+        print(f"error: there is no study {name!r}: give {', '.join(MODULES)}.", file=sys.stderr)
+        return 2
+    return importlib.import_module(f"scripts.benchmarks.study.{MODULES[name]}").main(rest)

@@ -1,0 +1,329 @@
+"""Real runs as the cells of a study: ``train/main.py``, a process and a folder each, one seed after the other.
+
+A trial that has ended is kept in ``outcome.json`` of its folder, and the same command takes it from there; one that was
+cut off resumes from its checkpoint, as any run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from scripts.benchmarks import building, harness
+from train.config import argument
+from train.figures import duration, gib, read_metrics
+from train.memory.__main__ import Parser
+from train.memory.predict import Predictor
+from train.records import EXIT_DONE, UserError
+
+DONE, REFUSED, OUT_OF_MEMORY, DIVERGED, FAILED = "done", "refused", "out of memory", "diverged", "failed"
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond them those of the normal are close.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: the recipe's flags with those of its variant, and a seed."""
+
+    variant: str
+    seed: int
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial."""
+
+    variant: str
+    seed: int
+    status: str
+    """done, refused (the flags exclude each other), out of memory, diverged, failed."""
+    reason: str | None = None
+    key: str = ""
+    """Names the flags and versions that the figures depend on."""
+    metric_name: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation of the validation split."""
+    peak_bytes: int | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    """Of training alone."""
+    losses: list[list[float]] = field(default_factory=list)
+    """[step, training loss] of each line of the log."""
+    evaluations: list[list[float]] = field(default_factory=list)
+    """[step, tokens, seconds of training, loss] of each evaluation."""
+
+    @property
+    def loss(self) -> float | None:
+        """Of the validation split at the end."""
+        return self.metrics.get("loss")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the ends of its 95 % interval, which one value alone does not have."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the interval leaves zero out: what it is of is then more than the seeds' own spread."""
+        return self.count > 1 and (self.low > 0 or self.high < 0)
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Student's interval of the mean of ``values``: they are taken to be normal and independent."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf, len(values))
+    quantile = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, len(values))
+
+
+def paired(outcomes: Iterable[Outcome], variant: str, reference: str, name: str) -> list[float]:
+    """Differences of a metric between two variants, seed by seed; of the seeds that both have done."""
+    values = {(o.variant, o.seed): o.metrics[name] for o in outcomes if o.status == DONE and name in o.metrics}
+    seeds = sorted({seed for of, seed in values if of == variant} & {seed for of, seed in values if of == reference})
+    return [values[variant, seed] - values[reference, seed] for seed in seeds]
+
+
+def parser_of(name: str, description: str | None, flags: str = "") -> Parser:
+    """A parser with the flags that all studies of real runs have."""
+    parser = Parser(
+        prog=f"scripts/study.py {name}",
+        usage=f"scripts/study.py {name} --config RECIPE --output_dir DIR {flags}[flags below] [training flags]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="of results and runs")
+    parser.add_argument("--plan", action="store_true", help="show what would run in how much memory; run nothing")
+    return parser
+
+
+def conducted(
+    title: str,
+    parser: Parser,
+    arguments: Sequence[str],
+    trials_of: Callable[[argparse.Namespace], list[Trial]],
+    write: Callable[[Path, dict[str, Any]], None],
+) -> int:
+    """Runs a study from its command line to its pages; the exit status (see ``train.records``).
+
+    Args:
+        trials_of: the trials that the flags ask for; may raise UsageError.
+        write: makes the pages in a folder of the figures.
+    """
+    try:
+        own, words = parser.parse_known_args(list(map(argument, arguments)))
+        trials, runs = trials_of(own), Trials(own.output_dir, words)
+        print("\n".join(runs.plan(trials)), flush=True)
+        if not own.plan:
+            outcomes = [asdict(outcome) for outcome in runs.run(trials)]
+            flags = {k: v for k, v in vars(own).items() if k not in ("output_dir", "plan")}
+            found = {
+                "title": title,
+                "command": shlex.join([parser.prog.split()[-1], *arguments]),
+                "flags": flags,
+                "outcomes": outcomes,
+            }
+            write(own.output_dir, {**harness.about(), **found})
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("stopped: run the same command again to continue", file=sys.stderr)
+        return 130
+    return EXIT_DONE
+
+
+class Trials:
+    """Runs trials one by one.
+
+    Args:
+        folder: of all of them.
+        words: the flags of training that all have in common.
+    """
+
+    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+        self._folder, self._words = folder, tuple(words)
+        self._versions = harness.about()["versions"]
+
+    def refusal(self, trial: Trial) -> str | None:
+        """Why the flags of ``trial`` cannot work together, or None."""
+        try:
+            building.parsed_config([*self._words, *trial.flags])
+        except UserError as error:
+            return str(error)
+        return None
+
+    def plan(self, trials: Sequence[Trial]) -> list[str]:
+        """A line for each variant: how often it runs, and the memory that it is predicted to take."""
+        lines = []
+        with Predictor() as predictor:
+            for variant in dict.fromkeys(trial.variant for trial in trials):
+                own = [trial for trial in trials if trial.variant == variant]
+                waiting = sum(self.known(trial) is None for trial in own)
+                memory = self.refusal(own[0]) or self._predicted(predictor, own[0])
+                lines.append(f"{variant}: {len(own)} runs, {waiting} to make; {memory}")
+        return lines
+
+    def _predicted(self, predictor: Predictor, trial: Trial) -> str:
+        from train.memory.question import job_of, vocabulary_size
+
+        config = building.parsed_config([*self._words, *trial.flags])
+        try:
+            labels = 2 if building.is_classifier(config) else 0
+            predictor.ask(job_of(config, building.this_target(), vocabulary_size(config), labels))
+            return f"predicted peak {gib(predictor.answer().peak_bytes)}"
+        except UserError as error:
+            return f"memory not predicted ({error})"
+
+    def run(self, trials: Sequence[Trial]) -> list[Outcome]:
+        """The outcome of each, measured now or earlier."""
+        found, bar = [], tqdm(total=len(trials), unit="run")
+        for trial in trials:
+            outcome = self.known(trial)
+            if outcome is None:
+                outcome = self._made(trial)
+                kept = self.folder_of(trial) / "outcome.json"
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+                tqdm.write(f"{trial.variant}, seed {trial.seed}: {described(outcome)}")
+            found.append(outcome)
+            bar.update()
+        bar.close()
+        return found
+
+    def folder_of(self, trial: Trial) -> Path:
+        """Where its run and its outcome are."""
+        name = harness.slug(trial.variant) + "-" + hashlib.sha256(trial.variant.encode()).hexdigest()[:6]
+        return self._folder / name / f"seed-{trial.seed}"
+
+    def known(self, trial: Trial) -> Outcome | None:
+        """What an earlier command found; None where it failed, so that it is tried again."""
+        try:
+            outcome = Outcome(**json.loads((self.folder_of(trial) / "outcome.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return outcome if outcome.key == self._key(trial) and outcome.status != FAILED else None
+
+    def _key(self, trial: Trial) -> str:
+        recipes = [Path(word) for word in self._words if word.endswith((".yaml", ".yml")) and Path(word).is_file()]
+        text = [recipe.read_text(encoding="utf-8") for recipe in recipes]
+        return hashlib.sha256(repr((self._words, trial, text, self._versions)).encode()).hexdigest()[:20]
+
+    def _made(self, trial: Trial) -> Outcome:
+        key, output = self._key(trial), self.folder_of(trial) / "run"
+        if reason := self.refusal(trial):
+            return Outcome(trial.variant, trial.seed, REFUSED, reason, key)
+        status, errors = self._trained(trial, output)
+        summary_path = output / "summary.json"
+        if status != EXIT_DONE or not summary_path.exists():
+            return Outcome(trial.variant, trial.seed, kind_of(errors), reason_of(errors, status), key)
+        summary = json.loads(summary_path.read_text(encoding="utf-8"))
+        metrics = {k: float(v) for k, v in summary["result"]["validation"].items() if isinstance(v, int | float)}
+        is_finite = math.isfinite(metrics.get("loss", math.nan))
+        losses, evaluations = curves(read_metrics(output / "metrics.jsonl"))
+        return Outcome(
+            variant=trial.variant,
+            seed=trial.seed,
+            status=DONE if is_finite else DIVERGED,
+            reason=None if is_finite else "the loss at the end is not a number",
+            key=key,
+            metric_name=summary["metric_name"],
+            metrics=metrics,
+            peak_bytes=summary["peak_allocated_bytes"],
+            tokens_per_second=summary["tokens_per_second"],
+            seconds=summary["training_seconds"],
+            losses=losses,
+            evaluations=evaluations,
+        )
+
+    def _trained(self, trial: Trial, output: Path) -> tuple[int, str]:
+        """Exit status and error output of the run."""
+        own = ["--seed", str(trial.seed), "--output_dir", str(output), "--predict_memory", "False"]
+        words = [sys.executable, str(harness.ROOT / "train" / "main.py"), *self._words, *trial.flags, *own]
+        self.folder_of(trial).mkdir(parents=True, exist_ok=True)
+        for resume in ("auto", "never"):  # what lies there may be of other flags
+            with (self.folder_of(trial) / "errors.txt").open("w+", encoding="utf-8") as file:
+                process = subprocess.Popen([*words, "--resume", resume], stdout=subprocess.DEVNULL, stderr=file)
+                try:
+                    status = process.wait()
+                except BaseException:
+                    process.send_signal(signal.SIGTERM)  # it writes a checkpoint
+                    process.wait()
+                    raise
+                file.seek(0)
+                errors = file.read()
+            if "belongs to a run with other settings" not in errors:
+                break
+        return status, errors
+
+
+def curves(rows: Iterable[Mapping[str, Any]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Training losses and evaluations of a log: see :class:`Outcome`."""
+    losses, evaluations, tokens, seconds, before = [], [], 0, 0.0, 0
+    for row in rows:
+        if row["kind"] == "train":
+            seconds += (row["seconds_per_step"] or 0.0) * (row["step"] - before)
+            tokens, before = row["tokens_seen"], row["step"]
+            if row["loss"] is not None:
+                losses.append([row["step"], row["loss"]])
+        elif row["kind"] == "evaluation" and row.get("split") == "validation" and row.get("loss") is not None:
+            evaluations.append([row["step"], tokens, seconds, row["loss"]])
+    return losses, evaluations
+
+
+def reached(outcome: Outcome, target_loss: float) -> tuple[float, float] | None:
+    """Tokens and seconds of training until an evaluation was at ``target_loss`` or below; None: never."""
+    return next(((tokens, seconds) for _, tokens, seconds, loss in outcome.evaluations if loss <= target_loss), None)
+
+
+def kind_of(errors: str) -> str:
+    """What ended a run, by what it said."""
+    from train.memory.oom import parse_oom
+
+    if "out of memory" in errors.lower() or parse_oom(errors) is not None:
+        return OUT_OF_MEMORY
+    return DIVERGED if re.search(r"finite|overflow|the loss since step", errors) else FAILED
+
+
+def reason_of(errors: str, status: int) -> str:
+    """The last line that says what happened."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
+    return " ".join((said[-1] if said else f"exit status {status}").split())[:300]
+
+
+def described(outcome: Outcome) -> str:
+    """An outcome in a line."""
+    if outcome.status != DONE:
+        return f"{outcome.status}: {outcome.reason}"
+    value = outcome.metrics[outcome.metric_name]
+    name = outcome.metric_name.replace("_", " ")
+    return f"{name} {value:.4g}, peak {gib(outcome.peak_bytes or 0)}, {duration(outcome.seconds or 0)} of training"
+
+
+def outcomes_of(found: Mapping[str, Any]) -> list[Outcome]:
+    """Those of a results file."""
+    return [Outcome(**values) for values in found["outcomes"]]

@@ -1,0 +1,195 @@
+"""Studies whose cells are real runs: what they compare, what they say, and real ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT, write_recipe
+
+from scripts.benchmarks import study
+from scripts.benchmarks.study import ablation, learning_rate, trials
+from scripts.benchmarks.study.trials import DIVERGED, DONE, FAILED, OUT_OF_MEMORY, Interval, Outcome
+from train.records import UsageError
+
+
+def outcome(variant: str, seed: int, value: float, **more: Any) -> Outcome:
+    metrics = {"bits_per_byte": value, "loss": 2 * value, "accuracy": value}
+    own = {"metric_name": "bits_per_byte", "peak_bytes": 2**30, "tokens_per_second": 100.0, "seconds": 1.0}
+    return Outcome(variant, seed, DONE, metrics=metrics, **{**own, **more})
+
+
+def results(*outcomes: Outcome, target_loss: float | None = None) -> dict[str, Any]:
+    return {"flags": {"target_loss": target_loss}, "outcomes": [asdict(o) for o in outcomes]}
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+def test_intervals_are_those_of_a_table_of_student() -> None:
+    found = trials.interval([1.0, 2.0, 3.0])
+    assert found.mean == 2.0 and found.high - 2 == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
+    assert not trials.interval([1.0]).is_shown and not trials.interval([-1.0, 1.0]).is_shown
+    assert trials.interval([1.0, 1.1, 1.05]).is_shown
+
+
+@pytest.mark.parametrize(
+    ("design", "variants"),
+    [
+        ("each", ["baseline", "a", "b", "c", "a + b + c"]),
+        ("left_out", ["baseline", "a + b + c", "b + c", "a + c", "a + b"]),
+        ("all", ["baseline", "a", "b", "c", "a + b", "a + c", "b + c", "a + b + c"]),
+    ],
+)
+def test_designs(design: str, variants: list[str]) -> None:
+    assert list(ablation.variants_of(["a", "b", "c"], design)) == variants
+
+
+def test_one_toggle_is_one_variant() -> None:
+    assert list(ablation.variants_of(["a"], "each")) == ["baseline", "a"]
+
+
+@pytest.mark.parametrize("text", ["loss", "loss:", "loss:loss", ":loss=full", "loss:loss=full,", "a:b=1,c"])
+def test_a_toggle_written_otherwise_is_named(text: str) -> None:
+    with pytest.raises(UsageError, match="write NAME:FLAG=VALUE"):
+        ablation.toggle_of(text)
+
+
+def test_a_toggle_sets_several_flags() -> None:
+    assert ablation.toggle_of("big:micro_batch_size=4, --loss=full") == ("big", ["--micro_batch_size=4", "--loss=full"])
+
+
+def test_curves_count_tokens_and_seconds_of_training() -> None:
+    rows = [
+        {"kind": "train", "step": 2, "loss": 3.0, "seconds_per_step": 0.5, "tokens_seen": 20},
+        {"kind": "evaluation", "step": 2, "split": "validation", "loss": 2.9},
+        {"kind": "evaluation", "step": 2, "split": "test", "loss": 1.0},
+        {"kind": "train", "step": 5, "loss": None, "seconds_per_step": 1.0, "tokens_seen": 50},
+        {"kind": "evaluation", "step": 5, "split": "validation", "loss": 2.0},
+    ]
+    losses, evaluations = trials.curves(rows)
+    assert losses == [[2, 3.0]] and evaluations == [[2, 20, 1.0, 2.9], [5, 50, 4.0, 2.0]]
+    made = outcome("a", 1, 1.0, evaluations=evaluations)
+    assert trials.reached(made, 2.5) == (50, 4.0)
+    assert trials.reached(made, 1.5) is None
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind"),
+    [
+        ("error: CUDA out of memory. Tried to allocate 20.00 GiB", OUT_OF_MEMORY),
+        ("error: step 30: no finite gradient in 25 steps in a row", DIVERGED),
+        ("Traceback\nKeyError: 'x'", FAILED),
+    ],
+)
+def test_what_ended_a_run(errors: str, kind: str) -> None:
+    assert trials.kind_of(errors) == kind
+    assert trials.reason_of(errors, 1) in errors
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_said_only_where_the_seeds_support_it() -> None:
+    base = [outcome("baseline", seed, value) for seed, value in enumerate([1.0, 2.0, 3.0])]
+    better = [outcome("a", seed, value, peak_bytes=2**29) for seed, value in enumerate([0.9, 1.91, 2.89])]
+    unclear = [outcome("b", seed, value) for seed, value in enumerate([0.5, 2.6, 3.0])]
+    equal = [outcome("c", seed, value) for seed, value in enumerate([1.0, 2.0, 3.0])]
+    first, second, third, last = ablation.sentences(results(*base, *better, *unclear, *equal))
+    assert first.startswith("a: 0.50 × the memory and 1.00 × the tokens per second of the baseline; ")
+    assert "bits per byte: better by 0.1 (95 % interval -0.125 to -0.0752)" in first
+    assert "no difference shown" in second and "equal with every seed" in third and "over 3 seeds" in last
+    titles, *rows = ablation.rows(results(*base, *better, *unclear))
+    assert titles[2] == "bits per byte" and [row[3] for row in rows] == ["", "-0.1", "none shown"]
+
+
+def test_greater_is_better_where_it_is() -> None:
+    assert ablation.difference_text(Interval(0.1, 0.05, 0.15, 3), "accuracy").startswith("better by 0.1")
+    assert ablation.difference_text(Interval(0.1, 0.05, 0.15, 3), "loss").startswith("worse by 0.1")
+    assert "one seed cannot tell" in ablation.difference_text(trials.interval([0.1]), "loss")
+
+
+def test_what_was_not_measured_stands_in_its_row() -> None:
+    there = outcome("baseline", 1, 1.0, evaluations=[[5, 50, 4.0, 2.0]])
+    gone = Outcome("a", 1, OUT_OF_MEMORY, "20 GiB more")
+    titles, first, second = ablation.rows(results(there, gone, target_loss=2.0))
+    assert titles[7] == "until loss 2.0" and first[7] == "4.0 s" and second[8] == "out of memory: 20 GiB more"
+    (_, first) = ablation.rows(results(there, target_loss=1.0))
+    assert first[7] == "(1 of 1 not reached)"
+
+
+def test_rates_and_what_they_suggest() -> None:
+    assert learning_rate.rates_of(1e-4, 1e-2, 2) == pytest.approx([1e-4, 3.16e-4, 1e-3, 3.16e-3, 1e-2], rel=1e-2)
+    with pytest.raises(UsageError, match="not a range"):
+        learning_rate.rates_of(1e-2, 1e-4, 2)
+    made = [outcome(rate, seed, value + seed) for rate, value in (("0.001", 2.0), ("0.01", 1.0)) for seed in (1, 2, 3)]
+    found = results(*made, Outcome("0.1", 1, DIVERGED, "no finite gradient"))
+    assert learning_rate.suggestion(found)[0] == "Start from 0.01: its loss at the end is the lowest, 6."
+    assert "0.1 did not train to the end." in learning_rate.suggestion(found)
+    assert learning_rate.rows(found)[3] == ["0.1", "", "diverged: no finite gradient"]
+    assert "highest rate tried" in learning_rate.suggestion(results(*made))[1]
+
+
+def test_the_command_lists_its_studies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{name} " in shown for name in study.MODULES)
+    assert study.main(["ablations"]) == 2
+    assert capsys.readouterr().err == "error: there is no study 'ablations': give sweep, ablation, learning_rate.\n"
+
+
+# ---- real ones -------------------------------------------------------------------------------------------------------
+
+
+def command(folder: Path, *more: Any) -> list[str]:
+    own = ["--config", write_recipe(folder), "--output_dir", folder / "out", "--max_steps", 3, "--rehearse", False]
+    return [sys.executable, str(ROOT / "scripts" / "study.py"), *map(str, [*more, *own])]
+
+
+def test_a_plan_names_runs_memory_and_flags_that_exclude_each_other(tmp_path: Path) -> None:
+    toggles = ("--toggle", "ckpt:gradient_checkpointing=full", "--toggle", "wrong:lora_rank=4")
+    done = subprocess.run(command(tmp_path, "ablation", *toggles, "--plan"), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    baseline, ckpt, wrong, both = done.stdout.splitlines()
+    assert baseline.startswith("baseline: 3 runs, 3 to make; predicted peak ") and ckpt.startswith("ckpt: 3 runs")
+    assert wrong == "wrong: 3 runs, 3 to make; lora_rank: 4 needs adapter: lora or qlora."
+    assert both.startswith("ckpt + wrong: ") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_ablation_is_killed_and_continued(tmp_path: Path) -> None:
+    toggles = ("--toggle", "ckpt:gradient_checkpointing=full", "--toggle", "wrong:lora_rank=4")
+    words = command(tmp_path, "ablation", *toggles, "--seeds", 1, 2, "--target_loss", 0.001)
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    kept, deadline = tmp_path / "out", time.monotonic() + 120
+    while not list(kept.glob("*/*/outcome.json")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {path: path.stat().st_mtime_ns for path in kept.glob("*/*/outcome.json")}
+    assert before
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert before.items() <= {path: path.stat().st_mtime_ns for path in kept.glob("*/*/outcome.json")}.items()
+    found = json.loads((kept / "ablation.json").read_text())
+    assert [o["status"] for o in found["outcomes"]] == [DONE, DONE, "refused", "refused"] * 2
+    table = (kept / "ablation.md").read_text()
+    assert "| ckpt | 2 |" in table and "(2 of 2 not reached)" in table and "equal with every seed" in table
+    assert "lora_rank: 4 needs adapter" in (kept / "index.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_range_of_rates(tmp_path: Path) -> None:
+    own = ("--lowest", 1e-3, "--highest", 1e-1, "--per_decade", 1, "--seeds", 1)
+    done = subprocess.run(command(tmp_path, "learning_rate", *own), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Start from 0." in done.stdout and done.stdout.count("| 0.") == 3
