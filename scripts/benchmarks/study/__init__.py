@@ -6,6 +6,7 @@
 sweep          how sequence length and micro-batch size trade against memory and speed
 ablation       what each technique brings, alone and together, over several seeds
 learning_rate  a range test: which rate to start from
+batch_size     which global batch: loss, steps and memory at equal tokens
 
 ``python scripts/study.py NAME --help`` shows the flags of each.
 """
@@ -13,7 +14,7 @@ learning_rate  a range test: which rate to start from
 import importlib
 import sys
 
-MODULES = {"sweep": "run", "ablation": "ablation", "learning_rate": "learning_rate"}
+MODULES = {"sweep": "run", "ablation": "ablation", "learning_rate": "learning_rate", "batch_size": "batch_size"}
 
 
 def main(words: list[str]) -> int:

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     return conducted("Ablation", parser, arguments, trials_of, pages)
 
 
-def trials_of(own: argparse.Namespace) -> list[Trial]:
+def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     """Every variant with every seed; all variants with the first seed come first."""
     toggles = dict(map(toggle_of, own.toggle))
     if len(toggles) < len(own.toggle):

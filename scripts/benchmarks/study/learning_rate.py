@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
     return conducted("Learning rate", parser, arguments, trials_of, pages)
 
 
-def trials_of(own: argparse.Namespace) -> list[Trial]:
+def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     """Every rate with every seed."""
     rates = [f"{rate:.3g}" for rate in rates_of(own.lowest, own.highest, own.per_decade)]
     return [Trial(rate, seed, (f"--learning_rate={rate}",)) for seed in own.seeds for rate in rates]

@@ -124,18 +124,18 @@ def conducted(
     title: str,
     parser: Parser,
     arguments: Sequence[str],
-    trials_of: Callable[[argparse.Namespace], list[Trial]],
+    trials_of: Callable[[argparse.Namespace, Sequence[str]], list[Trial]],
     write: Callable[[Path, dict[str, Any]], None],
 ) -> int:
     """Runs a study from its command line to its pages; the exit status (see ``train.records``).
 
     Args:
-        trials_of: the trials that the flags ask for; may raise UsageError.
+        trials_of: the trials that the study's own flags and those of training ask for; may raise UsageError.
         write: makes the pages in a folder of the figures.
     """
     try:
         own, words = parser.parse_known_args(list(map(argument, arguments)))
-        trials, runs = trials_of(own), Trials(own.output_dir, words)
+        trials, runs = trials_of(own, words), Trials(own.output_dir, words)
         print("\n".join(runs.plan(trials)), flush=True)
         if not own.plan:
             outcomes = [asdict(outcome) for outcome in runs.run(trials)]

@@ -1,0 +1,159 @@
+"""Which global batch? The same number of tokens in batches of several sizes, the learning rate left, √ and linear.
+
+    python scripts/study.py batch_size --config recipes/quickstart.yaml --output_dir runs/batches --sizes 1 2 4 8 16
+
+The recipe's own global batch and learning rate are the reference. A batch twice as large makes half the steps; warm-up
+keeps its share of them. --micro_batch_sizes shows the largest batch as different micro-batch × accumulation: one curve,
+and another peak. Runs are kept, and the same command continues where an earlier one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.benchmarks import building
+from scripts.benchmarks.study.charts import COLOURS, drawn_svg
+from scripts.benchmarks.study.curves import write
+from scripts.benchmarks.study.trials import DONE, Outcome, Trial, conducted, interval, outcomes_of, parser_of, reached
+from train.batching import arithmetic_of
+from train.extras.report.charts import Chart
+from train.figures import count, duration, gib
+from train.records import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from train.config import Config
+
+SCALINGS = ("none", "sqrt", "linear")
+EVALUATIONS = 10  # of each run, at equal shares of its tokens
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the study of the command line and returns the exit status (see ``train.records``)."""
+    parser = parser_of("batch_size", __doc__)
+    parser.add_argument("--sizes", nargs="+", type=int, required=True, metavar="N", help="global batches, in examples")
+    parser.add_argument("--scalings", nargs="+", choices=SCALINGS, default=list(SCALINGS), help="(default: all three)")
+    parser.add_argument(
+        "--micro_batch_sizes", nargs="*", type=int, default=[], metavar="N", help="of the largest batch"
+    )
+    parser.add_argument("--target_loss", type=float, metavar="LOSS", help="also: steps, tokens and time until it")
+    return conducted("Batch size", parser, arguments, trials_of, pages)
+
+
+def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
+    """Every size, scaling and seed; the reference batch needs no scaling.
+
+    Raises:
+        UsageError: the recipe counts epochs, or a size does not divide its examples.
+    """
+    config = building.parsed_config(words)
+    reference, steps = arithmetic_of(config, 1).global_batch_size, config.optimization.max_steps
+    if steps is None:
+        raise UsageError("batch_size: give --max_steps, the steps of the recipe's own batch.")
+    cells: dict[str, tuple[str, ...]] = {}
+    for size in own.sizes:
+        for scaling in own.scalings:
+            if size != reference or scaling == own.scalings[0]:
+                name = str(size) if size == reference else f"{size}, {scaling}"
+                cells[name] = flags_of(config, size, reference * steps, scaling)
+    largest = max(own.sizes)
+    for micro in own.micro_batch_sizes:
+        flags = flags_of(config, largest, reference * steps, own.scalings[0])
+        cells[f"{largest}, {own.scalings[0]}, micro-batch {micro}"] = (*flags, f"--micro_batch_size={micro}")
+    return [Trial(name, seed, flags) for seed in own.seeds for name, flags in cells.items()]
+
+
+def flags_of(config: Config, size: int, examples: int, scaling: str) -> tuple[str, ...]:
+    """What a run of ``examples`` in batches of ``size`` sets."""
+    optim = config.optimization
+    if size < 1 or examples % size:
+        raise UsageError(f"--sizes: {size} does not divide the {examples:,} examples of a run.")
+    steps, own = examples // size, arithmetic_of(config, 1).global_batch_size
+    warmup = [f"--warmup_steps={optim.warmup_steps * own // size}"] if optim.warmup_steps is not None else []
+    return (
+        *warmup,  # a ratio stays one
+        f"--global_batch_size={size}",
+        f"--micro_batch_size={min(size, optim.micro_batch_size) if optim.micro_batch_size != 'auto' else 1}",
+        f"--max_steps={steps}",
+        f"--learning_rate_scaling={scaling}",
+        f"--learning_rate_reference_batch_size={own}",
+        f"--eval_every_steps={max(1, steps // EVALUATIONS)}",
+        f"--log_every_steps={max(1, steps // (3 * EVALUATIONS))}",
+    )
+
+
+def by_variant(found: dict[str, Any]) -> dict[str, list[Outcome]]:
+    """All outcomes of each variant."""
+    outcomes = outcomes_of(found)
+    return {name: [o for o in outcomes if o.variant == name] for name in dict.fromkeys(o.variant for o in outcomes)}
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """The table: a row a variant, and before them the titles."""
+    target = found["flags"]["target_loss"]
+    until = [f"{what} until {target}" if target is not None else "" for what in ("steps", "tokens", "time")]
+    made = [["global batch", "steps", "loss at the end", "peak", "tokens/s", *until, ""]]
+    for name, outcomes in by_variant(found).items():
+        done = [outcome for outcome in outcomes if outcome.status == DONE]
+        note = "; ".join(dict.fromkeys(f"{o.status}: {o.reason}" for o in outcomes if o.status != DONE))
+        if not done:
+            made.append([name, *[""] * 7, note])
+            continue
+        loss, steps = interval([outcome.loss or 0.0 for outcome in done]), int(done[0].evaluations[-1][0])
+        half = f" ± {loss.high - loss.mean:.2g}" if loss.count > 1 else ""
+        peak, speed = (
+            statistics.median(getattr(o, key) or 0 for o in done) for key in ("peak_bytes", "tokens_per_second")
+        )
+        times = [reached(outcome, target) for outcome in done] if target is not None else []
+        texts = ["", "", ""]
+        if times and None not in times:
+            medians = [statistics.median(time[i] for time in times if time is not None) for i in (0, 1)]
+            texts = [f"{steps * medians[0] / done[0].evaluations[-1][1]:.0f}", count(medians[0]), duration(medians[1])]
+        elif times:
+            texts = ["not reached"] * 3
+        made.append([name, str(steps), f"{loss.mean:.4g}{half}", gib(peak), count(speed), *texts, note])
+    return made
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """What the figures say."""
+    done = {name: [o for o in own if o.status == DONE] for name, own in by_variant(found).items()}
+    losses = {name: statistics.fmean(o.loss or 0.0 for o in own) for name, own in done.items() if own}
+    if not losses:
+        return ["No batch trained to the end."]
+    best = min(losses, key=lambda name: losses[name])
+    pairs = {name: _paired(done[name], done[best]) for name in losses if name != best}
+    alike = [name for name, values in pairs.items() if len(values) > 1 and not interval(values).is_shown]
+    said = [f"After the same tokens the loss is lowest with a batch of {best}: {losses[best]:.4g}."]
+    said += [f"No difference is shown to {'; '.join(alike)}."] if alike else []
+    seeds = len({outcome.seed for own in done.values() for outcome in own})
+    few = "One seed cannot tell small differences from chance."
+    return [*said, few if seeds < 2 else f"{seeds} seeds; differences are taken seed by seed, with 95 % intervals."]
+
+
+def _paired(own: Sequence[Outcome], other: Sequence[Outcome]) -> list[float]:
+    base = {outcome.seed: outcome.loss or 0.0 for outcome in other}
+    return [(outcome.loss or 0.0) - base[outcome.seed] for outcome in own if outcome.seed in base]
+
+
+def pages(folder: Path, found: dict[str, Any]) -> None:
+    """Writes the results."""
+    done = {name: [o for o in own if o.status == DONE and o.evaluations] for name, own in by_variant(found).items()}
+    known = {name: own[0] for name, own in done.items() if own}
+
+    def draw(axes: Axes) -> None:
+        for number, (name, outcome) in enumerate(known.items()):
+            _, tokens, _, losses = zip(*outcome.evaluations, strict=True)
+            style = ("-", "--", ":")[number // len(COLOURS) % 3]
+            axes.plot(tokens, losses, style, color=COLOURS[number % len(COLOURS)], label=name, linewidth=1.4)
+        axes.set_xlabel("tokens")
+        axes.xaxis.set_major_formatter(lambda value, _: count(value) if value > 0 else "0")
+
+    caption = "Validation loss of the first seed over the tokens seen."
+    chart = Chart("Loss over tokens", caption, drawn_svg("tokens", caption, draw))
+    write(folder, found, sentences(found), rows(found), [chart] if known else [])
