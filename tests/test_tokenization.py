@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from made_tokenizers import tokenizer_of
 from support import run_for
 from transformers import PreTrainedTokenizerBase
 
+from train import extras
 from train.config import Config
 from train.data import load_tokenizer
 from train.extras.readers import own_tokenizers
 from train.records import Corpus, UserError
+from train.state import examples_digest
 from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
+CHECKED: Any = partial(extras.join().first, "cached")
 UNICODE = [
     "",
     "plain text",
@@ -189,7 +193,7 @@ def stored_corpus(folder: Path) -> Corpus:
 def tokenized(folder: Path, spec: str = "bytes", cls: type[Counting] = Counting, **data: Any) -> tuple[Any, int]:
     """Rows of the training split, and how many documents were encoded for it and for validation."""
     task = cls(configured(**data))
-    examples = tokenize(stored_corpus(folder), task, tokenizer_of(spec, ["train document validation"]))
+    examples = tokenize(stored_corpus(folder), task, tokenizer_of(spec, ["train document validation"]), CHECKED)
     assert isinstance(examples.train, datasets.Dataset)
     return examples.train.to_list(), task.encoded
 
@@ -222,6 +226,66 @@ def test_what_changes_the_examples_is_tokenised_again(change: dict[str, Any], tm
     other, encoded = tokenized(tmp_path, **change)
     assert encoded == 12 and other != rows
     assert tokenized(tmp_path) == (rows, 0)
+
+
+def altered(content: bytes) -> bytes:
+    """With 200 bytes in the middle that are others."""
+    middle = len(content) // 2
+    return (
+        content[: middle - 100]
+        + bytes(255 - byte for byte in content[middle - 100 : middle + 100])
+        + content[middle + 100 :]
+    )
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "altered": altered,
+    "truncated": lambda content: content[: len(content) // 3],
+    "emptied": lambda content: b"",
+    "longer": lambda content: content + content[:100],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_made_again_and_said(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows, _ = tokenized(tmp_path)
+    [cache] = (tmp_path / "train").glob("examples-*.arrow")
+    cache.write_bytes(DAMAGE[damage](cache.read_bytes()))
+    assert tokenized(tmp_path) == (rows, 10)
+    assert [record.message for record in caplog.records] == [
+        f"cached data was damaged and is made again: {cache.with_suffix('')}"
+    ]
+    assert tokenized(tmp_path) == (rows, 0)
+
+
+def test_a_cache_without_digests_is_made_again(tmp_path: Path) -> None:
+    """Of a run that was killed before it had written them, and whose files may not all be on the disk."""
+    rows, _ = tokenized(tmp_path)
+    [digests] = (tmp_path / "train").glob("examples-*.digests")
+    digests.unlink()
+    assert tokenized(tmp_path) == (rows, 10)
+
+
+def test_one_of_several_files_that_is_damaged_or_missing(tmp_path: Path) -> None:
+    rows, _ = tokenized(tmp_path, preprocessing_num_workers=2)
+    for change in (lambda file: file.write_bytes(altered(file.read_bytes())), Path.unlink):
+        files = sorted((tmp_path / "train").glob("examples-*.arrow"))
+        assert len(files) == 2
+        change(files[1])
+        assert tokenized(tmp_path, preprocessing_num_workers=2)[0] == rows
+
+
+def test_a_kept_digest_of_examples_goes_with_its_damaged_cache(tmp_path: Path) -> None:
+    def digest() -> str:
+        task = causal_lm.Task(configured())
+        return examples_digest(tokenize(stored_corpus(tmp_path), task, tokenizer_of("bytes"), CHECKED).train)
+
+    known = digest()
+    [cache] = (tmp_path / "train").glob("examples-*.arrow")
+    [kept] = (tmp_path / "train").glob("examples-*.sha256")
+    cache.write_bytes(altered(cache.read_bytes()))
+    kept.write_text("0123456789abcdef")
+    assert digest() == known
 
 
 def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -243,11 +243,12 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
     return found if isinstance(found, int) else 0
 
 
-def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
-    """All splits of ``corpus`` as examples of ``task``, cached.
+def tokenize(
+    corpus: Corpus, task: Task, tokenizer: Tokenizer, cached: Callable[..., Dataset] = lambda _, make: make()
+) -> Examples:
+    """All splits of ``corpus`` as examples of ``task``; raises UserError for a split without one.
 
-    Raises:
-        UserError: a split has no example, or a label that the training split lacks.
+    ``cached`` gives what its second argument makes, and keeps in files whose names begin with the first.
     """
     label_names = task.label_names(corpus)
     encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
@@ -267,16 +268,17 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
         workers = task.data.preprocessing_num_workers or min(os.cpu_count() or 1, useful)
-        splits[name] = documents.map(
-            encode,
-            batched=True,
-            batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
-            remove_columns=documents.column_names,
-            num_proc=workers if workers > 1 else None,
-            # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
-            new_fingerprint=hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32],
-            desc=f"Tokenising {name}",
-        )
+        size = min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE)
+        # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
+        known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
+        make = partial(documents.map, encode, batched=True, batch_size=size, remove_columns=documents.column_names)
+        processes = workers if workers > 1 else None
+        make = partial(make, num_proc=processes, new_fingerprint=known, desc=f"Tokenising {name}")
+        if files := documents.cache_files:
+            cache = Path(files[0]["filename"]).with_name(f"examples-{known}")
+            splits[name] = cached(cache, partial(make, cache_file_name=f"{cache}.arrow"))
+        else:
+            splits[name] = make()
         if len(splits[name]) == 0:
             raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     examples = Examples(**splits, label_names=label_names)
@@ -318,10 +320,8 @@ def small_copy(model: nn.Module) -> Iterator[nn.Module]:
     """An architecture to try: few narrow layers, short windows, on the CPU, in fp32, in evaluation mode.
 
     Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
-    not one of transformers is copied as it is, with such weights. Leaves the context of a prediction meanwhile.
-
-    Raises:
-        ValueError: it has too many parameters and cannot be made smaller.
+    not one of transformers is copied as it is, with such weights; ValueError if it has too many parameters for that.
+    Leaves the context of a prediction meanwhile.
     """
     with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # not those of devices, which are not restored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import config
 
-from train.extras.readers import Source, readers, rows, tables
+from train.extras.cache import ROWS_IN_MEMORY
+from train.extras.readers import Source, readers, tables
 from train.extras.readers.corpus import load_corpus
 from train.records import UsageError, UserError
 
@@ -223,7 +226,7 @@ def test_lines_that_a_csv_record_takes_with_it_are_named(tmp_path: Path) -> None
 
 
 def test_parquet_in_batches(tmp_path: Path) -> None:
-    count = rows.ROWS_IN_MEMORY * 2 + 5
+    count = ROWS_IN_MEMORY * 2 + 5
     table = pa.table(
         {"text": [f"t{i}" for i in range(count)], "label": [i // 2 for i in range(count)], "other": [0.5] * count}
     )
@@ -700,6 +703,57 @@ def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
 
 
 # Streaming
+
+
+def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_again(jsonl: Write) -> None:
+    path = jsonl({"text": "old 1"}, {"text": "old 2"})
+    times = (stat := Path(path).stat()).st_atime_ns, stat.st_mtime_ns
+    assert texts(load(path)) == {"old 1", "old 2"}
+    jsonl({"text": "new 1"}, {"text": "new 2"})
+    os.utime(path, ns=times)
+    assert texts(load(path)) == {"new 1", "new 2"}
+
+
+def test_a_cache_that_cannot_be_written_names_what_to_set(
+    jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", Path("/proc/cache"))  # which not even root can make
+    found = message(jsonl({"text": "a"}, {"text": "b"}))
+    assert found.startswith("/proc/cache/generator: data cannot be cached there: ")
+    assert "HF_DATASETS_CACHE" in found
+
+
+def altered(file: Path) -> None:
+    """Another word in the text of an Arrow file, which stays a whole one."""
+    file.write_bytes(file.read_bytes().replace(b"document", b"DOCUMENT"))
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize(
+    "damage", [altered, truncated, Path.unlink, lambda file: (file.parent / "dataset_info.json").write_text("{")]
+)
+@pytest.mark.parametrize("kind", ["records", "one text"])
+def test_cached_rows_that_are_damaged_are_read_again(jsonl: Write, tmp_path: Path, damage: Any, kind: str) -> None:
+    cache = Path(config.HF_DATASETS_CACHE)
+    if kind == "one text":
+        (tmp_path / "t.txt").write_text("document\n" * 2000)
+        path = str(tmp_path / "t.txt")
+    else:
+        path = jsonl(*({"text": f"document {i}"} for i in range(50)))
+
+    def found() -> list[list[str]]:
+        corpus = load(path)
+        return [corpus.train["text"][:], corpus.validation["text"][:]]
+
+    known = found()
+    files = list(cache.rglob("generator-*.arrow"))
+    assert len(files) == (2 if kind == "one text" else 1)
+    for file in files:
+        damage(file)
+        assert found() == known
 
 
 def test_a_stream_holds_out_its_head(jsonl: Write) -> None:

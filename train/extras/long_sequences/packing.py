@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from train.data import PreparedData
+from train.extras.cache import generated
 from train.extras.long_sequences.documents import Documents
 from train.records import IGNORE, MicroBatch, UserError, column
 
@@ -114,14 +115,8 @@ def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
     features = {
         name: feature if name in SUMMED else datasets.Sequence(feature) for name, feature in examples.features.items()
     }
-    packed = datasets.Dataset.from_generator(
-        _rows,
-        features=datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))}),
-        gen_kwargs={"examples": examples, "room": room},
-        fingerprint=fingerprint,
-    )
-    assert isinstance(packed, datasets.Dataset)
-    return packed
+    columns = datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))})
+    return generated(_rows, columns, fingerprint, examples=examples, room=room)
 
 
 def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:

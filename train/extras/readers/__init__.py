@@ -11,6 +11,11 @@ from train.extras import Extra
 from train.records import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from datasets import Dataset
+
     from train.config import Config
     from train.data import PreparedData
     from train.launch import Launch
@@ -83,6 +88,11 @@ class Room(Extra):
         from train.extras.readers.own_tokenizers import tokenizer_for
 
         return tokenizer_for(run, spec, corpus)
+
+    def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset:
+        from train.extras.cache import intact
+
+        return intact(cache, ("*.arrow",), make)
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         if not run.config.of(Options).streaming:

@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from train.extras.readers.rows import ROWS_IN_MEMORY, Problem, row
+from train.extras.cache import ROWS_IN_MEMORY
+from train.extras.readers.rows import Problem, row
 from train.records import UserError
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -29,19 +30,15 @@ _BAD_BYTE = re.compile("[\udc80-\udcff]")
 LONGEST_TEXT_BYTES = 2**31 - 1
 _TOO_LONG = Problem("larger than 2 GiB", "cut it with --sample_by paragraph or line")
 
-FileKey = tuple[str, str, int, int]
-"""Name to show, absolute path, bytes and time of the last change (ns): changes whenever the file does."""
+File = tuple[str, str]
+"""Name to show and absolute path."""
 
 Found = Iterator[tuple[int | str | None, Any]]
 
 
-def file_key(path: Path, shown: str | None = None) -> FileKey:
-    """The identity of a file's present content; raises UserError where it is missing or access is denied."""
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}.") from None
-    return shown or str(path), str(path.resolve()), stat.st_size, stat.st_mtime_ns
+def named(path: Path, shown: str | None = None) -> File:
+    """A file by its own name, unless another is to be ``shown``."""
+    return shown or str(path), str(path.resolve())
 
 
 def has_records(path: str | Path) -> bool:
@@ -50,11 +47,11 @@ def has_records(path: str | Path) -> bool:
 
 
 def file_rows(
-    files: Sequence[FileKey], text_column: str, label_column: str | None, how: tuple[str, str, str], version: int
+    files: Sequence[File], text_column: str, label_column: str | None, how: tuple[str, str, str]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of files; ``how``: sample_by, encoding and quoting; ``version`` only tells cache entries apart."""
+    """The rows of files; ``how``: sample_by, encoding and quoting."""
     columns = [column for column in (text_column, label_column) if column is not None]
-    for shown, path, *_ in files:
+    for shown, path in files:
         if has_records(path):
             found, names = read_records(Path(path), columns, *how[1:]), (text_column, label_column)
         else:

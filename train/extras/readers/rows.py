@@ -11,12 +11,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
 
+from train.extras.cache import file_digest, generated
 from train.extras.readers import Source
 from train.records import UserError
 
@@ -25,7 +28,6 @@ NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those
 ADVICE = {"without": NAME_COLUMNS, "not UTF-8": "Name its encoding, such as --encoding cp1252."}
 ADVICE |= {"not CSV": "Give --quoting none where quotes are only characters."}
 FORMAT = 5  # part of every cache key: raise it when a reader or a check gives other rows
-ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 logger = logging.getLogger(__name__)
 
@@ -106,26 +108,27 @@ def documents(
 
     Args:
         what: how to call these rows in a message, such as "train.jsonl" or "the validation split of data/".
-        key: arguments of ``generator``, to which the columns and the format of rows are added.
+        key: arguments of ``generator``, to which the columns are added.
 
     Raises:
         UserError: a bad record under ``on_bad_record: error``, a column that no record has, or nothing left.
     """
     label_column = data.label_column if data.labelled else None
-    key |= {"text_column": data.text_column, "label_column": label_column, "version": FORMAT}
+    key |= {"text_column": data.text_column, "label_column": label_column}
     if streams:
         return _stream(generator, key, data, what)
     return _settle(cached(generator, features(), **key), data, what)
 
 
 def cached(generator: Callable[..., Iterator[Any]], columns: Features, **key: Any) -> Dataset:
-    """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when they were built before.
+    """The rows of ``generator(**key)``, from the cache where its arguments and the content of ``files`` are known.
 
-    ``key`` holds no list: datasets would split it into shards. Raises the UserError that the generator raised, or one
-    for a file that cannot be read or written.
+    Raises the UserError that the generator raised, or one for a file that cannot be read or written.
     """
     try:
-        return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
+        contents = [file_digest(Path(path)) for _, path in key.get("files", ())]
+        fingerprint = Hasher.hash([generator.__qualname__, key, contents, FORMAT])
+        return generated(generator, columns, fingerprint, **key)
     except ValueError:
         # The library raises this for an empty dataset.
         if next(iter(generator(**key)), None) is not None:
