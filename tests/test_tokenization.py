@@ -36,6 +36,24 @@ UNICODE = [
 ]
 
 
+def altered(content: bytes) -> bytes:
+    """With 200 bytes in the middle that are others."""
+    middle = len(content) // 2
+    return (
+        content[: middle - 100]
+        + bytes(255 - byte for byte in content[middle - 100 : middle + 100])
+        + content[middle + 100 :]
+    )
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "altered": altered,
+    "truncated": lambda content: content[: len(content) // 3],
+    "emptied": lambda content: b"",
+    "longer": lambda content: content + content[:100],
+}
+
+
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
 
@@ -107,6 +125,41 @@ def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
     assert len(again) == len(first) and tokenizer_digest(again) == tokenizer_digest(first)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id", "unk_token_id"):
         assert getattr(again, name) == getattr(first, name), name
+
+
+@pytest.mark.parametrize("damage", ["altered", "truncated", "emptied"])
+@pytest.mark.parametrize("spec", ["words", "train:300"])
+def test_a_kept_tokenizer_that_is_damaged_is_trained_again(damage: str, spec: str, tmp_path: Path) -> None:
+    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
+    corpus, config = Corpus("roses", documents, documents), Config().changed(output_dir=str(tmp_path))
+
+    def digest() -> tuple[str, list[str]]:
+        run = run_for(config)
+        return tokenizer_digest(own_tokenizers.tokenizer_for(run, spec, corpus)), run.outputs.notes
+
+    known, _ = digest()
+    [kept] = tmp_path.iterdir()
+    kept.write_bytes(DAMAGE[damage](kept.read_bytes()))
+    assert digest() == (known, [f"{kept} was damaged: the tokenizer is trained again"])
+    assert digest() == (known, [])
+
+
+def test_a_kept_tokenizer_is_written_in_one_move_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
+    run = run_for(Config().changed(output_dir=str(tmp_path)))
+    moved: list[str] = []
+    move = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, to: moved.append(to.name) or move(path, to))
+    for _ in range(3):
+        own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", documents, documents))
+    assert moved == [path.name for path in tmp_path.iterdir()] and len(moved) == 1
+
+
+def test_bytes_are_looked_up_as_the_tokenizer_itself_gives_them() -> None:
+    tokenizer, task = tokenizer_of("bytes"), causal_lm.Task(configured())
+    marks = ["<|end|>", "a<|mask|>b<|pad|><|end|", "<|<|end|>|>"]
+    texts = [*UNICODE, *marks, "".join(map(chr, range(0x800))) * 3]
+    assert list(task.token_ids(texts, tokenizer)) == [ids_of(tokenizer, text) for text in texts]
 
 
 def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
@@ -226,24 +279,6 @@ def test_what_changes_the_examples_is_tokenised_again(change: dict[str, Any], tm
     other, encoded = tokenized(tmp_path, **change)
     assert encoded == 12 and other != rows
     assert tokenized(tmp_path) == (rows, 0)
-
-
-def altered(content: bytes) -> bytes:
-    """With 200 bytes in the middle that are others."""
-    middle = len(content) // 2
-    return (
-        content[: middle - 100]
-        + bytes(255 - byte for byte in content[middle - 100 : middle + 100])
-        + content[middle + 100 :]
-    )
-
-
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "altered": altered,
-    "truncated": lambda content: content[: len(content) // 3],
-    "emptied": lambda content: b"",
-    "longer": lambda content: content + content[:100],
-}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
