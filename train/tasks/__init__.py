@@ -249,10 +249,7 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 def tokenize(
     corpus: Corpus, task: Task, tokenizer: Tokenizer, cached: Callable[..., Dataset] = lambda _, make: make()
 ) -> Examples:
-    """All splits of ``corpus`` as examples of ``task``; raises UserError for a split without one.
-
-    ``cached`` gives what its second argument makes, and keeps in files whose names begin with the first.
-    """
+    """All splits of ``corpus`` as examples, ``cached`` (by the files' name, and what makes them); UserError for none."""
     label_names = task.label_names(corpus)
     encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
@@ -274,10 +271,9 @@ def tokenize(
         size = min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE)
         # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
         known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
-        make = partial(documents.map, encode, batched=True, batch_size=size, remove_columns=documents.column_names)
-        make = partial(
-            make, num_proc=workers if workers > 1 else None, new_fingerprint=known, desc=f"Tokenising {name}"
-        )
+        options = {"num_proc": workers if workers > 1 else None, "new_fingerprint": known, "desc": f"Tokenising {name}"}
+        options |= {"batched": True, "batch_size": size, "remove_columns": documents.column_names}
+        make = partial(documents.map, encode, **options)
         if files := documents.cache_files:
             cache = Path(files[0]["filename"]).with_name(f"examples-{known}")
             splits[name] = cached(cache, partial(make, cache_file_name=f"{cache}.arrow"))
