@@ -249,7 +249,7 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 def tokenize(
     corpus: Corpus, task: Task, tokenizer: Tokenizer, cached: Callable[..., Dataset] = lambda _, make: make()
 ) -> Examples:
-    """All splits of ``corpus`` as examples, ``cached`` (by the files' name, and what makes them); UserError for none."""
+    """All splits of ``corpus`` as examples; UserError for an empty one. ``cached`` gets names, and what makes files."""
     label_names = task.label_names(corpus)
     encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]

@@ -24,6 +24,7 @@ from train.extras.long_sequences.documents import Documents
 from train.records import IGNORE, MicroBatch, UserError, column
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
+PACKED_AT_ONCE = 200  # of a stream: a run that resumes tokenises up to as many once more
 LAYOUT = "1"  # change it when rows look different, so that rows cached before are not reused
 
 
@@ -127,13 +128,15 @@ def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:
 
 
 def pack_stream(examples: datasets.IterableDataset, room: int) -> datasets.IterableDataset:
-    """Rows of at most ``room`` tokens :func:`in_order`."""
-    return datasets.IterableDataset.from_generator(_stream_of_rows, gen_kwargs={"examples": examples, "room": room})
+    """Rows of at most ``room`` tokens :func:`in_order`, of ``PACKED_AT_ONCE`` examples at a time."""
+    options: Any = {"batched": True, "batch_size": PACKED_AT_ONCE, "with_indices": True}
+    return examples.map(partial(_rows_in_order, room=room), **options)
 
 
-def _stream_of_rows(examples: datasets.IterableDataset, room: int) -> Iterator[dict[str, Any]]:
-    numbered = ({**example, "id": number} for number, example in enumerate(examples))
-    yield from map(joined, in_order(numbered, room))
+def _rows_in_order(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int], room: int) -> dict[str, list[Any]]:
+    examples = [{**{name: batch[name][i] for name in batch}, "id": number} for i, number in enumerate(numbers)]
+    rows = [joined(members) for members in in_order(examples, room)]
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 # From rows to a batch

@@ -99,5 +99,6 @@ class Room(Extra):
             return data
         from train.extras.readers.stream import StreamBatches
 
-        order = partial(StreamBatches, buffer_size=run.config.of(Options).shuffle_buffer_size)
+        positions, size = run.outputs.folder / "stream.jsonl", run.config.of(Options).shuffle_buffer_size
+        order = partial(StreamBatches, buffer_size=size, positions=positions)
         return replace(data, order=order)

@@ -171,18 +171,28 @@ def _settle(rows: Dataset, data: Source, what: str) -> Dataset:
 
 
 def _stream(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source, what: str) -> IterableDataset:
-    options = {"generator": generator, "key": key, "data": data}
+    """What is read one after another are shards: a run that resumes reads those before its own no more."""
+    shards: list[dict[str, Any]] = [{"files": (file,)} for file in key["files"]]
+    if (count := getattr(key.get("table"), "num_shards", 1)) > 1:
+        shards = [{"table": key["table"].shard(count, i), "shown": f"{what}:{i}"} for i in range(count)]
+    options = {"shards": shards or [{}], "generator": generator, "key": key, "data": data}
     first = next(_good(**options), None)
     if first is None:
         raise UserError(f"{what}: no document to learn from; --text_column and --label_column name what to read.")
     columns = Features({name: Value("int64" if isinstance(value, int) else "string") for name, value in first.items()})
+    options["label"] = "label_number" if isinstance(first.get("label"), int) else "label"
     return IterableDataset.from_generator(_good, features=columns, gen_kwargs=options)
 
 
-def _good(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source) -> Iterator[dict[str, Any]]:
-    """The documents among the rows of ``generator(**key)``; labels are all text or all numbers, as the first is."""
-    label = None
-    for found in generator(**key):
+def _good(
+    shards: Sequence[dict[str, Any]],
+    generator: Callable[..., Iterator[Any]],
+    key: dict[str, Any],
+    data: Source,
+    label: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The documents among the rows of ``generator``; labels are all text or all numbers, as ``label`` or the first."""
+    for found in (row for shard in shards for row in generator(**{**key, **shard})):
         own = "label" if found["label_number"] is None else "label_number"
         if found["problem"] is None and own != (label := label or own):
             found |= {"problem": "labels are text in some records and numbers in others", "detail": None}
