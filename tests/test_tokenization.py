@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +20,8 @@ from train import extras
 from train.config import Config
 from train.data import load_tokenizer
 from train.extras.readers import own_tokenizers
-from train.records import Corpus, UserError
+from train.launch import Launch
+from train.records import Corpus, StopRequest, UserError
 from train.state import examples_digest
 from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
@@ -162,6 +165,19 @@ def test_bytes_are_looked_up_as_the_tokenizer_itself_gives_them() -> None:
     assert list(task.token_ids(texts, tokenizer)) == [ids_of(tokenizer, text) for text in texts]
 
 
+def test_unknown_tokens_are_told_and_many_are_warned_of() -> None:
+    def notes(train: str, validation: str, spec: str = "words") -> tuple[str, ...]:
+        first, second = (datasets.Dataset.from_dict({"text": [text] * 3}) for text in (train, validation))
+        tokenizer = tokenizer_of(spec, ["a rose is a rose is a rose is a rose"])
+        examples = tokenize(Corpus("roses", first, second), causal_lm.Task(configured()), tokenizer)
+        return own_tokenizers.unknown_share(examples, tokenizer).notes
+
+    assert notes("a rose is", "is a") == ("unknown tokens: 0.0% of training, 0.0% of validation",)
+    [note] = notes("a rose is", "a tulip is")
+    assert note.startswith("unknown tokens: 0.0% of training, 20.0% of validation. WARNING")  # two marks, three words
+    assert notes("漢字", "漢字", "train:300") == ()
+
+
 def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
     first = tokenizer_of("train:300", ["a rose is a rose"])
     first.save_pretrained(tmp_path)
@@ -173,6 +189,45 @@ def test_tokenizer_that_is_nowhere_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(UserError, match=f"tokenizer '{name}' cannot be loaded") as caught:
         load_tokenizer(name)
     assert "\n" not in str(caught.value) and "train:8192" in str(caught.value)
+
+
+def test_a_path_in_a_folder_that_is_there_is_not_asked_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(UserError, match="tokenizer 'out/final': no such folder"):
+        load_tokenizer("out/final")
+
+
+@pytest.mark.parametrize(
+    ("values", "offline"),
+    [
+        ({"model": "user/name", "model_config": None}, True),
+        ({"dataset": "user/name"}, True),
+        ({"tokenizer": "gpt2"}, True),
+        ({"dataset": "stdlib", "tokenizer": "bytes"}, False),
+        ({"dataset": "my_data.py:documents", "tokenizer": "train:300", "model": "nets:build"}, False),
+    ],
+)
+def test_where_the_hub_has_no_address_a_run_works_offline(
+    values: dict[str, Any], offline: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown(*_: Any) -> None:
+        if not offline:
+            pytest.fail("asked")
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("train.extras.readers.getproxies", dict)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with extras.join().inside("open", Config().changed(**values), Launch(), StopRequest()):
+        assert (os.environ.get("HF_HUB_OFFLINE") == "1") == offline
+    assert [r.message for r in caplog.records] == [
+        "huggingface.co has no address here: only what is cached of the Hub can be used"
+    ] * offline
 
 
 def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

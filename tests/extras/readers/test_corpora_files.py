@@ -134,6 +134,12 @@ def test_another_encoding_is_read_when_it_is_named(tmp_path: Path, encoding: str
         assert "not UTF-8" in message(tmp_path / name) and "--encoding cp1252" in message(tmp_path / name)
 
 
+@pytest.mark.parametrize(("encoding", "bad"), [("utf-8", b"\xff"), ("euc_kr", b"\xff"), ("shift_jis", b"\xfd")])
+def test_an_undecodable_csv_names_the_encoding_that_was_given(tmp_path: Path, encoding: str, bad: bytes) -> None:
+    (tmp_path / "d.csv").write_bytes(b"text\na\n" + bad + b"\n")
+    assert f"not {encoding.upper()} (byte 0x{bad.hex()})" in message(tmp_path / "d.csv", encoding=encoding)
+
+
 def test_quotes_that_are_only_characters_are_read_when_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "glue.tsv").write_text('text\tlabel\n"a said\t1\nb "c"\t0\n"d"\t1\ne"\t0\n')
     assert "--quoting none" in message(tmp_path / "glue.tsv", labelled=True)
@@ -469,7 +475,7 @@ def test_a_folder_of_text_in_sorted_order(tmp_path: Path) -> None:
         "c.py",
     }
     assert corpus.train["source"][:] == sorted(corpus.train["source"][:])
-    assert corpus.notes[0] == f"{tmp_path}: ignored 1 other files, read 4"
+    assert corpus.notes[0] == f"{tmp_path}: ignored 1 other file, read 4"
 
 
 def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> None:
@@ -478,7 +484,7 @@ def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> N
     (tmp_path / "in" / "e.csv").write_text("text\nc\n")
     corpus = load(tmp_path / "in")
     assert texts(corpus) == {"a", "b", "c"}
-    assert corpus.notes[0] == f"{tmp_path / 'in'}: ignored 1 other files, read 2"
+    assert corpus.notes[0] == f"{tmp_path / 'in'}: ignored 1 other file, read 2"
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])
@@ -493,7 +499,7 @@ def test_names_at_the_top_are_splits(jsonl: Write, tmp_path: Path, validation: s
         [validation],
         ["test"],
     ]
-    assert corpus.notes == (f"{tmp_path / 'in'}: ignored 1 other files, read 3",)
+    assert corpus.notes == (f"{tmp_path / 'in'}: ignored 1 other file, read 3",)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +573,18 @@ def test_links_that_leave_the_folder_are_not_followed(jsonl: Write, tmp_path: Pa
     (tmp_path / "in" / "links").symlink_to(Path(secret).parent)
     corpus = load(tmp_path / "in")
     assert texts(corpus) == {"a", "b"}
-    assert "2 links lead out of the folder" in corpus.notes[0]
+    assert "did not follow 2 links out of the folder" in corpus.notes[0]
+
+
+def test_file_names_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
+    for name in ("a\nerror: b\x1b[31m.jsonl", "c.jsonl", "d.txt"):
+        (tmp_path / name).write_text('{"text": "x"}\n{\n')
+    corpus = load(tmp_path, on_bad_record="skip")
+    named = [*corpus.notes, *(d["source"] for split in (corpus.train, corpus.validation) for d in split)]
+    assert not {"\n", "\x1b"} & set("".join(named))
+    assert any("a\\nerror: b\\x1b[31m.jsonl" in text for text in named)
+    assert f"{tmp_path}: ignored 1 other file, read 2" in corpus.notes
+    assert "\x1b" not in message(tmp_path)
 
 
 def test_a_folder_with_nothing_to_read(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from train.data import PreparedData
 from train.extras.cache import generated
 from train.extras.long_sequences.documents import Documents
+from train.figures import several
 from train.records import IGNORE, MicroBatch, UserError, column
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
@@ -37,8 +38,8 @@ def packed(data: PreparedData, max_length: int) -> PreparedData:
         if isinstance(split, datasets.Dataset):
             rows = splits[name] = pack_split(split, max_length)
             empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
-            size = f"{len(rows):,} rows of {max_length:,} tokens"
-            notes.append(f"packing: {len(split):,} {name} examples in {size}, {empty:.1%} empty")
+            size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
+            notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
         elif split is not None:
             splits[name] = pack_stream(split, max_length)
             notes.append(f"packing: the {name} stream in rows of up to {max_length:,} tokens, in its order")

@@ -17,6 +17,7 @@ import numpy as np
 
 from train.extras.readers import Source, readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, File
+from train.figures import several
 from train.records import Corpus, UsageError, UserError
 
 RECIPES = ("listops", "stdlib_packages")  # datasets that functions in recipes/ generate
@@ -133,13 +134,13 @@ def _find(path: Path, data: Source) -> dict[str | None, tuple[File, ...]]:
     records = [file for file in files if readers.has_records(file)]
     chosen = records or [file for file in files if file.suffix.lower() in TEXT_SUFFIXES]
     if not chosen:
-        links = f" {outside} links lead out of the folder and are not followed." if outside else ""
+        links = f" Did not follow {several(outside, 'link')} out of the folder." if outside else ""
         raise UserError(f"{path}: no file in it ends in one of {' '.join(SUFFIXES)}.{links}")
     splits = _by_split(path, chosen, bool(records))
     if (used := sum(map(len, splits.values()))) < len(files):
-        data.notes.append(f"{path}: ignored {len(files) - used} other files, read {used}")
+        data.notes.append(f"{path}: ignored {several(len(files) - used, 'other file')}, read {used}")
     if outside:
-        data.notes.append(f"{path}: {outside} links lead out of the folder and were not followed")
+        data.notes.append(f"{path}: did not follow {several(outside, 'link')} out of the folder")
     return {name: tuple(map(readers.named, members)) for name, members in splits.items()}
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from train.figures import write_whole
-from train.records import Corpus, Run
+from train.records import Corpus, Examples, Run
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
 MARKS = (END, PAD, MASK)
@@ -21,6 +23,7 @@ _MARKS = re.compile(f"({'|'.join(map(re.escape, MARKS))})")
 # Byte-level pieces are characters in the order of Unicode: printable bytes come first, the others follow.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _IDS = len(MARKS) + np.argsort([*_PRINTABLE, *(byte for byte in range(256) if byte not in _PRINTABLE)])
+MOST_UNKNOWN = 0.05
 TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces settles long before this
 
 
@@ -81,6 +84,20 @@ def ids_of_bytes(text: str) -> list[int]:
     for part in _MARKS.split(text):
         ids += [MARKS.index(part)] if part in MARKS else _IDS[np.frombuffer(part.encode(), np.uint8)].tolist()
     return ids
+
+
+def unknown_share(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> Examples:
+    """``examples`` with a note on how many of their tokens are unknown, by a thousand examples of each split."""
+    shares, unknown = {}, tokenizer.unk_token_id
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)  # GPT-2's unknown is its end
+    for name, split in (("training", examples.train), ("validation", examples.validation)):
+        if isinstance(split, Dataset) and "tokens" in split.column_names and unknown not in (None, *marks):
+            some = split.select(range(0, len(split), len(split) // 1000 + 1)).with_format("numpy")
+            shares[name] = float(np.mean(np.concatenate(some["tokens"][:]) == unknown))
+    note = f"unknown tokens: {', '.join(f'{share:.1%} of {name}' for name, share in shares.items())}"
+    if max(shares.values(), default=0) > MOST_UNKNOWN:
+        note += ". WARNING: what is unknown cannot be learned. Take another tokenizer, such as bytes or train:8192"
+    return replace(examples, notes=(*examples.notes, note)) if shares else examples
 
 
 def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from train.extras.cache import ROWS_IN_MEMORY
 from train.extras.readers.rows import Problem, row
+from train.figures import without_secrets
 from train.records import UserError
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -37,8 +38,8 @@ Found = Iterator[tuple[int | str | None, Any]]
 
 
 def named(path: Path, shown: str | None = None) -> File:
-    """A file by its own name, unless another is to be ``shown``."""
-    return shown or str(path), str(path.resolve())
+    """A file by its own name, unless another is to be ``shown``: in one line."""
+    return without_secrets(shown or str(path)).replace("\n", "\\n"), str(path.resolve())
 
 
 def has_records(path: str | Path) -> bool:
@@ -209,17 +210,17 @@ def _read_csv(path: Path, encoding: str, dialect: Mapping[str, Any]) -> Found:
             if header is None and fields:
                 header = _check_names(path, fields)
             elif fields and header is not None:
-                record = _csv_record(header, fields)
+                record = _csv_record(header, fields, encoding)
                 is_long = isinstance(record, Problem) and len(taken) > 1
                 yield (f"{first}-{first + len(taken) - 1}" if is_long else first), record
             first += len(taken)
 
 
-def _csv_record(header: Sequence[str], fields: Sequence[str]) -> Mapping[str, str] | Problem:
+def _csv_record(header: Sequence[str], fields: Sequence[str], encoding: str) -> Mapping[str, str] | Problem:
     if len(fields) != len(header):
         return Problem("wrong number of fields", f"{len(fields)}, the header has {len(header)}")
     if bad := next(filter(None, map(_BAD_BYTE.search, fields)), None):
-        return Problem("not UTF-8", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
+        return Problem(f"not {encoding.upper()}", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
     return dict(zip(header, fields, strict=True))
 
 

@@ -21,6 +21,7 @@ from datasets.fingerprint import Hasher
 
 from train.extras.cache import file_digest, generated
 from train.extras.readers import Source
+from train.figures import several
 from train.records import UserError
 
 EMPTY = "empty document"
@@ -222,7 +223,7 @@ def _notes(problems: list[dict[str, Any]]) -> list[str]:
     for problem in problems:
         sources[problem["file"]][problem["problem"]].append(problem["source"])
     return [
-        f"skipped {(total := sum(map(len, reasons.values())))} record{'s' if total > 1 else ''} of {file}: "
+        f"skipped {several(sum(map(len, reasons.values())), 'record')} of {file}: "
         + ", ".join(f"{len(where)} {reason} ({some(where)})" for reason, where in reasons.items())
         for file, reasons in sources.items()
     ]
@@ -230,4 +231,4 @@ def _notes(problems: list[dict[str, Any]]) -> list[str]:
 
 def some(names: Sequence[str]) -> str:
     """The first three of ``names``, for a message."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(names[:3]).replace("\n", "\\n") + (", ..." if len(names) > 3 else "")
