@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import xxhash
-from datasets import config
+from datasets import Dataset, Features, config
+from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
+from tqdm import tqdm
 
 from train.figures import write_whole
 from train.records import UserError
@@ -21,28 +20,33 @@ ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of
 logger = logging.getLogger(__name__)
 
 
-def generated(
-    generator: Callable[..., Iterator[Any]], features: datasets.Features, fingerprint: str, **key: Any
-) -> datasets.Dataset:
-    """The rows of ``generator(**key)``, :func:`intact` from the cache; an equal ``fingerprint`` stands for equal rows.
+def generated(generator: Callable[..., Iterator[Any]], features: Features, fingerprint: str, **key: Any) -> Dataset:
+    """The rows of ``generator(**key)``, :func:`intact` from the cache; equal ``fingerprint``, equal rows."""
+    cache = Path(config.HF_DATASETS_CACHE, f"rows-{fingerprint}")
+    path = f"{cache}.arrow"
 
-    ``key`` holds no list: datasets would divide it among calls.
-    """
-    options: Any = {"features": features, "gen_kwargs": key, "writer_batch_size": ROWS_IN_MEMORY}
-    make: Any = partial(datasets.Dataset.from_generator, generator, fingerprint=fingerprint, **options)
-    cache = Path(config.HF_DATASETS_CACHE, "generator", f"default-fingerprint={fingerprint}")
-    return intact(cache, ("/*/generator-*.arrow", "/*/dataset_info.json"), make)
+    def make() -> Dataset:
+        if not Path(path).exists():
+            with ArrowWriter(features=features, path=path, writer_batch_size=ROWS_IN_MEMORY) as writer:
+                for row in tqdm(generator(**key), desc="Reading", unit=" rows"):
+                    writer.write(row)
+                writer.finalize()
+        found = Dataset.from_file(path)
+        found._fingerprint = fingerprint
+        return found
+
+    return intact(cache, make)
 
 
-def intact(cache: Path, patterns: Sequence[str], make: Callable[[], datasets.Dataset]) -> datasets.Dataset:
-    """What ``make`` loads from files whose names are ``cache`` and a pattern, or makes where they are not there.
+def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:
+    """What ``make`` loads from Arrow files whose names begin with ``cache``, or makes where there are none.
 
     Files that differ from the digests kept of them, or that a killed run left without, are removed first. One process
     at a time. Raises UserError where the folder cannot be written.
     """
 
     def digests() -> str:
-        files = sorted(path for pattern in patterns for path in cache.parent.glob(cache.name + pattern))
+        files = sorted(cache.parent.glob(f"{cache.name}*.arrow"))
         return "".join(f"{file_digest(path)} {path.name}\n" for path in files)
 
     kept, lock = Path(f"{cache}.digests"), Path(f"{cache}.lock")
@@ -58,7 +62,7 @@ def intact(cache: Path, patterns: Sequence[str], make: Callable[[], datasets.Dat
             if known:
                 logger.warning("cached data was damaged and is made again: %s", cache)
             for path in set(cache.parent.glob(f"{cache.name}*")) - {lock}:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.unlink()
         dataset = make()
         if not kept.exists():
             write_whole(kept, digests())

@@ -116,7 +116,7 @@ class Room(Extra):
     def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset:
         from train.extras.cache import intact
 
-        return intact(cache, ("*.arrow",), make)
+        return intact(cache, make)
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         from train.extras.readers.own_tokenizers import unknown_share

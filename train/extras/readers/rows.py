@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
-from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 
 from train.extras.cache import file_digest, generated
@@ -130,18 +129,8 @@ def cached(generator: Callable[..., Iterator[Any]], columns: Features, **key: An
         contents = [file_digest(Path(path)) for _, path in key.get("files", ())]
         fingerprint = Hasher.hash([generator.__qualname__, key, contents, FORMAT])
         return generated(generator, columns, fingerprint, **key)
-    except ValueError:
-        # The library raises this for an empty dataset.
-        if next(iter(generator(**key)), None) is not None:
-            raise
-        return Dataset.from_dict({name: [] for name in columns}, features=columns)
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, UserError):
-            raise cause from None
-        if isinstance(cause, OSError):
-            raise UserError(f"{cause.filename or 'reading the data'}: {cause.strerror or cause}.") from None
-        raise
+    except OSError as error:
+        raise UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.") from None
 
 
 def _settle(rows: Dataset, data: Source, what: str) -> Dataset:

@@ -60,9 +60,7 @@ def _advice(name: str) -> Iterator[None]:
         reason = shorten(_SECRET.sub("***", str(error)), 400, placeholder=" ...") or type(error).__name__
         advice = "A local file or folder is given by its path; a configuration by --dataset_config."
         if config.HF_HUB_OFFLINE:
-            advice = (
-                "HF_HUB_OFFLINE is set: unset it to download where there is a network, or give a local file or folder."
-            )
+            advice = "HF_HUB_OFFLINE is set: unset it to download (with a network), or give a local file or folder."
         elif isinstance(error, ConnectionError | TimeoutError):
             advice = "Without a network, set HF_HUB_OFFLINE=1 for what is cached, or give a local file or folder."
         elif "gated" in reason.lower() or "authent" in reason.lower():
