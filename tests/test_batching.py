@@ -377,11 +377,13 @@ def test_a_stream_is_resumed_from_a_kept_position_and_exactly(
     assert positions.read_text() == kept
 
 
-def test_a_position_in_other_data_is_not_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["data", "way"])
+def test_a_position_in_other_data_is_not_used(other: str, tmp_path: Path) -> None:
     positions = tmp_path / "stream.jsonl"
 
     def steps(shards: int, step: int, keep: bool) -> list[list[list[int]]]:
-        stream = counted_stream([], shards).skip(shards)
+        stream = counted_stream([], 3 if other == "way" else shards)
+        stream = stream.skip(shards) if other == "data" or shards == 2 else stream.map(dict)
         batches = StreamBatches(stream, LOADING, BatchArithmetic(2, 1, 1), 0, 5, 10, positions if keep else None)
         return [batch.inputs["input_ids"].tolist() for [batch] in batches.steps(0, step)]
 

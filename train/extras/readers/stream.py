@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,15 @@ class StreamBatches(Batches):
     def _blocks(self, first: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """The number and the examples of each block from ``first``, read from the nearest position that is known."""
         known = {row["step"]: row for row in read_metrics(self.positions)} if self.positions else {}
-        start = max((block for block in known if block <= first), default=0)
-        numbered, rows = self._read(start, known[start]["state"] if start else None)
-        if start and (not rows or known[start]["begins"] != _digest(rows[0])):  # a position in other data
-            start, (numbered, rows) = 0, self._read(0, None)
+        numbered, rows = iter(()), []
+        for start in (max((block for block in known if block <= first), default=0), 0):
+            # A position may be one in other data, or in a stream that was read in another way.
+            with suppress(LookupError, TypeError) if start else nullcontext():
+                self.examples.load_state_dict(known[start]["state"] if start else None)
+                numbered = ({**row, "id": i} for i, row in enumerate(self.examples, start * self.buffer_size))
+                rows = list(itertools.islice(numbered, self.buffer_size))
+                if not start or (rows and known[start]["begins"] == _digest(rows[0])):
+                    break
         for block in itertools.count(start):
             if not rows:
                 return
@@ -71,12 +77,6 @@ class StreamBatches(Batches):
             is_due = (block + 1) % -(-BETWEEN_POSITIONS // self.buffer_size) == 0
             if self.positions and self.rank == 0 and is_due and rows and block + 1 not in known:
                 append_row(self.positions, "block", block + 1, {"state": state, "begins": _digest(rows[0])})
-
-    def _read(self, block: int, state: Any) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
-        """The numbered examples after ``block``, which begins where the stream has this ``state``, and its own."""
-        self.examples.load_state_dict(state)
-        numbered = ({**row, "id": i} for i, row in enumerate(self.examples, block * self.buffer_size))
-        return numbered, list(itertools.islice(numbered, self.buffer_size))
 
 
 def _digest(row: Mapping[str, Any]) -> int:
