@@ -226,6 +226,8 @@ class Outputs:
         else:
             save_file(weights, self.final / "model.safetensors")
         tokenizer.save_pretrained(self.final)
+        for path in self.final.rglob("*.safetensors"):  # which that library writes for their owner alone
+            path.chmod(self.final.stat().st_mode & 0o666)
 
     def load_best(self, state: TrainingState, step: int) -> bool:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""

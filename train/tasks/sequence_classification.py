@@ -155,8 +155,7 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
 def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.EvaluationModule]:
     """Further metrics by name on the Hub or by folder, each tried once, before the first step rather than after it.
 
-    Raises:
-        UserError: one cannot be loaded, or not be computed from predicted classes.
+    Raises UserError for one that cannot be loaded, or not be computed from predicted classes.
     """
     loaded, classes = [], list(range(num_classes))
     for name in names:

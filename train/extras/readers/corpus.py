@@ -21,6 +21,7 @@ from train.figures import several
 from train.records import Corpus, UsageError, UserError
 
 RECIPES = ("listops", "stdlib_packages")  # datasets that functions in recipes/ generate
+LONG = 10_000_000  # characters
 NEARBY = 2000  # a text is cut at the end of a line if there is one within so many characters
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
@@ -35,11 +36,8 @@ def load_corpus(data: Source) -> Corpus:
     """The documents that ``data`` asks for, by split, with columns ``text``, ``source`` and, if labelled, ``label``.
 
     The training split is a stream under ``data.streaming``; the others never are. Where the data brings no validation
-    split, some documents are held out, the same ones in every run and on every machine.
-
-    Raises:
-        UsageError: flags that contradict each other.
-        UserError: data that is not there or cannot be used; says where, and which flag would help.
+    split, some documents are held out, the same ones in every run and on every machine. Raises UsageError for flags
+    that contradict each other, UserError for data that is not there or cannot be used, with the flag that would help.
     """
     if data.dataset in RECIPES:
         raise UsageError(f"dataset: {data.dataset} is generated. Write --dataset recipes/{data.dataset}.py:documents.")
@@ -86,7 +84,7 @@ def _load_files(path: Path, data: Source) -> dict[str, Any]:
             count = len(found["train"])
             data.notes.append(f"{path}: no file is named train; the {count} that name no split are for training")
     if "train" not in found:
-        names = [str(Path(key[0]).relative_to(path)) for keys in found.values() for key in keys]
+        names = [Path(shown).name for members in found.values() for shown, _ in members]
         raise UserError(
             f"{path}: nothing to train on: by their names {rows.some(names)} are for validation or test. "
             "Rename one (train.jsonl), or name a file with --dataset."
@@ -247,7 +245,8 @@ def _divide(document: datasets.Dataset, data: Source) -> tuple[Any, Any]:
     parts = rows.cached(halves, document.features, document=document, fraction=fraction)
     if len(parts) < 2:
         raise UserError(f"{name}: one document, too short to be split in two. Add text, or --validation_dataset.")
-    data.notes.append(f"{name} is one document: its last {fraction:.0%} is the validation split")
+    slow = ", which is long: tokenising it may take minutes without showing progress" * (len(parts[0]["text"]) > LONG)
+    data.notes.append(f"{name} is one document{slow}; its last {fraction:.0%} is the validation split")
     return parts.select([0]), parts.select([1])
 
 

@@ -104,14 +104,9 @@ def documents(
 ) -> Any:
     """The good rows of ``generator`` as documents (``text``, ``label`` if labelled, ``source``); the bad are noted.
 
-    In a stream (an IterableDataset), a bad row raises when it is reached, or is logged and left out.
-
-    Args:
-        what: how to call these rows in a message, such as "train.jsonl" or "the validation split of data/".
-        key: arguments of ``generator``, to which the columns are added.
-
-    Raises:
-        UserError: a bad record under ``on_bad_record: error``, a column that no record has, or nothing left.
+    ``key`` are its arguments but for the columns; ``what`` is how a message calls the rows, such as "train.jsonl".
+    Raises UserError for a bad record that may not be skipped, a column that no record has, or nothing left. In a stream
+    (an IterableDataset), a bad row raises when it is reached, or is logged and left out.
     """
     label_column = data.label_column if data.labelled else None
     key |= {"text_column": data.text_column, "label_column": label_column}
