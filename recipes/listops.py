@@ -58,20 +58,18 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
         UsageError: an option that is unknown or out of range.
         UserError: options that allow too few distinct examples.
     """
-    from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetGenerationError
+    from datasets import Features, Value
+    from datasets.fingerprint import Hasher
+
+    from train.extras.cache import generated
 
     options = parse_options(config.data.dataset_options or {})
     columns = Features({"text": Value("string"), "label": Value("int64"), "source": Value("string")})
     key = {"options": dataclasses.asdict(options), "version": VERSION}
-    try:
-        examples = Dataset.from_generator(rows, features=columns, gen_kwargs=key)
-    except DatasetGenerationError as error:
-        # The library wraps what the generator raises.
-        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+    examples = generated(rows, columns, Hasher.hash(key), **key)
     ends = [0, options.test, options.test + options.validation, len(examples)]
     names = ("test", "validation", "train")
-    return {name: examples.select(range(ends[i], ends[i + 1])) for i, name in enumerate(names)}  # pyright: ignore[reportAttributeAccessIssue]
+    return {name: examples.select(range(ends[i], ends[i + 1])) for i, name in enumerate(names)}
 
 
 def parse_options(values: dict[str, Any]) -> Options:

@@ -79,7 +79,10 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     Raises:
         UserError: fewer than two packages with enough files.
     """
-    from datasets import Dataset
+    from datasets import Features, Value
+    from datasets.fingerprint import Hasher
+
+    from train.extras.cache import generated
 
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = list(package_rows(folder))
@@ -95,8 +98,8 @@ def documents(config: Config) -> dict[str, datasets.Dataset]:
     rows = tuple(row for row in found if row["label"] in kept)
     sizes = ", ".join(f"{label} {counts[label]}" for label in kept)
     logger.info("stdlib_packages: %d files in %d classes (%s)", len(rows), len(kept), sizes)
-    # The texts themselves are the key in the cache; a tuple, because datasets would cut up a list.
-    every = Dataset.from_generator(_each, gen_kwargs={"rows": rows})
+    columns = Features({name: Value("string") for name in ("text", "label", "source")})
+    every = generated(_each, columns, Hasher.hash(rows), rows=rows)  # known by the texts themselves
     train, validation = _stratified(every["label"][:], kept, config.data.validation_fraction)
     return {"train": every.select(train), "validation": every.select(validation)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -333,6 +334,64 @@ def test_stream_is_shuffled_within_blocks() -> None:
     assert flat(0) == order != flat(1)
     assert sorted(flat(0, buffer_size=1000)) == list(range(COUNT)) != flat(0, buffer_size=1000)
     assert flat(0, buffer_size=1) == list(range(COUNT))
+
+
+def counted_stream(read: list[str], shards: int = 3) -> datasets.IterableDataset:
+    """90 documents in ``shards``, which note in ``read`` what they are asked for, as two or three examples each."""
+
+    def documents(shards: list[int]) -> Iterator[dict[str, Any]]:
+        for shard in shards:
+            for i in range(30):
+                yield {"text": f"{shard} {i}"}
+
+    def examples(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        read.extend(batch["text"])
+        rows = [[int(word) for word in text.split()] + [k] for text in batch["text"] for k in range(2 + len(text) % 2)]
+        return {"tokens": rows, "length": [len(row) - 1 for row in rows]}
+
+    stream = datasets.IterableDataset.from_generator(documents, gen_kwargs={"shards": list(range(shards))})
+    return stream.map(examples, batched=True, batch_size=4, remove_columns=["text"])
+
+
+@pytest.mark.parametrize("buffer_size", [1, 7, 10, 50])
+@pytest.mark.parametrize("pieces", [1, 20])
+def test_a_stream_is_resumed_from_a_kept_position_and_exactly(
+    buffer_size: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.extras.readers.stream.BETWEEN_POSITIONS", pieces)
+    positions, read = tmp_path / "stream.jsonl", []
+    options = LOADING, BatchArithmetic(2, 2, 1), 0, 5, buffer_size
+
+    def from_step(step: int, keep: bool = True) -> list[list[list[int]]]:
+        batches = StreamBatches(counted_stream(read), *options, positions if keep else None)
+        return [[batch.inputs["input_ids"].tolist() for batch in window] for window in batches.steps(1, step)]
+
+    whole = from_step(0)
+    assert whole == from_step(0, keep=False)
+    kept = positions.read_text()
+    for step in (1, 10, len(whole) - 3):
+        assert from_step(step) == whole[step:]
+    read.clear()
+    from_step(len(whole) - 1)
+    assert len(read) < 2 * (buffer_size + pieces) // 2 + 16  # of 90
+    assert positions.read_text() == kept
+
+
+@pytest.mark.parametrize("other", ["data", "way"])
+def test_a_position_in_other_data_is_not_used(other: str, tmp_path: Path) -> None:
+    positions = tmp_path / "stream.jsonl"
+
+    def steps(shards: int, step: int, keep: bool) -> list[list[list[int]]]:
+        stream = counted_stream([], 3 if other == "way" else shards)
+        stream = stream.skip(shards) if other == "data" or shards == 2 else stream.map(dict)
+        batches = StreamBatches(stream, LOADING, BatchArithmetic(2, 1, 1), 0, 5, 10, positions if keep else None)
+        return [batch.inputs["input_ids"].tolist() for [batch] in batches.steps(0, step)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.extras.readers.stream.BETWEEN_POSITIONS", 10)
+        steps(2, 0, keep=True)
+        assert positions.exists()
+        assert steps(3, 40, keep=True) == steps(3, 40, keep=False)
 
 
 def test_stream_is_read_no_further_than_needed() -> None:

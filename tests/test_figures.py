@@ -27,6 +27,7 @@ from train.figures import (
     progress_text,
     read_metrics,
     row_of,
+    several,
     to_json,
     without_secrets,
     write_whole,
@@ -154,17 +155,29 @@ def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path: Path, monkeypatch:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
 
 
+SECRET = ("access_token", "auth", "pwd", "jwt", "bearer", "Password", "api-key")
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("https://me:pw@host/x", "https://…@host/x"),
         ("https://host/x?a=1&sig=abc&access_token=t", "https://host/x?a=1&sig=…&access_token=…"),
         ("with hf_" + "a" * 30, "with hf_…"),
+        *((f"https://host/x{mark}{name}=abc", f"https://host/x{mark}{name}=…") for mark in "?#" for name in SECRET),
+        ("?design=round&author=me", "?design=round&author=me"),
+        ("red \x1b[31mtext\x07\r\u202e", "red \\x1b[31mtext\\x07\\x0d\\x202e"),
+        ("a\tb\nc ü 漢 🤗", "a\tb\nc ü 漢 🤗"),
         ("me@host key=4", "me@host key=4"),
     ],
 )
 def test_without_secrets(text: str, shown: str):
     assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 rows"), (1, "1 row"), (2000, "2,000 rows")])
+def test_several(count: int, text: str):
+    assert several(count, "row") == text
 
 
 def test_hardware_names_neither_machine_nor_user(monkeypatch: pytest.MonkeyPatch):

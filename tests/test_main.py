@@ -56,6 +56,8 @@ def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> Non
     first, *rest = tokenizer("héllo")["input_ids"]
     assert first == tokenizer.bos_token_id and tokenizer.decode(rest) == "héllo"  # the prompt of a document's beginning
     assert (output / "final" / "README.md").read_text().startswith("---")
+    modes = {path.name: path.stat().st_mode for path in (output / "final").iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
 
 
 def test_saved_config_runs_the_same_again(recipe: Path, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,16 @@ from made_tokenizers import tokenizer_of
 from support import run_for
 from transformers import PreTrainedTokenizerBase
 
+from train import extras
 from train.config import Config
 from train.data import load_tokenizer
 from train.extras.readers import own_tokenizers
-from train.records import Corpus, UserError
+from train.launch import Launch
+from train.records import Corpus, StopRequest, UserError
+from train.state import examples_digest
 from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
+CHECKED: Any = partial(extras.join().first, "cached")
 UNICODE = [
     "",
     "plain text",
@@ -30,6 +37,24 @@ UNICODE = [
     " .,!?'s n't 's ' .",
     "".join(map(chr, [*range(0x20, 0x250), 0xFFFD, 0xFFFF, 0x10000, 0x10FFFF])),
 ]
+
+
+def altered(content: bytes) -> bytes:
+    """With 200 bytes in the middle that are others."""
+    middle = len(content) // 2
+    return (
+        content[: middle - 100]
+        + bytes(255 - byte for byte in content[middle - 100 : middle + 100])
+        + content[middle + 100 :]
+    )
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "altered": altered,
+    "truncated": lambda content: content[: len(content) // 3],
+    "emptied": lambda content: b"",
+    "longer": lambda content: content + content[:100],
+}
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -105,6 +130,54 @@ def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
         assert getattr(again, name) == getattr(first, name), name
 
 
+@pytest.mark.parametrize("damage", ["altered", "truncated", "emptied"])
+@pytest.mark.parametrize("spec", ["words", "train:300"])
+def test_a_kept_tokenizer_that_is_damaged_is_trained_again(damage: str, spec: str, tmp_path: Path) -> None:
+    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
+    corpus, config = Corpus("roses", documents, documents), Config().changed(output_dir=str(tmp_path))
+
+    def digest() -> tuple[str, list[str]]:
+        run = run_for(config)
+        return tokenizer_digest(own_tokenizers.tokenizer_for(run, spec, corpus)), run.outputs.notes
+
+    known, _ = digest()
+    [kept] = tmp_path.iterdir()
+    kept.write_bytes(DAMAGE[damage](kept.read_bytes()))
+    assert digest() == (known, [f"{kept} was damaged: the tokenizer is trained again"])
+    assert digest() == (known, [])
+
+
+def test_a_kept_tokenizer_is_written_in_one_move_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
+    run = run_for(Config().changed(output_dir=str(tmp_path)))
+    moved: list[str] = []
+    move = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, to: moved.append(to.name) or move(path, to))
+    for _ in range(3):
+        own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", documents, documents))
+    assert moved == [path.name for path in tmp_path.iterdir()] and len(moved) == 1
+
+
+def test_bytes_are_looked_up_as_the_tokenizer_itself_gives_them() -> None:
+    tokenizer, task = tokenizer_of("bytes"), causal_lm.Task(configured())
+    marks = ["<|end|>", "a<|mask|>b<|pad|><|end|", "<|<|end|>|>"]
+    texts = [*UNICODE, *marks, "".join(map(chr, range(0x800))) * 3]
+    assert list(task.token_ids(texts, tokenizer)) == [ids_of(tokenizer, text) for text in texts]
+
+
+def test_unknown_tokens_are_told_and_many_are_warned_of() -> None:
+    def notes(train: str, validation: str, spec: str = "words") -> tuple[str, ...]:
+        first, second = (datasets.Dataset.from_dict({"text": [text] * 3}) for text in (train, validation))
+        tokenizer = tokenizer_of(spec, ["a rose is a rose is a rose is a rose"])
+        examples = tokenize(Corpus("roses", first, second), causal_lm.Task(configured()), tokenizer)
+        return own_tokenizers.unknown_share(examples, tokenizer).notes
+
+    assert notes("a rose is", "is a") == ("unknown tokens: 0.0% of training, 0.0% of validation",)
+    [note] = notes("a rose is", "a tulip is")
+    assert note.startswith("unknown tokens: 0.0% of training, 20.0% of validation. WARNING")  # two marks, three words
+    assert notes("漢字", "漢字", "train:300") == ()
+
+
 def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
     first = tokenizer_of("train:300", ["a rose is a rose"])
     first.save_pretrained(tmp_path)
@@ -116,6 +189,45 @@ def test_tokenizer_that_is_nowhere_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(UserError, match=f"tokenizer '{name}' cannot be loaded") as caught:
         load_tokenizer(name)
     assert "\n" not in str(caught.value) and "train:8192" in str(caught.value)
+
+
+def test_a_path_in_a_folder_that_is_there_is_not_asked_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(UserError, match="tokenizer 'out/final': no such folder"):
+        load_tokenizer("out/final")
+
+
+@pytest.mark.parametrize(
+    ("values", "offline"),
+    [
+        ({"model": "user/name", "model_config": None}, True),
+        ({"dataset": "user/name"}, True),
+        ({"tokenizer": "gpt2"}, True),
+        ({"dataset": "stdlib", "tokenizer": "bytes"}, False),
+        ({"dataset": "my_data.py:documents", "tokenizer": "train:300", "model": "nets:build"}, False),
+    ],
+)
+def test_where_the_hub_has_no_address_a_run_works_offline(
+    values: dict[str, Any], offline: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown(*_: Any) -> None:
+        if not offline:
+            pytest.fail("asked")
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("train.extras.readers.getproxies", dict)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with extras.join().inside("open", Config().changed(**values), Launch(), StopRequest()):
+        assert (os.environ.get("HF_HUB_OFFLINE") == "1") == offline
+    assert [r.message for r in caplog.records] == [
+        "huggingface.co has no address here: only what is cached of the Hub can be used"
+    ] * offline
 
 
 def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -189,7 +301,7 @@ def stored_corpus(folder: Path) -> Corpus:
 def tokenized(folder: Path, spec: str = "bytes", cls: type[Counting] = Counting, **data: Any) -> tuple[Any, int]:
     """Rows of the training split, and how many documents were encoded for it and for validation."""
     task = cls(configured(**data))
-    examples = tokenize(stored_corpus(folder), task, tokenizer_of(spec, ["train document validation"]))
+    examples = tokenize(stored_corpus(folder), task, tokenizer_of(spec, ["train document validation"]), CHECKED)
     assert isinstance(examples.train, datasets.Dataset)
     return examples.train.to_list(), task.encoded
 
@@ -222,6 +334,48 @@ def test_what_changes_the_examples_is_tokenised_again(change: dict[str, Any], tm
     other, encoded = tokenized(tmp_path, **change)
     assert encoded == 12 and other != rows
     assert tokenized(tmp_path) == (rows, 0)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_made_again_and_said(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows, _ = tokenized(tmp_path)
+    [cache] = (tmp_path / "train").glob("examples-*.arrow")
+    cache.write_bytes(DAMAGE[damage](cache.read_bytes()))
+    assert tokenized(tmp_path) == (rows, 10)
+    assert [record.message for record in caplog.records] == [
+        f"cached data was damaged and is made again: {cache.with_suffix('')}"
+    ]
+    assert tokenized(tmp_path) == (rows, 0)
+
+
+def test_a_cache_without_digests_is_made_again(tmp_path: Path) -> None:
+    """Of a run that was killed before it had written them, and whose files may not all be on the disk."""
+    rows, _ = tokenized(tmp_path)
+    [digests] = (tmp_path / "train").glob("examples-*.digests")
+    digests.unlink()
+    assert tokenized(tmp_path) == (rows, 10)
+
+
+def test_one_of_several_files_that_is_damaged_or_missing(tmp_path: Path) -> None:
+    rows, _ = tokenized(tmp_path, preprocessing_num_workers=2)
+    for change in (lambda file: file.write_bytes(altered(file.read_bytes())), Path.unlink):
+        files = sorted((tmp_path / "train").glob("examples-*.arrow"))
+        assert len(files) == 2
+        change(files[1])
+        assert tokenized(tmp_path, preprocessing_num_workers=2)[0] == rows
+
+
+def test_a_kept_digest_of_examples_goes_with_its_damaged_cache(tmp_path: Path) -> None:
+    def digest() -> str:
+        task = causal_lm.Task(configured())
+        return examples_digest(tokenize(stored_corpus(tmp_path), task, tokenizer_of("bytes"), CHECKED).train)
+
+    known = digest()
+    [cache] = (tmp_path / "train").glob("examples-*.arrow")
+    [kept] = (tmp_path / "train").glob("examples-*.sha256")
+    cache.write_bytes(altered(cache.read_bytes()))
+    kept.write_text("0123456789abcdef")
+    assert digest() == known
 
 
 def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(tmp_path: Path) -> None:

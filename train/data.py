@@ -52,11 +52,7 @@ class PreparedData:
 
 
 def prepare_data(run: Run) -> PreparedData:
-    """Loads, tokenises and describes the data; cached, so that further ranks and runs only read it.
-
-    Raises:
-        UserError: the data, its labels or the tokenizer cannot be used.
-    """
+    """Loads, tokenises and describes the data, or raises UserError; cached: further ranks and runs only read it."""
     from train.model import fitting_config  # here: it needs this module
 
     config = run.config
@@ -71,7 +67,7 @@ def prepare_data(run: Run) -> PreparedData:
     task.check_tokenizer(tokenizer)
     fitting_config(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
 
-    examples = tokenize(corpus, task, tokenizer)
+    examples = tokenize(corpus, task, tokenizer, lambda *of: run.extras.first("cached", *of) or of[1]())
     task.check_metrics(examples.label_names)
     run.outputs.note(f"tokenizer: {spec}, {len(tokenizer):,} entries; {_sizes(examples, 'examples')}")
     collate = partial(task.collate, pad_id=pad_token_id(tokenizer))
@@ -94,11 +90,7 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
 
 
 def load_function(spec: str, flag: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``file.py:function`` names.
-
-    Raises:
-        UserError: there is no such file, module or function.
-    """
+    """The function that ``module:function`` or ``file.py:function`` names; raises UserError where there is none."""
     source, _, name = spec.rpartition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -122,9 +114,7 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
     """The corpus that a dataset function returned: a 🤗 Dataset, or a mapping of splits to Datasets.
 
     Without a ``validation`` split, every run and rank holds out the same ``validation_fraction`` of the documents.
-
-    Raises:
-        UserError: it is something else, too little to hold some out, or a split lacks a column.
+    Raises UserError for something else, too little to hold some out, or a split that lacks a column.
     """
     name, needed = config.data.dataset, ("text", "label") if labelled else ("text",)
     splits = dict(found) if isinstance(found, dict) else {"train": found}
@@ -141,7 +131,7 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
         if (count := len(splits["train"])) < 2:
             raise UserError(f"dataset {name!r}: {count} document(s) cannot be split in two: return a validation split.")
         held_out = min(max(round(count * config.data.validation_fraction), 1), count - 1)
-        parts = splits["train"].train_test_split(held_out, seed=0)
+        parts = splits["train"].train_test_split(held_out, seed=0, keep_in_memory=True)
         splits = {**splits, "train": parts["train"], "validation": parts["test"]}
     return Corpus(name, splits["train"], splits["validation"], splits.get("test"))
 

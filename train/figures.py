@@ -16,11 +16,12 @@ from typing import Any
 
 from train.records import UserError
 
-_SECRETS = (  # user and password of a URL, its secret parameters, tokens of the Hub
-    (re.compile(r"(?<=:/)(/?)[^/\s@'\"]+@"), r"\1…@"),
-    (re.compile(r"(?i)([?&;](?:[\w-]*(?:token|key|secret|password|signature)|sig)=)[^&\s'\"]+"), r"\1…"),
-    (re.compile(r"\bhf_\w{20,}"), "hf_…"),
-)
+_SECRETS = {  # user and password of a URL, its secret parameters, tokens of the Hub
+    r"(?<=:/)(/?)[^/\s@'\"]+@": r"\1…@",
+    r"(?i)([?&;#](?:[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature)|sig)=)[^&\s'\"]+": r"\1…",
+    r"\bhf_\w{20,}": "hf_…",
+}
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # but for tabs and newlines
 
 
 def row_of(kind: str, step: int, values: Mapping[str, Any]) -> str:
@@ -130,10 +131,15 @@ def show_error(message: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """``text`` that may be shown and kept: no passwords in URLs, no tokens."""
-    for pattern, instead in _SECRETS:
-        text = pattern.sub(instead, text)
-    return text
+    """``text`` that may be shown and kept: no passwords in URLs, no tokens, nothing that a terminal would obey."""
+    for pattern, instead in _SECRETS.items():
+        text = re.sub(pattern, instead, text)
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def several(count: int, what: str) -> str:
+    """``1 row`` or ``2,000 rows``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def gib(size_bytes: float) -> str:

@@ -15,7 +15,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+    from datasets import Dataset
     from torch import nn
 
     from train.batching import Batches
@@ -65,6 +68,10 @@ class Extra:
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
+        return None
+
+    def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset | None:
+        """What ``make`` keeps in files whose names begin with ``cache``, once they are checked."""
         return None
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:

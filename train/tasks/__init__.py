@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -162,6 +162,9 @@ class Task:
 
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""
+        if ids_of := getattr(tokenizer, "ids_of", None):  # a quick way that an extra knows
+            yield from map(ids_of, texts)
+            return
         first = num_bytes = 0
         sizes = [len(text.encode()) for text in texts]
         for i in range(1, len(texts) + 1):
@@ -216,12 +219,10 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
     return found if isinstance(found, int) else 0
 
 
-def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
-    """All splits of ``corpus`` as examples of ``task``, cached.
-
-    Raises:
-        UserError: a split has no example, or a label that the training split lacks.
-    """
+def tokenize(
+    corpus: Corpus, task: Task, tokenizer: Tokenizer, cached: Callable[..., Dataset] = lambda _, make: make()
+) -> Examples:
+    """All splits of ``corpus`` as examples; UserError for an empty one. ``cached`` gets names, and what makes files."""
     label_names = task.label_names(corpus)
     encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
@@ -240,16 +241,17 @@ def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
         workers = task.data.preprocessing_num_workers or min(os.cpu_count() or 1, useful)
-        splits[name] = documents.map(
-            encode,
-            batched=True,
-            batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
-            remove_columns=documents.column_names,
-            num_proc=workers if workers > 1 else None,
-            # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
-            new_fingerprint=hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32],
-            desc=f"Tokenising {name}",
-        )
+        size = min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE)
+        # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
+        known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
+        options = {"num_proc": workers if workers > 1 else None, "new_fingerprint": known, "desc": f"Tokenising {name}"}
+        options |= {"batched": True, "batch_size": size, "remove_columns": documents.column_names}
+        make = partial(documents.map, encode, **options)
+        if files := documents.cache_files:
+            cache = Path(files[0]["filename"]).with_name(f"examples-{known}")
+            splits[name] = cached(cache, partial(make, cache_file_name=f"{cache}.arrow"))
+        else:
+            splits[name] = make()
         if len(splits[name]) == 0:
             raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     examples = Examples(**splits, label_names=label_names)
@@ -269,6 +271,8 @@ def stored_config(config: Architecture) -> PretrainedConfig:
 
 def from_pretrained(loader: Any, name: str, trust_remote_code: bool, what: str, instead: str) -> Any:
     """What a class of transformers loads by ``name``; raises UserError, which says what to give, if it cannot."""
+    if len(Path(name).parts) > 1 and Path(name).parent.is_dir() and not Path(name).exists():
+        raise UserError(f"{what} {name!r}: no such folder. Give {instead}.")
     try:
         return loader.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # files of others are read by many libraries

@@ -117,6 +117,13 @@ def test_rows_are_kept_on_disk_and_known_by_what_they_are_made_of(monkeypatch: p
     assert again[:] == first[:]
 
 
+def test_packed_rows_that_are_damaged_are_packed_again() -> None:
+    rows = pack_split(causal_examples(), 11)
+    known, file = rows[:], Path(rows.cache_files[0]["filename"])
+    file.write_bytes(file.read_bytes().replace(b"\x0e\0\0\0", b"\x0f\0\0\0"))
+    assert pack_split(causal_examples(), 11)[:] == known
+
+
 # Batches
 
 

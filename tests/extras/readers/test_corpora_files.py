@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import config
 
-from train.extras.readers import Source, readers, rows, tables
+from train.extras.cache import ROWS_IN_MEMORY
+from train.extras.readers import Source, readers, tables
 from train.extras.readers.corpus import load_corpus
 from train.records import UsageError, UserError
 
@@ -131,6 +134,12 @@ def test_another_encoding_is_read_when_it_is_named(tmp_path: Path, encoding: str
         assert "not UTF-8" in message(tmp_path / name) and "--encoding cp1252" in message(tmp_path / name)
 
 
+@pytest.mark.parametrize(("encoding", "bad"), [("utf-8", b"\xff"), ("euc_kr", b"\xff"), ("shift_jis", b"\xfd")])
+def test_an_undecodable_csv_names_the_encoding_that_was_given(tmp_path: Path, encoding: str, bad: bytes) -> None:
+    (tmp_path / "d.csv").write_bytes(b"text\na\n" + bad + b"\n")
+    assert f"not {encoding.upper()} (byte 0x{bad.hex()})" in message(tmp_path / "d.csv", encoding=encoding)
+
+
 def test_quotes_that_are_only_characters_are_read_when_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "glue.tsv").write_text('text\tlabel\n"a said\t1\nb "c"\t0\n"d"\t1\ne"\t0\n')
     assert "--quoting none" in message(tmp_path / "glue.tsv", labelled=True)
@@ -212,7 +221,7 @@ def test_every_line_of_a_csv_may_open_a_quote(tmp_path: Path) -> None:
     (tmp_path / "q.csv").write_text("text,n\n" + "a,1\n" + '"b,2\n' * 5000 + "c,3\n" + '"d,4\n')
     corpus = load(tmp_path / "q.csv", on_bad_record="skip")
     assert texts(corpus) == {"a", "c"}
-    assert corpus.notes[0].startswith("skipped 5001 records")
+    assert corpus.notes[0].startswith("skipped 5,001 records")
 
 
 def test_lines_that_a_csv_record_takes_with_it_are_named(tmp_path: Path) -> None:
@@ -223,7 +232,7 @@ def test_lines_that_a_csv_record_takes_with_it_are_named(tmp_path: Path) -> None
 
 
 def test_parquet_in_batches(tmp_path: Path) -> None:
-    count = rows.ROWS_IN_MEMORY * 2 + 5
+    count = ROWS_IN_MEMORY * 2 + 5
     table = pa.table(
         {"text": [f"t{i}" for i in range(count)], "label": [i // 2 for i in range(count)], "other": [0.5] * count}
     )
@@ -466,7 +475,7 @@ def test_a_folder_of_text_in_sorted_order(tmp_path: Path) -> None:
         "c.py",
     }
     assert corpus.train["source"][:] == sorted(corpus.train["source"][:])
-    assert corpus.notes[0] == f"{tmp_path}: ignored 1 other files, read 4"
+    assert corpus.notes[0] == f"{tmp_path}: ignored 1 other file, read 4"
 
 
 def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> None:
@@ -475,7 +484,7 @@ def test_records_win_over_text_and_it_is_said(jsonl: Write, tmp_path: Path) -> N
     (tmp_path / "in" / "e.csv").write_text("text\nc\n")
     corpus = load(tmp_path / "in")
     assert texts(corpus) == {"a", "b", "c"}
-    assert corpus.notes[0] == f"{tmp_path / 'in'}: ignored 1 other files, read 2"
+    assert corpus.notes[0] == f"{tmp_path / 'in'}: ignored 1 other file, read 2"
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])
@@ -490,7 +499,7 @@ def test_names_at_the_top_are_splits(jsonl: Write, tmp_path: Path, validation: s
         [validation],
         ["test"],
     ]
-    assert corpus.notes == (f"{tmp_path / 'in'}: ignored 1 other files, read 3",)
+    assert corpus.notes == (f"{tmp_path / 'in'}: ignored 1 other file, read 3",)
 
 
 @pytest.mark.parametrize(
@@ -564,7 +573,18 @@ def test_links_that_leave_the_folder_are_not_followed(jsonl: Write, tmp_path: Pa
     (tmp_path / "in" / "links").symlink_to(Path(secret).parent)
     corpus = load(tmp_path / "in")
     assert texts(corpus) == {"a", "b"}
-    assert "2 links lead out of the folder" in corpus.notes[0]
+    assert "did not follow 2 links out of the folder" in corpus.notes[0]
+
+
+def test_file_names_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
+    for name in ("a\nerror: b\x1b[31m.jsonl", "c.jsonl", "d.txt"):
+        (tmp_path / name).write_text('{"text": "x"}\n{\n')
+    corpus = load(tmp_path, on_bad_record="skip")
+    named = [*corpus.notes, *(d["source"] for split in (corpus.train, corpus.validation) for d in split)]
+    assert not {"\n", "\x1b"} & set("".join(named))
+    assert any("a\\nerror: b\\x1b[31m.jsonl" in text for text in named)
+    assert f"{tmp_path}: ignored 1 other file, read 2" in corpus.notes
+    assert "\x1b" not in message(tmp_path)
 
 
 def test_a_folder_with_nothing_to_read(tmp_path: Path) -> None:
@@ -700,6 +720,55 @@ def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
 
 
 # Streaming
+
+
+def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_again(jsonl: Write) -> None:
+    path = jsonl({"text": "old 1"}, {"text": "old 2"})
+    times = (stat := Path(path).stat()).st_atime_ns, stat.st_mtime_ns
+    assert texts(load(path)) == {"old 1", "old 2"}
+    jsonl({"text": "new 1"}, {"text": "new 2"})
+    os.utime(path, ns=times)
+    assert texts(load(path)) == {"new 1", "new 2"}
+
+
+def test_a_cache_that_cannot_be_written_names_what_to_set(
+    jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", Path("/proc/cache"))  # which not even root can make
+    found = message(jsonl({"text": "a"}, {"text": "b"}))
+    assert found.startswith("/proc/cache: data cannot be cached there: ")
+    assert "HF_DATASETS_CACHE" in found
+
+
+def altered(file: Path) -> None:
+    """Another word in the text of an Arrow file, which stays a whole one."""
+    file.write_bytes(file.read_bytes().replace(b"document", b"DOCUMENT"))
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize("damage", [altered, truncated, Path.unlink])
+@pytest.mark.parametrize("kind", ["records", "one text"])
+def test_cached_rows_that_are_damaged_are_read_again(jsonl: Write, tmp_path: Path, damage: Any, kind: str) -> None:
+    cache = Path(config.HF_DATASETS_CACHE)
+    if kind == "one text":
+        (tmp_path / "t.txt").write_text("document\n" * 2000)
+        path = str(tmp_path / "t.txt")
+    else:
+        path = jsonl(*({"text": f"document {i}"} for i in range(50)))
+
+    def found() -> list[list[str]]:
+        corpus = load(path)
+        return [corpus.train["text"][:], corpus.validation["text"][:]]
+
+    known = found()
+    files = list(cache.rglob("rows-*.arrow"))
+    assert len(files) == (2 if kind == "one text" else 1)
+    for file in files:
+        damage(file)
+        assert found() == known
 
 
 def test_a_stream_holds_out_its_head(jsonl: Write) -> None:

@@ -1,5 +1,6 @@
 """The model card: front matter the Hub can read, results, and nothing of the machine's folders."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def test_local_paths_are_not_published(tmp_path: Path):
 def test_a_model_of_ones_own_code_says_how_to_load_it():
     card = model_card(_config(model="my_package.nets:build", model_config=None), CausalLM, {})
     assert "safetensors.torch.load_model" in card and "my_package.nets:build" in card and "base_model" not in card
+
+
+def test_html_and_control_characters_do_not_pass():
+    bad = "<script>\n\n\x1b[31m`<img src=x>"
+    card = model_card(_config(run_name="<b>x", dataset=f"/{bad}"), CausalLM, {"hardware": {"cpu": bad}})
+    outside = re.sub("`[^`\n]*`", "", card.split("---")[2])
+    assert "# &lt;b&gt;x" in card and "<" not in outside and "\x1b" not in card
+    assert "`<script> \\x1b[31m'<img src=x>`" in card
 
 
 def test_a_pipe_does_not_break_the_table():

@@ -157,6 +157,12 @@ def test_everything_from_the_run_is_escaped():
     assert html.count("&lt;script&gt;") >= 12
 
 
+def test_control_characters_and_secrets_are_not_in_the_page():
+    summary = {"notes": ["\x1b[31m", "http://h/x?jwt=abc"], "label_names": ["\x07"]}
+    html = page(_config(), CausalLM, summary, [], "sample \x1b]0;title\x07\nnext")
+    assert not {"\x1b", "\x07"} & set(html) and "jwt=…" in html and "\nnext" in html
+
+
 def test_an_empty_run_has_a_page():
     outline = _Outline(_page({}, []))
     assert "figure" not in outline.tags and "table" not in outline.tags

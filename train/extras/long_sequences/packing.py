@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from train.data import PreparedData
+from train.extras.cache import generated
 from train.extras.long_sequences.documents import Documents
+from train.figures import several
 from train.records import IGNORE, MicroBatch, UserError, column
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
+PACKED_AT_ONCE = 200  # of a stream: a run that resumes tokenises up to as many once more
 LAYOUT = "1"  # change it when rows look different, so that rows cached before are not reused
 
 
@@ -35,8 +38,8 @@ def packed(data: PreparedData, max_length: int) -> PreparedData:
         if isinstance(split, datasets.Dataset):
             rows = splits[name] = pack_split(split, max_length)
             empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
-            size = f"{len(rows):,} rows of {max_length:,} tokens"
-            notes.append(f"packing: {len(split):,} {name} examples in {size}, {empty:.1%} empty")
+            size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
+            notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
         elif split is not None:
             splits[name] = pack_stream(split, max_length)
             notes.append(f"packing: the {name} stream in rows of up to {max_length:,} tokens, in its order")
@@ -114,14 +117,8 @@ def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
     features = {
         name: feature if name in SUMMED else datasets.Sequence(feature) for name, feature in examples.features.items()
     }
-    packed = datasets.Dataset.from_generator(
-        _rows,
-        features=datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))}),
-        gen_kwargs={"examples": examples, "room": room},
-        fingerprint=fingerprint,
-    )
-    assert isinstance(packed, datasets.Dataset)
-    return packed
+    columns = datasets.Features(features | {"member_ids": datasets.Sequence(datasets.Value("int64"))})
+    return generated(_rows, columns, fingerprint, examples=examples, room=room)
 
 
 def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:
@@ -132,13 +129,15 @@ def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:
 
 
 def pack_stream(examples: datasets.IterableDataset, room: int) -> datasets.IterableDataset:
-    """Rows of at most ``room`` tokens :func:`in_order`."""
-    return datasets.IterableDataset.from_generator(_stream_of_rows, gen_kwargs={"examples": examples, "room": room})
+    """Rows of at most ``room`` tokens :func:`in_order`, of ``PACKED_AT_ONCE`` examples at a time."""
+    options: Any = {"batched": True, "batch_size": PACKED_AT_ONCE, "with_indices": True}
+    return examples.map(partial(_rows_in_order, room=room), **options)
 
 
-def _stream_of_rows(examples: datasets.IterableDataset, room: int) -> Iterator[dict[str, Any]]:
-    numbered = ({**example, "id": number} for number, example in enumerate(examples))
-    yield from map(joined, in_order(numbered, room))
+def _rows_in_order(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int], room: int) -> dict[str, list[Any]]:
+    examples = [{**{name: batch[name][i] for name in batch}, "id": number} for i, number in enumerate(numbers)]
+    rows = [joined(members) for members in in_order(examples, room)]
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 # From rows to a batch
@@ -149,10 +148,8 @@ def collate_packed(
 ) -> MicroBatch:
     """Packed rows, each with its ``id``, as one batch of (B, S), with positions that start at 0 in each document.
 
-    Every member becomes by ``collate`` what it would be alone, randomness included.
-
-    Raises:
-        UserError: the task's labels are of whole examples, so that they cannot share a row.
+    Every member becomes by ``collate`` what it would be alone, randomness included. Raises UserError for labels of
+    whole examples, because these cannot share a row.
     """
     parts = [[collate([member], seed, pad_id=pad_id) for member in members(row)] for row in rows]
     lengths = [[part.inputs["input_ids"].shape[1] for part in row] for row in parts]

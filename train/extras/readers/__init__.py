@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from train.config import option
 from train.extras import Extra
 from train.records import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from datasets import Dataset
+
     from train.config import Config
     from train.data import PreparedData
     from train.launch import Launch
-    from train.records import Corpus, Run
+    from train.records import Corpus, Run, StopRequest
 
 
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+logger = logging.getLogger(__name__)
 Encoding = Literal["utf-8", "utf-16", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
 
@@ -67,6 +82,20 @@ class Room(Extra):
         if kind == "train" and (not size.isdigit() or int(size) < 300):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
 
+    @contextmanager
+    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
+        """Works offline where the Hub's host has no address: it would be asked again and again for a minute."""
+        names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
+        asks = any(name and _HUB_NAME.fullmatch(name) and not Path(name).exists() for name in names)
+        if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
+            host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+            try:
+                socket.getaddrinfo(host, 443)
+            except OSError:
+                logger.warning("%s has no address here: only what is cached of the Hub can be used", host)
+                os.environ["HF_HUB_OFFLINE"] = "1"  # read when its libraries are imported
+        yield
+
     def identity(self, config: Config) -> dict[str, Any]:
         is_stream = config.of(Options).streaming
         return {"shuffle_buffer_size": config.of(Options).shuffle_buffer_size} if is_stream else {}
@@ -84,10 +113,19 @@ class Room(Extra):
 
         return tokenizer_for(run, spec, corpus)
 
+    def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset:
+        from train.extras.cache import intact
+
+        return intact(cache, make)
+
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+        from train.extras.readers.own_tokenizers import unknown_share
+
+        data = replace(data, examples=unknown_share(data.examples, data.tokenizer))
         if not run.config.of(Options).streaming:
             return data
         from train.extras.readers.stream import StreamBatches
 
-        order = partial(StreamBatches, buffer_size=run.config.of(Options).shuffle_buffer_size)
+        positions, size = run.outputs.folder / "stream.jsonl", run.config.of(Options).shuffle_buffer_size
+        order = partial(StreamBatches, buffer_size=size, positions=positions)
         return replace(data, order=order)

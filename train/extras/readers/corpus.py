@@ -16,10 +16,12 @@ import datasets
 import numpy as np
 
 from train.extras.readers import Source, readers, rows, tables
-from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, FileKey
+from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, File
+from train.figures import several
 from train.records import Corpus, UsageError, UserError
 
 RECIPES = ("listops", "stdlib_packages")  # datasets that functions in recipes/ generate
+LONG = 10_000_000  # characters
 NEARBY = 2000  # a text is cut at the end of a line if there is one within so many characters
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
@@ -34,11 +36,8 @@ def load_corpus(data: Source) -> Corpus:
     """The documents that ``data`` asks for, by split, with columns ``text``, ``source`` and, if labelled, ``label``.
 
     The training split is a stream under ``data.streaming``; the others never are. Where the data brings no validation
-    split, some documents are held out, the same ones in every run and on every machine.
-
-    Raises:
-        UsageError: flags that contradict each other.
-        UserError: data that is not there or cannot be used; says where, and which flag would help.
+    split, some documents are held out, the same ones in every run and on every machine. Raises UsageError for flags
+    that contradict each other, UserError for data that is not there or cannot be used, with the flag that would help.
     """
     if data.dataset in RECIPES:
         raise UsageError(f"dataset: {data.dataset} is generated. Write --dataset recipes/{data.dataset}.py:documents.")
@@ -85,7 +84,7 @@ def _load_files(path: Path, data: Source) -> dict[str, Any]:
             count = len(found["train"])
             data.notes.append(f"{path}: no file is named train; the {count} that name no split are for training")
     if "train" not in found:
-        names = [str(Path(key[0]).relative_to(path)) for keys in found.values() for key in keys]
+        names = [Path(shown).name for members in found.values() for shown, _ in members]
         raise UserError(
             f"{path}: nothing to train on: by their names {rows.some(names)} are for validation or test. "
             "Rename one (train.jsonl), or name a file with --dataset."
@@ -110,7 +109,7 @@ def _load_validation(path: Path, data: Source) -> datasets.Dataset:
     return _documents(tuple(key for members in found.values() for key in members), data, str(path))
 
 
-def _documents(files: tuple[FileKey, ...], data: Source, what: str, streams: bool = False) -> Any:
+def _documents(files: tuple[File, ...], data: Source, what: str, streams: bool = False) -> Any:
     if data.labelled and not readers.has_records(files[0][1]):
         suffixes = " ".join(RECORD_SUFFIXES)
         raise UserError(
@@ -120,7 +119,7 @@ def _documents(files: tuple[FileKey, ...], data: Source, what: str, streams: boo
     return rows.documents(readers.file_rows, data, what, streams, files=files, how=how)
 
 
-def _find(path: Path, data: Source) -> dict[str | None, tuple[FileKey, ...]]:
+def _find(path: Path, data: Source) -> dict[str | None, tuple[File, ...]]:
     """A single file, or the files of each split that a folder's names tell."""
     if not path.is_dir():
         suffix = path.suffix.lower()
@@ -128,19 +127,19 @@ def _find(path: Path, data: Source) -> dict[str | None, tuple[FileKey, ...]]:
             raise UserError(f"{path}: archives are not read. Unpack it first.")
         if suffix not in SUFFIXES:
             raise UserError(f"{path}: cannot tell what it is. It must end in one of {' '.join(SUFFIXES)}.")
-        return {"train": (readers.file_key(path),)}
+        return {"train": (readers.named(path),)}
     files, outside = _walk(path)
     records = [file for file in files if readers.has_records(file)]
     chosen = records or [file for file in files if file.suffix.lower() in TEXT_SUFFIXES]
     if not chosen:
-        links = f" {outside} links lead out of the folder and are not followed." if outside else ""
+        links = f" Did not follow {several(outside, 'link')} out of the folder." if outside else ""
         raise UserError(f"{path}: no file in it ends in one of {' '.join(SUFFIXES)}.{links}")
     splits = _by_split(path, chosen, bool(records))
     if (used := sum(map(len, splits.values()))) < len(files):
-        data.notes.append(f"{path}: ignored {len(files) - used} other files, read {used}")
+        data.notes.append(f"{path}: ignored {several(len(files) - used, 'other file')}, read {used}")
     if outside:
-        data.notes.append(f"{path}: {outside} links lead out of the folder and were not followed")
-    return {name: tuple(map(readers.file_key, members)) for name, members in splits.items()}
+        data.notes.append(f"{path}: did not follow {several(outside, 'link')} out of the folder")
+    return {name: tuple(map(readers.named, members)) for name, members in splits.items()}
 
 
 def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> tuple[list[Path], int]:
@@ -184,23 +183,23 @@ def _load_stdlib(data: Source) -> datasets.Dataset:
     folder = Path(sysconfig.get_paths()["stdlib"])
     found, _ = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
     texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html")]
-    keys = tuple(readers.file_key(file, file.relative_to(folder).as_posix()) for file in texts)
+    keys = tuple(readers.named(file, file.relative_to(folder).as_posix()) for file in texts)
     columns = datasets.Features({name: datasets.Value("string") for name in ("text", "source")})
-    documents = rows.cached(stdlib_rows, columns, files=keys, version=rows.FORMAT)
+    documents = rows.cached(stdlib_rows, columns, files=keys)
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
-    size, python = sum(key[2] for key in keys) / 1e6, platform.python_version()
+    size, python = sum(file.stat().st_size for file in texts) / 1e6, platform.python_version()
     data.notes.append(f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {python}")
     return documents
 
 
-def stdlib_rows(files: Sequence[FileKey], version: int) -> Iterator[dict[str, str]]:
-    """Each file's text once, with its path; ``version`` only tells cache entries apart.
+def stdlib_rows(files: Sequence[File]) -> Iterator[dict[str, str]]:
+    """Each file's text once, with its path.
 
     Files that are not UTF-8 are left out: some tests of Python's own are made to be unreadable.
     """
     seen: set[str] = set()
-    for shown, path, *_ in files:
+    for shown, path in files:
         with contextlib.suppress(UnicodeDecodeError, OSError):
             text = Path(path).read_text(encoding="utf-8")
             if text.strip() and "\0" not in text and text not in seen:
@@ -242,19 +241,20 @@ def _hold_out(documents: Any, data: Source) -> tuple[Any, Any]:
 
 def _divide(document: datasets.Dataset, data: Source) -> tuple[Any, Any]:
     name, fraction = data.dataset, data.validation_fraction
-
-    def halves(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        text = batch["text"][0]
-        cut = _line_boundary(text, round(len(text) * (1 - fraction)))
-        parts = [part for part in (text[:cut], text[cut:]) if part.strip()]
-        return {"text": parts, "source": [batch["source"][0]] * len(parts)}
-
-    # Through map, the parts land in the cache next to the document instead of in memory.
-    parts = document.map(halves, batched=True, desc="Splitting one document")
+    # Not in memory: the parts land in the cache.
+    parts = rows.cached(halves, document.features, document=document, fraction=fraction)
     if len(parts) < 2:
         raise UserError(f"{name}: one document, too short to be split in two. Add text, or --validation_dataset.")
-    data.notes.append(f"{name} is one document: its last {fraction:.0%} is the validation split")
+    slow = ", which is long: tokenising it may take minutes without showing progress" * (len(parts[0]["text"]) > LONG)
+    data.notes.append(f"{name} is one document{slow}; its last {fraction:.0%} is the validation split")
     return parts.select([0]), parts.select([1])
+
+
+def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[dict[str, str]]:
+    """The only text of ``document`` in two, the second its last ``fraction``; without parts that are only space."""
+    text = document[0]["text"]
+    cut = _line_boundary(text, round(len(text) * (1 - fraction)))
+    yield from ({**document[0], "text": part} for part in (text[:cut], text[cut:]) if part.strip())
 
 
 def _line_boundary(text: str, position: int) -> int:

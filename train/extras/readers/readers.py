@@ -16,7 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from train.extras.readers.rows import ROWS_IN_MEMORY, Problem, row
+from train.extras.cache import ROWS_IN_MEMORY
+from train.extras.readers.rows import Problem, row
+from train.figures import without_secrets
 from train.records import UserError
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -29,19 +31,15 @@ _BAD_BYTE = re.compile("[\udc80-\udcff]")
 LONGEST_TEXT_BYTES = 2**31 - 1
 _TOO_LONG = Problem("larger than 2 GiB", "cut it with --sample_by paragraph or line")
 
-FileKey = tuple[str, str, int, int]
-"""Name to show, absolute path, bytes and time of the last change (ns): changes whenever the file does."""
+File = tuple[str, str]
+"""Name to show and absolute path."""
 
 Found = Iterator[tuple[int | str | None, Any]]
 
 
-def file_key(path: Path, shown: str | None = None) -> FileKey:
-    """The identity of a file's present content; raises UserError where it is missing or access is denied."""
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}.") from None
-    return shown or str(path), str(path.resolve()), stat.st_size, stat.st_mtime_ns
+def named(path: Path, shown: str | None = None) -> File:
+    """A file by its own name, unless another is to be ``shown``: in one line."""
+    return without_secrets(shown or str(path)).replace("\n", "\\n"), str(path.resolve())
 
 
 def has_records(path: str | Path) -> bool:
@@ -50,11 +48,11 @@ def has_records(path: str | Path) -> bool:
 
 
 def file_rows(
-    files: Sequence[FileKey], text_column: str, label_column: str | None, how: tuple[str, str, str], version: int
+    files: Sequence[File], text_column: str, label_column: str | None, how: tuple[str, str, str]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of files; ``how``: sample_by, encoding and quoting; ``version`` only tells cache entries apart."""
+    """The rows of files; ``how``: sample_by, encoding and quoting."""
     columns = [column for column in (text_column, label_column) if column is not None]
-    for shown, path, *_ in files:
+    for shown, path in files:
         if has_records(path):
             found, names = read_records(Path(path), columns, *how[1:]), (text_column, label_column)
         else:
@@ -212,17 +210,17 @@ def _read_csv(path: Path, encoding: str, dialect: Mapping[str, Any]) -> Found:
             if header is None and fields:
                 header = _check_names(path, fields)
             elif fields and header is not None:
-                record = _csv_record(header, fields)
+                record = _csv_record(header, fields, encoding)
                 is_long = isinstance(record, Problem) and len(taken) > 1
                 yield (f"{first}-{first + len(taken) - 1}" if is_long else first), record
             first += len(taken)
 
 
-def _csv_record(header: Sequence[str], fields: Sequence[str]) -> Mapping[str, str] | Problem:
+def _csv_record(header: Sequence[str], fields: Sequence[str], encoding: str) -> Mapping[str, str] | Problem:
     if len(fields) != len(header):
         return Problem("wrong number of fields", f"{len(fields)}, the header has {len(header)}")
     if bad := next(filter(None, map(_BAD_BYTE.search, fields)), None):
-        return Problem("not UTF-8", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
+        return Problem(f"not {encoding.upper()}", f"byte 0x{ord(bad[0]) - 0xDC00:02x}")
     return dict(zip(header, fields, strict=True))
 
 

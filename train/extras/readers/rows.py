@@ -11,13 +11,16 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
-from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
 
+from train.extras.cache import file_digest, generated
 from train.extras.readers import Source
+from train.figures import several
 from train.records import UserError
 
 EMPTY = "empty document"
@@ -25,7 +28,6 @@ NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those
 ADVICE = {"without": NAME_COLUMNS, "not UTF-8": "Name its encoding, such as --encoding cp1252."}
 ADVICE |= {"not CSV": "Give --quoting none where quotes are only characters."}
 FORMAT = 5  # part of every cache key: raise it when a reader or a check gives other rows
-ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 logger = logging.getLogger(__name__)
 
@@ -102,42 +104,28 @@ def documents(
 ) -> Any:
     """The good rows of ``generator`` as documents (``text``, ``label`` if labelled, ``source``); the bad are noted.
 
-    In a stream (an IterableDataset), a bad row raises when it is reached, or is logged and left out.
-
-    Args:
-        what: how to call these rows in a message, such as "train.jsonl" or "the validation split of data/".
-        key: arguments of ``generator``, to which the columns and the format of rows are added.
-
-    Raises:
-        UserError: a bad record under ``on_bad_record: error``, a column that no record has, or nothing left.
+    ``key`` are its arguments but for the columns; ``what`` is how a message calls the rows, such as "train.jsonl".
+    Raises UserError for a bad record that may not be skipped, a column that no record has, or nothing left. In a stream
+    (an IterableDataset), a bad row raises when it is reached, or is logged and left out.
     """
     label_column = data.label_column if data.labelled else None
-    key |= {"text_column": data.text_column, "label_column": label_column, "version": FORMAT}
+    key |= {"text_column": data.text_column, "label_column": label_column}
     if streams:
         return _stream(generator, key, data, what)
     return _settle(cached(generator, features(), **key), data, what)
 
 
 def cached(generator: Callable[..., Iterator[Any]], columns: Features, **key: Any) -> Dataset:
-    """The rows of ``generator(**key)``, from the cache of 🤗 Datasets when they were built before.
+    """The rows of ``generator(**key)``, from the cache where its arguments and the content of ``files`` are known.
 
-    ``key`` holds no list: datasets would split it into shards. Raises the UserError that the generator raised, or one
-    for a file that cannot be read or written.
+    Raises the UserError that the generator raised, or one for a file that cannot be read or written.
     """
     try:
-        return Dataset.from_generator(generator, features=columns, gen_kwargs=key, writer_batch_size=ROWS_IN_MEMORY)  # pyright: ignore[reportReturnType]
-    except ValueError:
-        # The library raises this for an empty dataset.
-        if next(iter(generator(**key)), None) is not None:
-            raise
-        return Dataset.from_dict({name: [] for name in columns}, features=columns)
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, UserError):
-            raise cause from None
-        if isinstance(cause, OSError):
-            raise UserError(f"{cause.filename or 'reading the data'}: {cause.strerror or cause}.") from None
-        raise
+        contents = [file_digest(Path(path)) for _, path in key.get("files", ())]
+        fingerprint = Hasher.hash([generator.__qualname__, key, contents, FORMAT])
+        return generated(generator, columns, fingerprint, **key)
+    except OSError as error:
+        raise UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.") from None
 
 
 def _settle(rows: Dataset, data: Source, what: str) -> Dataset:
@@ -168,18 +156,28 @@ def _settle(rows: Dataset, data: Source, what: str) -> Dataset:
 
 
 def _stream(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source, what: str) -> IterableDataset:
-    options = {"generator": generator, "key": key, "data": data}
+    """What is read one after another are shards: a run that resumes reads those before its own no more."""
+    shards: list[dict[str, Any]] = [{"files": (file,)} for file in key["files"]]
+    if (count := getattr(key.get("table"), "num_shards", 1)) > 1:
+        shards = [{"table": key["table"].shard(count, i), "shown": f"{what}:{i}"} for i in range(count)]
+    options = {"shards": shards or [{}], "generator": generator, "key": key, "data": data}
     first = next(_good(**options), None)
     if first is None:
         raise UserError(f"{what}: no document to learn from; --text_column and --label_column name what to read.")
     columns = Features({name: Value("int64" if isinstance(value, int) else "string") for name, value in first.items()})
+    options["label"] = "label_number" if isinstance(first.get("label"), int) else "label"
     return IterableDataset.from_generator(_good, features=columns, gen_kwargs=options)
 
 
-def _good(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source) -> Iterator[dict[str, Any]]:
-    """The documents among the rows of ``generator(**key)``; labels are all text or all numbers, as the first is."""
-    label = None
-    for found in generator(**key):
+def _good(
+    shards: Sequence[dict[str, Any]],
+    generator: Callable[..., Iterator[Any]],
+    key: dict[str, Any],
+    data: Source,
+    label: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The documents among the rows of ``generator``; labels are all text or all numbers, as ``label`` or the first."""
+    for found in (row for shard in shards for row in generator(**{**key, **shard})):
         own = "label" if found["label_number"] is None else "label_number"
         if found["problem"] is None and own != (label := label or own):
             found |= {"problem": "labels are text in some records and numbers in others", "detail": None}
@@ -209,7 +207,7 @@ def _notes(problems: list[dict[str, Any]]) -> list[str]:
     for problem in problems:
         sources[problem["file"]][problem["problem"]].append(problem["source"])
     return [
-        f"skipped {(total := sum(map(len, reasons.values())))} record{'s' if total > 1 else ''} of {file}: "
+        f"skipped {several(sum(map(len, reasons.values())), 'record')} of {file}: "
         + ", ".join(f"{len(where)} {reason} ({some(where)})" for reason, where in reasons.items())
         for file, reasons in sources.items()
     ]
@@ -217,4 +215,4 @@ def _notes(problems: list[dict[str, Any]]) -> list[str]:
 
 def some(names: Sequence[str]) -> str:
     """The first three of ``names``, for a message."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(names[:3]).replace("\n", "\\n") + (", ..." if len(names) > 3 else "")

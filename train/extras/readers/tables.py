@@ -18,7 +18,7 @@ import datasets
 from datasets import config
 
 from train.extras.readers import Source, rows
-from train.extras.readers.readers import file_key
+from train.extras.readers.readers import named
 from train.records import UserError
 
 _SECRET = re.compile(r"hf_\w+|(?<=\?)\S+|(?i:(?<=bearer )\S+)")
@@ -60,7 +60,7 @@ def _advice(name: str) -> Iterator[None]:
         reason = shorten(_SECRET.sub("***", str(error)), 400, placeholder=" ...") or type(error).__name__
         advice = "A local file or folder is given by its path; a configuration by --dataset_config."
         if config.HF_HUB_OFFLINE:
-            advice = "HF_HUB_OFFLINE is set: unset it to download, or give a local file or folder."
+            advice = "HF_HUB_OFFLINE is set: unset it to download (with a network), or give a local file or folder."
         elif isinstance(error, ConnectionError | TimeoutError):
             advice = "Without a network, set HF_HUB_OFFLINE=1 for what is cached, or give a local file or folder."
         elif "gated" in reason.lower() or "authent" in reason.lower():
@@ -119,12 +119,12 @@ def _documents(table: Any, data: Source, name: Any, split: str, streams: bool = 
             raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {rows.NAME_COLUMNS}")
         table = table.select_columns(wanted)
     # The fingerprint that a dataset was saved with need not stand for its content.
-    files = () if streams else tuple(file_key(Path(file["filename"])) for file in table.cache_files)
+    files = () if streams else tuple(named(Path(file["filename"])) for file in table.cache_files)
     return rows.documents(table_rows, data, what, streams, table=table, shown=what, files=files)
 
 
 def table_rows(
-    table: Any, shown: str, files: Any, text_column: str, label_column: str | None, version: int
+    table: Any, shown: str, files: Any, text_column: str, label_column: str | None
 ) -> Iterator[dict[str, Any]]:
     """The records of ``table`` as rows, a class by its name; one out of range (-1: a hidden label) is empty."""
     names = getattr((table.features or {}).get(label_column), "names", None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
 from train.extras import Extra
+from train.figures import without_secrets
 from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def _sample(run: Run, parts: Parts) -> str | None:
     try:
         with run.accelerator.autocast(), run.extras.inside("sampling", state.model):
             text = data.corpus.validation[0]["text"]
-            return sample(run, data.task, state.model, data.tokenizer, text)
+            written = sample(run, data.task, state.model, data.tokenizer, text)
+            return written and without_secrets(written)
     except Exception as error:  # of whatever model a person brings
         run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")
         return None

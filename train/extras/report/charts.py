@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import itertools
 import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -39,9 +38,7 @@ _LIMIT: dict[str, Any] = {"color": SECOND, "linestyle": "--", "linewidth": 1.2}
 _SPLITS = ((SECOND, "o"), (INK, "D"), (MUTED, "s"))
 _KINDS = ((FIRST, 1.0), (FIRST, 0.6), (FIRST, 0.3), (SECOND, 1.0), (SECOND, 0.5), (MUTED, 0.5))
 
-_BITS_CAPTION = (
-    "Held-out text, whatever the tokenizer; lower is better. Dashed: what other ways of coding the same text need."
-)
+_BITS_CAPTION = "Held-out text, whatever the tokenizer; lower is better. Grey: what other ways of coding it need."
 
 
 class Chart(NamedTuple):
@@ -152,10 +149,9 @@ def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
         for place, (name, size) in enumerate(rows.items()):
             if name in phases:
                 axes.barh(place, size / 2**30, height=0.45, color=FIRST, alpha=0.6)
-            _at_right(axes, gib(size), place)
         if limit is not None:
             axes.axvline(limit[0], label=limit[1], **_LIMIT)
-        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set_yticks(range(len(rows)), [f"{name}, {gib(size)}" for name, size in rows.items()])
         axes.invert_yaxis()
         axes.yaxis.grid(False)
         axes.set_xlim(0, 1.04 * axes.dataLim.x1)
@@ -218,22 +214,9 @@ def _log_scale(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _reference_lines(references: Mapping[str, float], axes: Axes) -> None:
-    """Dashed lines with their names to the right of the plot, moved apart where they would touch."""
-    for value in references.values():
-        axes.axhline(value, color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
-    low, high = axes.get_ylim()
-    place = float("-inf")
-    for name, value in sorted(references.items(), key=lambda item: item[1]):
-        text = textwrap.fill(f"{name} {value:.4g}", 18)
-        place = max(value, place + (0.02 + 0.07 * (text.count("\n") + 1)) * (high - low))
-        _at_right(axes, text, place)
-
-
-def _at_right(axes: Axes, text: str, height: float) -> None:
-    """Writes ``text`` to the right of the plot at ``height`` of its y axis."""
-    look: dict[str, Any] = {"va": "center", "color": MUTED, "fontsize": 9, "annotation_clip": False}
-    where = {"xycoords": axes.get_yaxis_transform(), "xytext": (5, 0), "textcoords": "offset points"}
-    axes.annotate(text, (1, height), **where, **look)
+    looks = zip(references.items(), itertools.cycle([(0, (4, 3)), (0, (1, 2))]))
+    for (name, value), style in looks:
+        axes.axhline(value, color=MUTED, linestyle=style, linewidth=1, label=f"{name} {value:.4g}")
 
 
 def _svg(title: str, label: str, draw: Callable[[Axes], None], legend_columns: int = 4) -> str:

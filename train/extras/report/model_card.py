@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import yaml
 from train.config import Config, to_values
 from train.extras.report import Options
 from train.extras.report.machine import machine_facts, scalars, shown, words
-from train.figures import count, duration, gib, number
+from train.figures import count, duration, gib, number, several, without_secrets
 
 if TYPE_CHECKING:
     from train.tasks import Task
@@ -36,7 +37,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     settings = {**to_values(config), **summary}
     sections = [
         _front_matter(config, task),
-        f"# {config.of(Options).run_name or task.name}",
+        f"# {_plain(config.of(Options).run_name or task.name)}",
         _what_it_is(config, task, summary),
         "## Results",
         _results(summary),
@@ -50,7 +51,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
         "The figures above describe this data and nothing else. Licence, intended use and known weaknesses are for its "
         "author to add.",
     ]
-    return "\n\n".join(sections) + "\n"
+    return without_secrets("\n\n".join(sections) + "\n")
 
 
 def _front_matter(config: Config, task: type[Task]) -> str:
@@ -72,7 +73,7 @@ def _what_it_is(config: Config, task: type[Task], summary: Mapping[str, Any]) ->
     by = f" by {adapter} of rank {config.get('lora_rank')}" if adapter else ""
     parts = [
         f"A {task.title or words(task.name)} model {origin}{by} on `{_public(config.data.dataset)}`",
-        shown(summary, "steps", "{:,} steps".format),
+        shown(summary, "steps", lambda steps: several(steps, "step")),
         shown(summary, "tokens", "{:,} tokens".format),
         f"examples of up to {config.data.max_length:,} tokens",
     ]
@@ -115,8 +116,13 @@ def _facts(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
+    lines = [[_plain(cell).replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """In one line, and without any HTML, which Markdown lets pass."""
+    return escape(" ".join(text.split()), quote=False)
 
 
 def _is_local(name: str) -> bool:
@@ -128,4 +134,5 @@ def _hub_name(name: str | None) -> str | None:
 
 
 def _public(name: str) -> str:
+    name = " ".join(name.replace("`", "'").split())  # it stands between backticks, where HTML is only text
     return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if _is_local(name) else name

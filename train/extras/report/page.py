@@ -11,7 +11,7 @@ from train.config import Config, dump
 from train.extras.report import Options
 from train.extras.report.charts import Chart, Row, charts
 from train.extras.report.machine import machine_facts, scalars, shown, words
-from train.figures import count, duration, gib, number, read_metrics, write_whole
+from train.figures import count, duration, gib, number, read_metrics, several, without_secrets, write_whole
 
 if TYPE_CHECKING:
     from train.tasks import Task
@@ -98,7 +98,7 @@ def page(
         section_html("Machine and versions", facts_html(machine_facts(summary))),
     ]
     title = escape(config.of(Options).run_name or Path(config.output.output_dir).resolve().name)
-    return f"""<!DOCTYPE html>
+    return without_secrets(f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -116,7 +116,7 @@ Sizes in GiB of 2<sup>30</sup> bytes. Figures: summary.json and metrics.jsonl in
 </main>
 </body>
 </html>
-"""
+""")
 
 
 def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[Row]) -> str:
@@ -124,7 +124,7 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
     parts = [
         f"Trained a {task.title or words(task.name)} model",
         shown(summary, "num_parameters", lambda value: f"of {count(value)} parameters"),
-        shown(summary, "steps", lambda value: f"for {value:,} step{'' if value == 1 else 's'}"),
+        shown(summary, "steps", lambda value: f"for {several(value, 'step')}"),
         shown(summary, "tokens", lambda value: f"on {count(value)} tokens"),
         shown(summary, "training_seconds", lambda value: f"in {duration(value)}"),
         f"on {_device(summary)}" if _device(summary) else None,
