@@ -12,7 +12,7 @@ import platform
 import resource
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,33 @@ def target_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
+def settle_precision(launch: Launch, config: Config, device: torch.device) -> tuple[Launch, str | None]:
+    """``launch`` with the mixed precision to use, and a line for a person if it is not one that was asked for.
+
+    ``accelerate launch`` says "no" where nobody chose, so its "no" is not a choice. DeepSpeed has settings of its own.
+    Raises UsageError if the device cannot do bf16.
+    """
+    import torch
+
+    asked = config.optimization.mixed_precision
+    is_open = asked is None and launch.precision == "no" and config.architecture.dtype == "float32"
+    if is_open and device.type == "cuda" and launch.engine != "deepspeed":
+        found = automatic_precision(launch, config, torch.cuda.is_bf16_supported(including_emulation=False))
+    else:
+        found = resolve_precision(asked or launch.precision, device)
+    return replace(launch, precision=found[0]), found[1]
+
+
+def automatic_precision(launch: Launch, config: Config, has_bf16: bool) -> tuple[str, str]:
+    """What a card computes fp32 weights in where nobody asked: bf16; without it fp16, if the rest works with that."""
+    half = "bf16" if has_bf16 else "fp16"
+    try:
+        check_launch(replace(launch, precision=half), config)
+    except UsageError as error:
+        return "no", f"precision: fp32 (this card would take {half}, but {error})"
+    return half, f"precision: {half}, because none was asked for (--mixed_precision no trains in fp32)"
+
+
 def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:
     """The mixed precision to use, and a line for a person if it is not the one asked for.
 
@@ -182,21 +209,22 @@ def arithmetic_in_use(accelerator: Any) -> str:
 
 
 def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
-    """TF32 on cards that have it; threads, memory and process group of a process on a CPU."""
+    """TF32 on cards that have it; threads of the host; memory and process group of a process on a CPU."""
     import torch
 
     if device.type == "cuda":
         tf32 = config.optimization.tf32 and torch.cuda.get_device_capability() >= (8, 0)
         # With backends.cuda.matmul.fp32_precision alone, the older switch would raise when torch.compile reads it.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    if device.type != "cpu":
-        return
+    # Next to a card, too: optimizers whose state is in host memory update there.
     chosen, asked = os.environ.get("OMP_NUM_THREADS", "1"), config.optimization.cpu_threads
     if asked is not None:
         torch.set_num_threads(asked)
     elif chosen == "1":  # which accelerate launch sets where nobody chose, and which leaves all cores but one idle
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if device.type != "cpu":
+        return
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time
         libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3  # of malloc.h
         libc.mallopt(trim_threshold, 2**31 - 1)

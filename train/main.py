@@ -167,19 +167,19 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
         accelerator_options,
         check_processes,
         describe_device,
-        resolve_precision,
         set_up_device,
+        settle_precision,
         target_device,
     )
     from train.outputs import Outputs
 
     device = target_device()
-    precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
+    launch, substitution = settle_precision(launch, config, device)
     set_up_device(device, launch, config)
-    options = accelerator_options(launch, precision, device, config.optimization.distributed_timeout_seconds)
+    options = accelerator_options(launch, launch.precision, device, config.optimization.distributed_timeout_seconds)
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
-        mixed_precision=precision,  # "fp16", "bf16" or "no"
+        mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
     check_processes(launch, accelerator)

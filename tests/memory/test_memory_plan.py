@@ -430,11 +430,19 @@ def test_target_of_a_device() -> None:
         ("a100-80", (8, 0), {"mixed_precision": "no"}, "no"),
         ("a100-80", (8, 0), {"dtype": "bfloat16"}, None),
         ("cpu", None, {}, None),
+        (
+            "t4",
+            (7, 5),
+            {"optimizer_in_backward": True, "max_grad_norm": None, "global_batch_size": 1, "micro_batch_size": 1},
+            "no",
+        ),
     ],
 )
 def test_precision(device: str, capability: Any, changes: dict[str, Any], precision: str | None) -> None:
     asked = replace(question(24, **changes), device=Device(device, 8 * GIB, 0, capability, 1e12))
     assert asked.precision == precision
+    # the configuration as it stands is predicted as a run of it would compute
+    assert asked.asked.mixed_precision == (changes.get("mixed_precision") or precision)
 
 
 def test_vocabulary_without_data(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from train.config import Config, to_values
 from train.extras.meter.cards import peak_flops_per_second
-from train.launch import Launch, check_launch
+from train.launch import Launch, automatic_precision, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on
 from train.memory.predict import Job, Target
@@ -205,7 +205,7 @@ class Question:
         values = to_values(self.config)
         values["micro_batch_size"] = _micro_batch_size(self.config, self.world_size)
         values["loss"] = self.automatic_loss if values["loss"] == "auto" else values["loss"]
-        values["sharding"] = self.shardings[0]
+        values["sharding"], values["mixed_precision"] = self.shardings[0], values["mixed_precision"] or self.precision
         return Setting(**{field.name: values[field.name] for field in fields(Setting)})
 
     @property
@@ -263,13 +263,14 @@ class Question:
 
     @property
     def precision(self) -> str | None:
-        """The precision asked for; where none is, or the device lacks it, the best that the device has."""
-        asked = self.config.optimization.mixed_precision
-        if self.on_cpu:
+        """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
+        asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
+        if self.on_cpu or asked not in ("bf16", None):
             return asked
-        half = "bf16" if target_of(self.device).capability >= (8, 0) else "fp16"
-        own_type = self.config.architecture.dtype != "float32"
-        return half if asked == "bf16" or (asked is None and not own_type) else asked
+        if asked is None:
+            own_type = self.config.architecture.dtype != "float32"
+            return None if own_type else automatic_precision(Launch(self.world_size), self.config, has_bf16)[0]
+        return "bf16" if has_bf16 else "fp16"
 
     def job(self, setting: Setting) -> Job:
         """The step with ``setting``; on a device of unknown speed with rates that rank.
