@@ -176,6 +176,74 @@ def test_auto_recomputes_only_as_much_as_a_budget_asks_for(llama_recipe: Path, r
     assert resolved["gradient_checkpointing_offload"] is True
 
 
+class NextToACard:
+    """A :class:`MemorySession` of a run on a card that is not there; a prediction is what the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_host_bytes: int, **values: Any) -> None:
+        import torch
+
+        from train.config import from_values
+        from train.launch import Launch
+        from train.memory import session
+        from train.memory.devices import find_device
+        from train.records import MicroBatch
+
+        monkeypatch.setattr(session, "Predictor", lambda: SimpleNamespace(start=lambda: None, predict=self.predict))
+        monkeypatch.setattr(session, "this_device", lambda: find_device("l4"))
+        monkeypatch.setattr(session, "free_host_bytes", lambda: free_host_bytes)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 22 * 2**30))
+        ids = torch.zeros(2, 64, dtype=torch.long)
+        batches = SimpleNamespace(longest=lambda: MicroBatch({"input_ids": ids}, ids, 128, (0, 1), 128))
+        data: Any = SimpleNamespace(
+            tokenizer=SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2, __len__=lambda: 300),
+            examples=SimpleNamespace(label_names=()),
+            training_batches=lambda run, arithmetic: batches,
+        )
+        data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
+        config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
+        self.run = run_for(config, launch=Launch(precision="bf16"))
+        monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device("cuda", 0))
+        self.jobs: list[Any] = []
+        self.session = session.MemorySession(self.run, data)
+
+    def predict(self, job: Any) -> Any:
+        self.jobs.append(job)
+        way, offloads = job.values["gradient_checkpointing"], job.values["gradient_checkpointing_offload"]
+        size = 8 if offloads else {"none": 90, "selective": 60, "full": 16}[way]
+        sizes = {"num_parameters": 2**28, "num_trained_parameters": 2**28}
+        return SimpleNamespace(reserved_bytes=size * 2**30, offloaded_bytes=offloads * 4 * 2**30, **sizes)
+
+
+def test_auto_counts_what_is_offloaded_against_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of layers (4 GiB), and with an optimizer on the host its fp32 weights and moments (3 GiB)."""
+    from train.records import UserError
+
+    def checkpointing(free_gib: float, budget_gib: float, **values: Any) -> tuple[Any, Any]:
+        values = {"gradient_checkpointing": "auto", "memory_budget_gib": budget_gib, "micro_batch_size": 2, **values}
+        with monkeypatch.context() as patch:
+            config = NextToACard(patch, int(free_gib * 2**30), **values).session.settle()
+        return config.get("gradient_checkpointing"), config.get("gradient_checkpointing_offload")
+
+    assert checkpointing(16, 10) == ("full", True)
+    with pytest.raises(UserError, match=r"would take 4\.00 GiB in host memory, of which 2\.00 GiB is free"):
+        checkpointing(2, 10)
+    assert checkpointing(2, 20) == ("full", False)
+    assert checkpointing(8, 10, optimizer_offload=True) == ("full", True)
+    with pytest.raises(UserError, match=r"would take 7\.00 GiB in host memory, of which 6\.00 GiB is free"):
+        checkpointing(6, 10, optimizer_offload=True)
+
+
+def test_a_full_host_is_explained_as_such_next_to_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    from train.extras.host_memory import page_locked
+
+    monkeypatch.setattr("train.extras.host_memory.free_host_bytes", lambda: 2**30)
+    with pytest.raises(MemoryError) as raised:
+        page_locked(2**32)
+    text = NextToACard(monkeypatch, 2**30).session.explain(raised.value)
+    assert text.startswith("Main memory (RAM) was full: 4.00 GiB more did not fit.")
+    assert "--optimizer_offload True" not in text and "--optimizer_offload False" in text
+
+
 def test_run_out_of_memory_splits_the_micro_batch_and_learns_the_same(
     recipe: Path, run_main: Run, tmp_path: Path, faulty: dict[str, str]
 ) -> None:

@@ -40,6 +40,7 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
         ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
         ("--preprocessing_num_workers 1", "tokenises in one process; same result"),
         ("--streaming True --max_steps N", "data stays on disk; shuffles less widely"),
+        ("--gradient_checkpointing_offload False", "next to a GPU, and --optimizer_offload False: kept on the GPU"),
         *_FEW,
     ),
     "library": (
@@ -178,6 +179,12 @@ def explain(message: str) -> str:
     column = min(44, max(len(typed) for typed, _ in remedies))
     lines += [line for typed, note in remedies for line in _wrapped(f"  {typed:<{column}}  ", note)]
     return "\n".join(lines)
+
+
+def says_host_is_full(message: str) -> bool:
+    """Whether ``message`` says that the machine's main memory was full."""
+    oom = parse_oom(message)
+    return oom is not None and oom.backend == "host"
 
 
 def post_mortem(message: str, situation: Situation) -> str:

@@ -40,8 +40,8 @@ class FakeTracker(StorageTracker):
         """How often a real step would do what is done now."""
         self.paused = False
         """While true, nothing is counted."""
-        self.pinned_bytes = 0
-        """Pinned host memory that forward allocated."""
+        self.offloaded_bytes = 0
+        """Host memory for inputs of layers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,8 +60,6 @@ class FakeTracker(StorageTracker):
             result._is_rare = True
         if self.paused:
             return result
-        if kwargs.get("pin_memory") and self.phase == "forward":
-            self.pinned_bytes += result.nbytes
         self.see_all(result)
         buffers = temporary_bytes(func, args, result)
         self.observe(func, self._take(buffers) if buffers else 0)
@@ -125,10 +123,15 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         for rows in some(chunked.rows_by_chunk(len(hidden), len(weight))):
             yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
 
+    def on_host(num_bytes: int) -> Tensor:
+        tracker.offloaded_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
     all_tiles: Any = getattr(tiling, "tiles", None)
     with (
         patched(chunked, "logits_by_chunk", some_logits),
         patched(tiling, "tiles", lambda tokens, size: some(list(all_tiles(tokens, size)))),
+        patched(recompute, "page_locked", on_host),
         patched(recompute, "piece_bytes_for", lambda n: -(-n // recompute.PIECE_BYTES) * recompute.PIECE_BYTES),
     ):
         yield

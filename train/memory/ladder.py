@@ -115,23 +115,28 @@ def choose(
     Raises UserError if nothing fits, or nothing can be predicted.
     """
     needed: dict[int, int] = {}
-    problems: list[UserError] = []
+    problems: dict[int, UserError] = {}
 
     def needs_of(rung: int) -> int | None:
-        try:
-            needed[rung] = needs(ways[rung][1])
-        except UserError as error:
-            problems.append(error)
+        if rung not in needed and rung not in problems:
+            try:
+                needed[rung] = needs(ways[rung][1])
+            except UserError as error:
+                problems[rung] = error
         return needed.get(rung)
 
-    last = len(ways) - 1
-    first = last if name == "gradient_checkpointing" else 0
-    best = largest_fitting(range(len(ways)), needs_of, room_bytes, first)
+    best, start, last = None, 0, len(ways) - 1
+    while best is None and start <= last:  # without what cannot be at all: it may need less than what can
+        rungs, first = range(start, last + 1), last if name == "gradient_checkpointing" else start
+        best = largest_fitting(rungs, needs_of, room_bytes, first)
+        start = start + 1 if best is None and needed and start in problems else last + 1
     if best is None:
-        if not needed:
-            raise problems[0]
-        least = f"{ways[min(needed)][0]} is predicted to need {gib(needed[min(needed)])}, and {gib(room_bytes)} may be"
-        raise UserError(f"{name}: auto: {least} taken. python -m train.memory plan finds settings that fit.")
+        reasons = [str(error) for error in problems.values()][:1]
+        if needed:
+            least = min(needed)
+            what = f"{ways[least][0]} is predicted to need {gib(needed[least])}, and {gib(room_bytes)} may be taken"
+            reasons.insert(0, f"{name}: auto: {what}. python -m train.memory plan finds settings that fit.")
+        raise UserError(" ".join(reasons))
     more = f"; {ways[last][0]} would take {gib(needed[last])}" if last in needed and best != last else ""
     room = f"{gib(needed[best])} of {gib(room_bytes)} that may be taken"
     return ways[best][1], f"{name}: {ways[best][0]}, predicted to take {room}{more}"

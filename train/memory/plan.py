@@ -68,7 +68,7 @@ class Outcome:
     prediction: Prediction
     needed_bytes: int  # of the device: what the allocator reserves, the CUDA context and NCCL's buffers
     fits: bool
-    host_bytes: int = 0  # of host memory: weights, gradients, optimizer state and inputs of layers that are offloaded
+    host_bytes: int = 0  # see :func:`host_bytes`
     link_seconds: float = 0.0  # of a micro-batch, estimated: copies between host and device that no computation hides
 
     @property
@@ -84,16 +84,28 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
     copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
-    host, link = prediction.offloaded_bytes, max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
-    if setting.sharding == OFFLOAD:
-        sizes = prediction.num_parameters, prediction.num_trained_parameters
-        weights, trained = (4 * -(-size // question.world_size) for size in sizes)  # bytes of a shard, kept in fp32
-        host += weights + (1 + MOMENTS[question.config.optimization.optimizer]) * trained
-        # in for forward, in for backward, gradients out
+    link = max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
+    if setting.sharding == OFFLOAD:  # in for forward, in for backward, gradients out
+        weights, trained = _fp32_shard_bytes(job, prediction)
         link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
-    elif question.config.get("optimizer_offload") and not question.on_cpu:
-        host += 4 * (1 + MOMENTS["adamw"]) * prediction.num_trained_parameters  # fp32 weights and moments
-    return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, host, link)
+    fits = needed <= question.room_bytes
+    return Outcome(setting, job, prediction, needed, fits, host_bytes(job, prediction), link)
+
+
+def host_bytes(job: Job, prediction: Prediction) -> int:
+    """Host memory for what is offloaded, by a process: inputs of layers; weights, gradients and optimizer state."""
+    weights, trained = _fp32_shard_bytes(job, prediction)
+    moments = MOMENTS[job.values["optimizer"]]
+    if job.sharding == OFFLOAD:
+        return prediction.offloaded_bytes + weights + (1 + moments) * trained
+    is_offloaded = job.values.get("optimizer_offload") and job.target.device_type != "cpu"
+    return prediction.offloaded_bytes + (1 + moments) * trained * bool(is_offloaded)  # originals and moments
+
+
+def _fp32_shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
+    """Bytes in fp32 of a rank's shard of all weights, and of those that are trained."""
+    ranks = job.world_size if job.sharding == OFFLOAD else 1
+    return 4 * -(-prediction.num_parameters // ranks), 4 * -(-prediction.num_trained_parameters // ranks)
 
 
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:

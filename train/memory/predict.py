@@ -78,7 +78,7 @@ class Prediction:
     seconds: float | None  # estimated, of one forward and backward
     prediction_seconds: float
     notes: tuple[str, ...] = ()
-    offloaded_bytes: int = 0  # pinned host memory for the inputs of checkpointed layers
+    offloaded_bytes: int = 0  # host memory for the inputs of checkpointed layers
 
 
 class CannotStandInError(UserError):

@@ -21,8 +21,9 @@ from train.extras.host_memory import free_host_bytes
 from train.figures import gib
 from train.memory import Options
 from train.memory.devices import this_device
-from train.memory.explain import Situation, post_mortem
+from train.memory.explain import Situation, explain, post_mortem, says_host_is_full
 from train.memory.ladder import cheaper, choose, recomputations
+from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import job_of, target_of
 from train.records import BatchArithmetic, MicroBatch, Run, UserError
@@ -104,7 +105,11 @@ class MemorySession:
                 raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
             job = self._job(config.changed(**changes))
             job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
-            return self._predictor.predict(job).reserved_bytes
+            found = self._predictor.predict(job)
+            if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
+                where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"
+                raise UserError(f"{name}: auto: what is offloaded would take {where}.")
+            return found.reserved_bytes
 
         def choose_here() -> dict[str, Any]:
             # What is free of the device; of a CPU, this process's share of what is available.
@@ -171,6 +176,9 @@ class MemorySession:
         """The post-mortem of a run that ended with ``error``: its ``fault``, if any, says phase, shape and message."""
         meter = getattr(self._run.extras.by_name["meter"], "meter", None)
         fault = getattr(error, "fault", None)
+        words = fault.error if fault else str(error)
+        if self._device.type != "cpu" and says_host_is_full(words):  # no change to what is on the card helps
+            return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         predicted, changes = self._cheaper_settings(shape)
         situation = Situation(
@@ -181,7 +189,7 @@ class MemorySession:
             vocab_size=len(self._data.tokenizer),
             changes=changes,
         )
-        text = post_mortem(fault.error if fault else str(error), situation)
+        text = post_mortem(words, situation)
         if self._run.config.get("memory_snapshot") and torch.cuda.is_available():
             path = self._run.outputs.folder / f"memory_snapshot-{os.environ.get('RANK', '0')}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))

@@ -80,7 +80,7 @@ def predict(job: Job) -> Prediction:
             seconds=seconds,
             prediction_seconds=time.perf_counter() - started,
             notes=tuple(notes),
-            offloaded_bytes=tracker.pinned_bytes,
+            offloaded_bytes=tracker.offloaded_bytes,
         )
 
 

@@ -18,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from train.extras.host_memory import page_locked
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
-# Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and torch's
-# allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round.
+# Of page-locked memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length.
 PIECE_BYTES = 8 * 2**20
 
 
@@ -78,7 +78,7 @@ class StreamTransfers:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """(num_bytes,) uint8 of host memory, to be reused."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return page_locked(num_bytes)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Starts copying each (target, source) after what is queued for computation so far; an event for the end.
