@@ -233,6 +233,44 @@ def test_auto_counts_what_is_offloaded_against_the_hosts_memory(monkeypatch: pyt
         checkpointing(6, 10, optimizer_offload=True)
 
 
+@pytest.mark.parametrize(("offloads", "sharding"), [(True, "fsdp2_offload"), (False, "fsdp2")])
+def test_auto_predicts_shards_where_they_are(offloads: bool, sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a single process, which FSDP2 serves with weights and optimizer on the host."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", micro_batch_size=2)
+    shared = found.run.accelerator.state._shared_state
+    monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offloads)
+    monkeypatch.setitem(shared, "fsdp_plugin", plugin)
+    found.session.settle()
+    assert {job.sharding for job in found.jobs} == {sharding}
+
+
+def test_a_snapshot_is_written_whenever_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where the step recovers; torch's record keeps its last events, and does not grow with the run."""
+    import torch
+
+    observers: list[Any] = []
+    kept: list[dict[str, Any]] = []
+    found = NextToACard(monkeypatch, 2**40, memory_snapshot=True, measure_memory=False, output_dir=str(tmp_path))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: kept.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("record"))
+    parts: Any = SimpleNamespace()
+    found.run.extras.by_name["meter"].ready(found.run, parts)
+    assert [options["max_entries"] for options in kept] == [100_000]
+    path = tmp_path / "memory_snapshot-0.pickle"
+    error = torch.OutOfMemoryError(MESSAGE)
+    assert not path.exists() and "snapshot" not in found.session.explain(error)
+    observers[0](0, 2**30, 2**34, 0)  # as torch calls it where an allocation fails
+    assert path.read_text() == "record"
+    assert f"memory snapshot: {path} (open it at" in found.session.explain(error)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path("/nowhere/at/all").write_text(""))
+    observers[0](0, 2**30, 2**34, 0)  # a disk that refuses hides nothing
+
+
 def test_a_full_host_is_explained_as_such_next_to_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     from train.extras.host_memory import page_locked
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from train.memory.explain import Situation, explain, post_mortem, says_host_is_f
 from train.memory.ladder import cheaper, choose, recomputations
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
-from train.memory.question import job_of, target_of
+from train.memory.question import OFFLOAD, job_of, target_of
 from train.records import BatchArithmetic, MicroBatch, Run, UserError
 
 if TYPE_CHECKING:
@@ -174,7 +173,8 @@ class MemorySession:
 
     def explain(self, error: Any) -> str:
         """The post-mortem of a run that ended with ``error``: its ``fault``, if any, says phase, shape and message."""
-        meter = getattr(self._run.extras.by_name["meter"], "meter", None)
+        room: Any = self._run.extras.by_name["meter"]
+        meter = room.meter
         fault = getattr(error, "fault", None)
         words = fault.error if fault else str(error)
         if self._device.type != "cpu" and says_host_is_full(words):  # no change to what is on the card helps
@@ -190,9 +190,7 @@ class MemorySession:
             changes=changes,
         )
         text = post_mortem(words, situation)
-        if self._run.config.get("memory_snapshot") and torch.cuda.is_available():
-            path = self._run.outputs.folder / f"memory_snapshot-{os.environ.get('RANK', '0')}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
+        if (path := room.snapshot) is not None and path.exists():
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text
 
@@ -217,11 +215,14 @@ class MemorySession:
 
 def sharding_of(run: Run) -> str:
     """How ``run`` is spread over processes, in the words of :class:`train.memory.predict.Job`."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    state: Any = run.accelerator.state
+    if run.accelerator.is_fsdp2:
+        return OFFLOAD if isinstance(state.fsdp_plugin.cpu_offload, CPUOffloadPolicy) else "fsdp2"
     if run.launch.world_size == 1:
         return "none"
-    if run.launch.engine != "deepspeed":
-        return run.launch.engine
-    plugin = run.accelerator.state.deepspeed_plugin
+    plugin = state.deepspeed_plugin if run.launch.engine == "deepspeed" else None
     return {2: "zero2", 3: "zero3"}.get(plugin.zero_stage if plugin else 0, "ddp")
 
 
