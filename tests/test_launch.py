@@ -143,6 +143,17 @@ def test_checkpointing_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatc
         check_launch(Launch(engine="fsdp2"), Config())
 
 
+@pytest.mark.parametrize("asked", ["fp16", None])
+def test_fp16_is_refused_where_shards_are_on_the_host(asked: str | None) -> None:
+    """torch's scaler copies its scale to the host without waiting, and reads it there at once."""
+    sharded = {**MEET, "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    config = Config(optimization=Optimization(mixed_precision=asked))  # pyright: ignore[reportArgumentType]
+    precision = {} if asked else {"ACCELERATE_MIXED_PRECISION": "fp16"}
+    check_launch(read_launch({**sharded, **precision}), config)
+    with pytest.raises(UsageError, match=r"fsdp_offload_params: true .* Use bf16, or no"):
+        check_launch(read_launch({**sharded, **precision, "FSDP_OFFLOAD_PARAMS": "true"}), config)
+
+
 def test_adafactor_is_refused_where_weights_are_sharded() -> None:
     config = Config(optimization=Optimization(optimizer="adafactor"))
     check_launch(Launch(world_size=2), config)

@@ -11,7 +11,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -39,6 +37,7 @@ class Launch:
     tp_size: int = 1  # ranks that share the weights of each layer and see the same examples
     cp_size: int = 1  # ranks that share each sequence; keys and values go round (ring attention)
     sp_size: int = 1  # ranks that share each sequence outside attention and the heads inside it (Ulysses)
+    offloads: bool = False  # whether FSDP2's shards are in host memory between their uses
 
     @property
     def copies(self) -> int:
@@ -96,7 +95,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     sizes = {f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    launch = Launch(world_size, int(environment.get("RANK", "0")), engine, precision, **own)
+    rank, offloads = int(environment.get("RANK", "0")), engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS")
+    launch = Launch(world_size, rank, engine, precision, **own, offloads=offloads)
     given = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
     if world_size % launch.copies or (given and engine != "deepspeed" and product != world_size):
@@ -118,27 +118,14 @@ def check_launch(launch: Launch, config: Config) -> None:
             "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
             "be wrong. Set it to false and use --gradient_checkpointing."
         )
+    if launch.offloads and (asked or launch.precision) == "fp16":
+        raise UsageError(
+            "fsdp_offload_params: true in the launch file cannot be combined with mixed_precision: fp16: torch's loss "
+            "scaler would read its scale on the host before the copy from the card has arrived. Use bf16, or no."
+        )
     if config.optimization.optimizer == "adafactor" and launch.engine == "fsdp2":
         raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
     extras.check(config, launch)
-
-
-def refuse(subject: str, *cases: tuple[str, bool, str]) -> None:
-    """Raises UsageError for the first case (what ``subject`` cannot be combined with, whether it is so, remedy)."""
-    for what, is_so, remedy in cases:
-        if is_so:
-            raise UsageError(f"{subject} cannot be combined with {what}: {remedy}.")
-
-
-def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has PyTorch's CUDA allocator use expandable segments, which waste less; call it before torch is imported."""
-    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR):
-        environment[ALLOCATOR[0]] = "expandable_segments:True"
-
-
-def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the CUDA allocator was told to use expandable segments."""
-    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR)
 
 
 def target_device() -> torch.device:
@@ -301,7 +288,8 @@ def describe_device(accelerator: Any, launch: Launch) -> str:
     parts = [f"{accelerator.num_processes} × {device_name(device)}"]
     parts += [f"{torch.get_num_threads()} threads each"] * (device.type == "cpu")
     parts += [str(launch)] * bool(str(launch))
-    parts += ["expandable segments"] * (device.type == "cuda" and uses_expandable_segments())
+    if device.type == "cuda":  # how memory is taken from the card; the second is the older name
+        parts += [os.environ[name] for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ]
     shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
     return f"device: {', '.join(parts)}, precision {shown}"
 

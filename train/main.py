@@ -17,7 +17,7 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 from train import extras
 from train.config import Config, parse
 from train.figures import show_error
-from train.launch import Launch, check_launch, read_launch, use_expandable_segments
+from train.launch import Launch, check_launch, read_launch
 from train.records import (
     EXIT_DONE,
     EXIT_ERROR,
@@ -41,7 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Trains as the command line says and returns the exit status (see ``train.records``)."""
     # Read when torch is imported; its C++ side else prints a page of stack frames for every connection that breaks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    use_expandable_segments()
     try:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         config, launch = parse(sys.argv[1:] if arguments is None else arguments), read_launch()

@@ -184,6 +184,18 @@ WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         {"library": "cuBLAS", "requested_bytes": None},
     ),
+    "cuBLAS that cannot begin": (
+        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        {"backend": "CUDA", "library": "cuBLAS", "requested_bytes": None},
+    ),
+    "cuDNN": (
+        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        {"backend": "CUDA", "library": "cuDNN", "requested_bytes": None},
+    ),
+    "cuDNN on the host": (
+        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        {"backend": "host", "requested_bytes": None},
+    ),
     "NCCL": (
         "include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
         "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
@@ -246,6 +258,7 @@ def test_messages_of_several_ranks_are_not_mixed() -> None:
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)",
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072",
         "RuntimeError: CUDA error: device-side assert triggered",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
         "ValueError: max_length is large: lower it to avoid running out of memory",
         "RuntimeError: lower max_length to prevent CUDA out of memory errors",
         "Model loading took 45.11 GiB memory and 354.95 seconds; 1.2 GiB free",
@@ -460,7 +473,8 @@ def test_errors_that_mean_full_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert is_out_of_memory(torch.cuda.OutOfMemoryError(""))
     assert is_out_of_memory(MemoryError())
-    for message in (CPU_LINUX, CPU_WINDOWS, MPS, SIMPLY_FULL, WORDINGS["cuBLAS"][0], WORDINGS["driver"][0]):
+    of_libraries = (message for wording, (message, _) in WORDINGS.items() if wording.startswith(("cu", "driver")))
+    for message in (CPU_LINUX, CPU_WINDOWS, MPS, SIMPLY_FULL, *of_libraries):
         assert is_out_of_memory(RuntimeError(message))
     assert not is_out_of_memory(ValueError(SIMPLY_FULL))
     assert not is_out_of_memory(KeyboardInterrupt())

@@ -445,6 +445,17 @@ def test_precision(device: str, capability: Any, changes: dict[str, Any], precis
     assert asked.asked.mixed_precision == (changes.get("mixed_precision") or precision)
 
 
+def test_a_card_without_bf16_computes_in_fp32_where_weights_are_on_the_host() -> None:
+    """Because fp16's loss scaler cannot be used there; a run would say the same."""
+    asked = replace(question(2), device=Device("t4", 2 * GIB, 0, (7, 5), 3e11))
+    assert asked.precision_with("fsdp2") == "fp16" and asked.precision_with(OFFLOAD) == "no"
+    best = make_plan(asked, Predictions([Synthetic(fixed=10 * GIB)])).best
+    assert best is not None and (best.setting.sharding, best.setting.mixed_precision) == (OFFLOAD, "no")
+    given = replace(asked, config=asked.config.changed(mixed_precision="fp16"))
+    with pytest.raises(UsageError, match="fsdp_offload_params"):
+        given.job(replace(given.asked, sharding=OFFLOAD))
+
+
 def test_vocabulary_without_data(tmp_path: Path) -> None:
     small = {k: v for k, v in LLAMA.items() if k != "vocab_size"}
     assert vocabulary_size(question().config) == 8000

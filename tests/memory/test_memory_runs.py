@@ -239,11 +239,15 @@ def test_auto_predicts_shards_where_they_are(offloads: bool, sharding: str, monk
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
+    from train.launch import read_launch
+
     found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", micro_batch_size=2)
     shared = found.run.accelerator.state._shared_state
     monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offloads)
-    monkeypatch.setitem(shared, "fsdp_plugin", plugin)
+    monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
+    found.run.launch = read_launch(
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": str(offloads)}
+    )
     found.session.settle()
     assert {job.sharding for job in found.jobs} == {sharding}
 

@@ -28,7 +28,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|would exceed allowed memory|invalid buffer size:"
     r"|you tried to allocate|unable to allocate .* for an array|cannot allocate memory|\bbad_alloc"
     # the driver, cuBLAS, cuDNN and NCCL; not the bare words, which also stand in advice about memory
-    r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc",
+    r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc"
+    # cuDNN 9; and cuBLAS, for which there was no room to begin with
+    r"|STATUS_\w*ALLOCATION_FAILED|STATUS_NOT_INITIALIZED when calling .?cublasCreate",
     re.IGNORECASE,
 )
 

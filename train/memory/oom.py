@@ -82,13 +82,14 @@ _CUDA_STARTS = (
     r"CUDAoutofmemory\.Triedtoallocate|Allocationondevice\d+wouldexceedallowedmemory",
     r"CUDAoutofmemory(?:\.|$)",
 )
-_HOST = r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
-_HOST += (
-    r"|DataLoaderworker\(pid\S{3,40}bysignal:(?:Killed|Bus)|(?i:exit(?:edwith(?:exit)?)?(?:code|status):?(?:137|-9))"
+_HOST = (
+    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|HOST_ALLOCATION_FAILED"
+    r"|(?i:cannotallocatememory|oom[-_]kill|killedprocess)|DataLoaderworker\(pid\S{3,40}bysignal:(?:Killed|Bus)"
+    r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status):?(?:137|-9))"
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
     rf"{_HOST}|(?:[:\])]|(?i:error|failure)\d*)(?i:outofmemory)|(?:^|[A-Z.]|backend)(?i:outofmemory)(?![a-z])"
-    "|(?i:out_of_(?:device_)?memory|alloc_failed|notenoughmemory)"
+    "|(?i:out_of_(?:device_)?memory|alloc(?:ation)?_failed|cublas_status_not_initialized|notenoughmemory)"
     "|(?i:(?:tried|unable|failed)to(?:cuda)?(?:c|m)?alloc|can(?:no)?tallocate)"
 )
 _ANY_REQUEST = r"(?:allocate(?!d)|calloc|malloc)\D{0,20}?SIZE"

@@ -159,7 +159,7 @@ class Search:
 
     def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
-        base = replace(self._base, sharding=sharding)
+        base = replace(self._base, sharding=sharding, mixed_precision=self.question.precision_with(sharding))
         possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
         found = next((outcome for setting in reversed(possible) if (outcome := self.try_(setting))), None)
         if found is None and known is None:
@@ -181,7 +181,8 @@ class Search:
                 low = max((o.setting.micro_batch_size for tried in faster for o in tried if o.fits), default=0)
                 too_large = [o.setting.micro_batch_size for tried in smaller for o in tried if not o.fits]
                 sizes = [size for size in self._sizes if low < size < min(too_large, default=math.inf)]
-                technique = replace(self._base, loss=self._losses[column], sharding=sharding)
+                precision = self.question.precision_with(sharding)
+                technique = replace(self._base, loss=self._losses[column], sharding=sharding, mixed_precision=precision)
                 if tried := self._grown(technique.recomputing(ways[row]), sizes):
                     done.append((row, column, tried))
                 for outcome in (outcome for outcome in tried if outcome.fits):

@@ -264,12 +264,16 @@ class Question:
     @property
     def precision(self) -> str | None:
         """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
+        return self.precision_with(self.shardings[0])
+
+    def precision_with(self, sharding: str) -> str | None:
+        """:attr:`precision` where the work is divided in this way."""
         asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
         if self.on_cpu or asked not in ("bf16", None):
             return asked
         if asked is None:
             own_type = self.config.architecture.dtype != "float32"
-            return None if own_type else automatic_precision(Launch(self.world_size), self.config, has_bf16)[0]
+            return None if own_type else automatic_precision(self._launch(sharding), self.config, has_bf16)[0]
         return "bf16" if has_bf16 else "fp16"
 
     def job(self, setting: Setting) -> Job:
@@ -278,8 +282,7 @@ class Question:
         Raises UsageError if the optimizer asked for does not work with it.
         """
         config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
-        engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
-        check_launch(Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")), config)
+        check_launch(self._launch(setting.sharding), config)
         if not self.has_known_speed:
             rates, bandwidth = dict.fromkeys(PRECISIONS, 1e12), 1e11  # the ratio of a common processor
             if not self.on_cpu:
@@ -288,6 +291,10 @@ class Question:
             target = replace(target, flops_per_second=rates, bytes_per_second=bandwidth)
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
+
+    def _launch(self, sharding: str) -> Launch:
+        engine = "deepspeed" if sharding in STAGE else "fsdp2" if sharding in ("fsdp2", OFFLOAD) else "ddp"
+        return Launch(self.world_size, engine=engine, offloads=sharding == OFFLOAD)
 
     def changes(self, setting: Setting) -> dict[str, Any]:
         """What has to change in the configuration for ``setting`` and the same global batch, by flag."""

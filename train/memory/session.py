@@ -215,14 +215,11 @@ class MemorySession:
 
 def sharding_of(run: Run) -> str:
     """How ``run`` is spread over processes, in the words of :class:`train.memory.predict.Job`."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    state: Any = run.accelerator.state
-    if run.accelerator.is_fsdp2:
-        return OFFLOAD if isinstance(state.fsdp_plugin.cpu_offload, CPUOffloadPolicy) else "fsdp2"
+    if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
+        return OFFLOAD if run.launch.offloads and run.accelerator.device.type != "cpu" else "fsdp2"
     if run.launch.world_size == 1:
         return "none"
-    plugin = state.deepspeed_plugin if run.launch.engine == "deepspeed" else None
+    plugin = run.accelerator.state.deepspeed_plugin if run.launch.engine == "deepspeed" else None
     return {2: "zero2", 3: "zero3"}.get(plugin.zero_stage if plugin else 0, "ddp")
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
-from train.extras import Extra, missing
-from train.launch import refuse
+from train.extras import Extra, missing, refuse
 from train.records import UsageError, UserError
 
 if TYPE_CHECKING:

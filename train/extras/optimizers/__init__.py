@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
-from train.extras import Extra
-from train.launch import refuse
+from train.extras import Extra, refuse
 from train.records import UsageError
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from train.batching import arithmetic_of
 from train.config import Config
-from train.launch import Launch, refuse
+from train.extras import refuse
+from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.records import Run, UsageError, UserError
 from train.step import Engine
