@@ -461,6 +461,28 @@ def test_post_mortem_puts_first_what_needs_no_other_settings() -> None:
     assert "\nFirst: " not in post_mortem(SIMPLY_FULL, SITUATION)
 
 
+def test_a_model_that_fills_the_card_by_itself_is_not_told_to_change_its_loss() -> None:
+    """Neither by the message of a run, nor by a traceback from where weights are moved or moments are made."""
+    card = (
+        "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 30.00 MiB is "
+        "free. Including non-PyTorch memory, this process has 7.90 GiB memory in use. Of the allocated memory 7.40 "
+        "GiB is allocated by PyTorch, and 10.00 MiB is reserved by PyTorch but unallocated."
+    )
+    kinds = {"parameters": 6 * GIB, "gradients": 6 * GIB, "optimizer state": 12 * GIB, "activations": 5 * GIB}
+    changes = [*CHANGES, ("--optimizer_offload True", 12 * GIB, "same result, slower")]
+    text = post_mortem(card, Situation("loading", None, kinds, 29 * GIB, 40000, changes))
+    assert "fill the card before any example is there" in " ".join(text.split())
+    assert "First: --dtype bfloat16" in text and "--optimizer_offload True" in text
+    assert "--loss" not in text and "--micro_batch_size" not in text
+    assert "First: " not in post_mortem(card, Situation("backward", (1, 8), {"parameters": GIB}, None, None, CHANGES))
+    for function in ("convert", "_init_group"):
+        trace = f'  File "torch/nn/modules/module.py", line 1369, in {function}\n    return t.to(\n{card}'
+        typed = explain(trace).partition("What to do")[2]
+        assert typed.index("--dtype bfloat16") < typed.index("--adapter qlora")
+        assert "--loss" not in typed
+    assert "--loss chunked" in explain(f"  in forward\n{card}")
+
+
 def test_post_mortem_does_with_what_is_known() -> None:
     bare = Situation("loading", None, {}, None)
     assert post_mortem("", bare) == "Out of memory in loading."

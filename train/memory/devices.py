@@ -70,6 +70,11 @@ def find_device(text: str) -> Device:
         return Device(name, total_bytes, context_bytes)
     if text.strip().lower() == "cpu":
         return _cpu()
+    if re.match(r"(apple\s*)?m[1-9]\b", text.strip(), re.IGNORECASE):
+        raise UsageError(
+            f"device {text!r}: what Apple's GPUs (MPS) take is not predicted. Plan for the CPU of that machine "
+            "(--device cpu), or for a card of the memory that it may use, such as 16GiB."
+        )
     names = {_compact(name): name for name in _KNOWN} | _OTHER_NAMES
     wanted = _compact(text)
     if wanted not in names:
@@ -95,8 +100,8 @@ def this_device() -> Device:
     if not torch.cuda.is_available():
         return _cpu()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    capability, card = (properties.major, properties.minor), find_card(properties.name)
-    bandwidth = card and card.bytes_per_second
+    card, is_nvidia = find_card(properties.name), torch.version.hip is None  # AMD counts its chips differently
+    capability, bandwidth = (properties.major, properties.minor) if is_nvidia else None, card and card.bytes_per_second
     return Device(properties.name, properties.total_memory, _context_bytes(capability), capability, bandwidth)
 
 
@@ -124,7 +129,9 @@ def _cpu() -> Device:
 def _compact(text: str) -> str:
     """The name without case, punctuation, the unit of its size, and words that set no two cards of the table apart."""
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
-    return re.sub(r"nvidia|geforce|tesla|quadro|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)", "", letters)
+    return re.sub(
+        r"nvidia|geforce|tesla|quadro|amd|instinct|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)", "", letters
+    )
 
 
 def _context_bytes(compute_capability: tuple[int, int] | None) -> int:

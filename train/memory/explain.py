@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from train.figures import gib
-from train.memory.ladder import CHECKPOINTING, CHUNKED, EVALUATION, MAX_LENGTH, MICRO_BATCH, REMEDIES
+from train.memory.ladder import (
+    CHECKPOINTING,
+    CHUNKED,
+    EIGHT_BIT,
+    EVALUATION,
+    MAX_LENGTH,
+    MICRO_BATCH,
+    OPTIMIZER_OFFLOAD,
+    REMEDIES,
+)
 from train.memory.oom import OutOfMemory, parse_oom
 from train.records import UsageError
 
@@ -54,6 +64,13 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     "fragmentation": (
         ("PYTORCH_ALLOC_CONF=expandable_segments:True", "before the command; lets gaps join; same result"),
         *_ALL,
+    ),
+    "weights": (
+        ("--dtype bfloat16", "halves weights, gradients and state; changes the result"),
+        ("--adapter qlora", "weights in 4 bits, and small trained matrices; changes the result"),
+        ("accelerate_configs/fsdp2_offload.yaml", "all three in host memory, on one GPU too; slower"),
+        OPTIMIZER_OFFLOAD.hint,
+        EIGHT_BIT.hint,
     ),
     "graphs": (("compile without graphs", 'mode="default"; same result, small kernels start slower'), *_ALL),
     "huge": (
@@ -131,9 +148,28 @@ def _full(oom: OutOfMemory, huge: bool) -> tuple[str, str]:
     return "full", f"simply full{held}. No single thing went wrong: the run needs more than there is."
 
 
-def _account(oom: OutOfMemory, situation: Situation | None = None) -> tuple[str, list[str], list[tuple[str, str]]]:
+_LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
+"""In a traceback: a model on its way to the card, or the first state of its optimizer."""
+
+
+def _weights_fill(oom: OutOfMemory, message: str, situation: Situation | None) -> bool:
+    """Whether weights, gradients and optimizer state alone are more than there is, so that no smaller batch helps."""
+    if situation is None:
+        return _LOADING.search(message) is not None
+    held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+    return oom.available_bytes is not None and held >= oom.available_bytes
+
+
+def _account(
+    oom: OutOfMemory, message: str, situation: Situation | None = None
+) -> tuple[str, list[str], list[tuple[str, str]]]:
     """The cause of ``oom``, lines that say what it means, and (what to type, what it does), cheapest first."""
     cause, why = _diagnosis(oom)
+    if cause in ("full", "huge") and _weights_fill(oom, message, situation):
+        cause = "weights"
+        why = (
+            "the model's weights, with what training keeps for each of them, fill the card before any example is there."
+        )
     if situation is not None and situation.micro_batch_shape is not None:
         why += _recognised(oom.requested_bytes or 0, situation.micro_batch_shape, situation.vocab_size)
     remedies, within_reach = [], (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
@@ -174,7 +210,7 @@ def explain(message: str) -> str:
             f"explain: {start!r} is not an out-of-memory message. Give the whole message in quotes, from 'out of "
             "memory' or 'allocate memory' on."
         )
-    _, lines, remedies = _account(oom)
+    _, lines, remedies = _account(oom, message)
     lines.append("What to do, cheapest first (flags are those of train/main.py):")
     column = min(44, max(len(typed) for typed, _ in remedies))
     lines += [line for typed, note in remedies for line in _wrapped(f"  {typed:<{column}}  ", note)]
@@ -196,9 +232,12 @@ def post_mortem(message: str, situation: Situation) -> str:
     batch = "" if shape is None else f", micro-batch of {shape[0]:,} × {shape[1]:,} (examples × tokens)"
     lines = [f"Out of memory in {situation.phase}{batch}.", *_kinds(situation.bytes_by_kind)]
     if oom is not None:
-        cause, account, remedies = _account(oom, situation)
+        cause, account, remedies = _account(oom, message, situation)
         lines += account
-        if cause in ("others", "fragmentation", "graphs", "limit", "library", "refused"):
+        if cause == "weights":
+            of_weights = ("--optimizer", "--dtype")
+            situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith(of_weights)])
+        if cause in ("weights", "others", "fragmentation", "graphs", "limit", "library", "refused"):
             lines += _wrapped("First: ", "{}  ({})".format(*remedies[0]))
     return "\n".join([*lines, *_changes(situation, oom.available_bytes if oom else None)])
 
