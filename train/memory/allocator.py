@@ -23,8 +23,7 @@ _MIB = 2**20
 SMALL_REQUEST_BYTES = _MIB
 """The largest request that the small pool serves; also what a large block must have left over to be split."""
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
-OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB
-"""Requests of 10 MiB and more get a segment of their own size, rounded up."""
+OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB  # larger requests get a segment of their own
 
 
 @dataclass(eq=False, slots=True)
@@ -59,10 +58,8 @@ class _Pool:
 
     page_bytes: int  # by which an expandable segment grows
     end: int  # the address at which the next segment begins
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)
-    """Sorted by size, then address; an address occurs once, so that blocks are never compared."""
-    stop: _Block = field(default_factory=_Block)
-    """Stands behind the last block of an expandable segment, which alone can grow."""
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)  # by size, then address
+    stop: _Block = field(default_factory=_Block)  # behind the last block of an expandable segment
 
     def add(self, block: _Block) -> None:
         """Adds a free block, merged with its free neighbours."""

@@ -19,18 +19,14 @@ class Device:
     """One device, as far as it is known."""
 
     name: str
-    total_bytes: int
-    """As ``torch.cuda.get_device_properties(...).total_memory`` reports it: less than what the card is sold with."""
-    context_bytes: int = 0
-    """Taken by the CUDA context and loaded kernels, outside of PyTorch's allocator, by a process on one device."""
+    total_bytes: int  # as torch reports ``total_memory``: less than what the card is sold with
+    context_bytes: int = 0  # of a process on one device: the CUDA context and kernels, outside of the allocator
     compute_capability: tuple[int, int] | None = None  # (major, minor); None: no CUDA device, or unknown
     memory_bytes_per_second: float | None = None  # bandwidth of the device's memory by the data sheet; None: unknown
 
 
-_KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]
-"""The cards whose memory is known; the others only tell products apart."""
-_OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}
-"""Compact names that carry the size where no second size is sold."""
+_KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]  # others only tell products apart
+_OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}  # where no other size is sold
 
 # MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less
 # what the error says PyTorch allocated and kept. Seen so: T4 110 to 170, A4000 200 to 240, A100 400, L4 250 to 260, RTX

@@ -30,12 +30,10 @@ class Situation:
 
     phase: str  # loading, forward, backward, clip, optimizer or evaluation
     micro_batch_shape: tuple[int, int] | None  # (B, S) of the micro-batch: examples, tokens
-    bytes_by_kind: dict[str, int]
-    """At the predicted peak: parameters, gradients, optimizer state, activations, logits and loss, workspace."""
+    bytes_by_kind: dict[str, int]  # at the predicted peak
     predicted_peak_bytes: int | None
     vocab_size: int | None = None
-    changes: Sequence[tuple[str, int, str]] = ()
-    """(what to type, bytes that it is predicted to save, what it does), cheapest first."""
+    changes: Sequence[tuple[str, int, str]] = ()  # (what to type, bytes that it saves, what it does), cheapest first
 
 
 _IMPOSSIBLE_BYTES = 2**50  # a million GiB: no size that anybody meant
@@ -80,8 +78,7 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
         EVALUATION.hint,
         MAX_LENGTH.hint,
     ),
-}
-"""(what to type, what it does), cheapest first; :data:`_ALL` for any other cause."""
+}  # (what to type, what it does), cheapest first; :data:`_ALL` for any other cause
 
 
 def _diagnosis(oom: OutOfMemory) -> tuple[str, str]:

@@ -23,11 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from train.memory.predict import CannotStandInError
 
 _CUDA = 1  # c10::DeviceType::CUDA
-_NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70
-"""Upper bounds of the virtual functions that are copied; the classes have fewer."""
+_NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70  # more than the classes have virtual functions
 _TABLE_HEADER = 2  # words before the first entry of a C++ table of virtual functions: offset to top, type information
-_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4
-"""Positions in at::AcceleratorHooksInterface, after its two destructors."""
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # positions in at::AcceleratorHooksInterface, after its two destructors
 
 _kept: list[Any] = []  # memory that C++ points to from now on
 

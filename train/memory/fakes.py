@@ -36,12 +36,9 @@ class FakeTracker(StorageTracker):
         super().__init__(*args, **options)
         self.fake_mode = active_fake_mode()
         self.costs = costs
-        self.repeats = 1
-        """How often a real step would do what is done now."""
-        self.paused = False
-        """While true, nothing is counted."""
-        self.offloaded_bytes = 0
-        """Host memory for inputs of layers."""
+        self.repeats = 1  # how often a real step would do what is done now
+        self.paused = False  # while true, nothing is counted
+        self.offloaded_bytes = 0  # host memory for inputs of layers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

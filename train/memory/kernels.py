@@ -42,8 +42,7 @@ def patched(module: Any, name: str, value: Any) -> AbstractContextManager[Any]:
 attention, fused = module_of("long_sequences", "attention"), module_of("losses", "fused")
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8
-"""Shares of the published rates that large kernels reach."""
+REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8  # shares of the published rates that large kernels reach
 LAUNCH_SECONDS = 5e-6  # least time of an operator: launching its kernel
 
 

@@ -29,15 +29,11 @@ class OutOfMemory:
     requested_bytes: int | None = _figure("(?:Triedtoallocate(?:morethan)?|Requested:)SIZE")
     total_bytes: int | None = _figure("(?:totalcapacityof|Devicelimit:)SIZE")
     free_bytes: int | None = _figure(r"ofwhichSIZEisfree|accordingtoCUDA\):SIZE")
-    process_bytes: int | None = _figure("thisprocesshasSIZEmemoryinuse")
-    """This process: what PyTorch reserved, the driver's context and libraries."""
+    process_bytes: int | None = _figure("thisprocesshasSIZEmemoryinuse")  # PyTorch's reserve, the context, libraries
     allocated_bytes: int | None = _figure("SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE")  # in tensors
-    reserved_unallocated_bytes: int | None = _figure("SIZEisreservedbyPyTorchbutunallocated")
-    """Held by PyTorch, in no tensor."""
-    private_pools_bytes: int | None = _figure("SIZEallocatedinprivatepools")
-    """The share of ``allocated_bytes`` that CUDA graphs keep."""
-    allowed_bytes: int | None = _figure(r"SIZEallowed|memoryfraction\):SIZE")
-    """A limit below the whole device: torch's memory fraction."""
+    reserved_unallocated_bytes: int | None = _figure("SIZEisreservedbyPyTorchbutunallocated")  # in no tensor
+    private_pools_bytes: int | None = _figure("SIZEallocatedinprivatepools")  # of CUDA graphs
+    allowed_bytes: int | None = _figure(r"SIZEallowed|memoryfraction\):SIZE")  # torch's memory fraction
     other_processes: tuple[tuple[int, int], ...] = ()  # (process id, bytes) of each process that the message names
 
     @property

@@ -19,10 +19,8 @@ from train.memory.question import CHECKPOINTING, OFFLOAD, Question, Setting, pos
 from train.memory.zero import MOMENTS
 from train.records import UserError
 
-EQUALLY_FAST = 0.02
-"""Settings whose estimates differ by less are taken as equally fast: the one that needs less is kept."""
-SHARDING_GAIN = 0.1
-"""fsdp2 is chosen over ddp only if it is faster by more: it communicates more, and the estimate leaves that out."""
+EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept
+SHARDING_GAIN = 0.1  # by which fsdp2 has to be faster than ddp: it communicates more, which is not estimated
 HOST_LINK_BYTES_PER_SECOND = 20e9  # what PCIe 4.0 × 16 carries in one direction in practice; an estimate
 LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
@@ -126,8 +124,7 @@ class Plan:
     problem: str | None  # why the configuration as it stands cannot run
     best: Outcome | None  # the fastest setting that fits
     smallest: Outcome  # the setting that needs least
-    longest: int | None
-    """Where nothing fits: the longest sequence, in multiples of 1,024 tokens, that the smallest setting fits."""
+    longest: int | None  # where nothing fits: the longest that the smallest setting fits, in multiples of 1,024
     num_predictions: int
 
 
@@ -146,8 +143,7 @@ class Search:
             mixed_precision=question.precision,
             loss="full",
         )
-        self.problems: dict[Setting, str] = {}
-        """Settings that the model or device does not allow."""
+        self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:
         """What is predicted of ``setting``; None where it cannot run, then ``problems`` says why."""

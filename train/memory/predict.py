@@ -53,8 +53,7 @@ class Job:
     padded: bool = False  # whether the micro-batch has an attention mask that hides something
     input_names: tuple[str, ...] = ("input_ids",)  # inputs of the model, each (B, S)
     num_targets: int | None = None  # labels that are targets; None: all
-    documents: tuple[tuple[int, ...], ...] = ()
-    """With packing, the lengths of the documents in each row; empty: one document a row, which takes longest."""
+    documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
     special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)  # start, end and padding
     world_size: int = 1

@@ -17,8 +17,7 @@ from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
-OFFLOAD = "fsdp2_offload"
-"""Tried only where nothing else fits: its copies between host and device nearly always take longest."""
+OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
 CHECKPOINTING = tuple(
     way for way in LADDER if way.gradient_checkpointing_every_n_layers <= 2 and not way.gradient_checkpointing_offload
@@ -168,8 +167,7 @@ class Question:
     num_labels: int = 0
     padded: bool | None = None  # see :func:`job_of`
     world_size: int = 1
-    sharding: str | None = None
-    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""
+    sharding: str | None = None  # None: the better of ddp and fsdp2, or fsdp2_offload if none fits
 
     @property
     def on_cpu(self) -> bool:

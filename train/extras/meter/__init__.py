@@ -36,15 +36,11 @@ class Room(Extra):
     Options = Options
 
     def __init__(self) -> None:
-        self.meter: Any = None
-        """:class:`train.extras.meter.memory.MemoryMeter`, once the model is there."""
-        self.snapshot: Path | None = None
-        """Where torch's record of allocations goes when memory runs out, if that is asked for."""
-        self._flops: Any = None
-        """:class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known."""
+        self.meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
+        self.snapshot: Path | None = None  # torch's record of allocations, if asked for
+        self._flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
         self._peak_flops_per_second: float | None = None
-        self._work = [0.0, 0.0]
-        """FLOPs and tokens of this rank since the last line of the log."""
+        self._work = [0.0, 0.0]  # FLOPs and tokens of this rank since the last line of the log
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         if not run.is_planned:

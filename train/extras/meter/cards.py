@@ -12,8 +12,7 @@ class Card(NamedTuple):
     Rates are dense FLOP/s of matrix products with fp32 accumulation, of fp32 without tensor cores (TF32 off).
     """
 
-    memory_gib: float | None
-    """As torch reports it (``total_memory``, GiB of 2^30 bytes): less than what the card is sold with."""
+    memory_gib: float | None  # ``total_memory`` as torch reports it, GiB of 2^30: less than what the card is sold with
     compute_capability: tuple[int, int] | None  # None: not NVIDIA's
     bytes_per_second: float | None
     fp16: float
@@ -24,7 +23,7 @@ class Card(NamedTuple):
 # Rates and bandwidth: NVIDIA's data sheets and architecture white papers; rates that are printed only with sparsity are
 # halved. A100-80: SXM (PCIe: 1.935e12 bytes/s); B200 and GB200: 7.7e12, as bus width and clock give it
 # (github.com/pytorch/ao/pull/4002). GeForce from Ampere on: tensor cores do twice the fp32 of the data sheet. P100
-# has no tensor cores: fp32's rate, of PCIe. AMD: the Instinct cards' data sheets; each of the MI250's two chips is a device.
+# has no tensor cores: fp32's rate, of PCIe. AMD: its data sheets; each of the MI250's two chips is a device.
 # Memory: what torch printed on such cards in public issues and notes (_CudaDeviceProperties(total_memory=...), or "GPU
 # 0 has a total capacity of ..." of an out-of-memory error), rounded down; where drivers differ, the smaller figure.
 # H200 NVL: not observed, taken from the H200. GH200: the one with 96 GB. RTX 3060 Ti, 4060 Ti, 4070 Ti: from cards of
@@ -74,8 +73,6 @@ CARDS: dict[str, Card] = {
     "mi250": Card(63.9, None, 1.638e12, 181e12, 181e12, 45.3e12),
     "mi250x": Card(63.9, None, 1.638e12, 191.5e12, 191.5e12, 47.9e12),
 }
-_FIELDS = {"no": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""Of precisions that are not named as in :class:`Card`."""
 _OTHER_CHIP = {"laptop", "max", "mig", "d", "super"}
 """Words that mark a smaller chip, or a slice of one, sold under the name of a card above."""
 
@@ -96,6 +93,5 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
     if precision == "tf32":  # half of bf16's rate in the data sheet of every card above that has both
         half = peak_flops_per_second(device_name, "bf16")
         return half and half / 2
-    card = find_card(device_name)
-    field = _FIELDS.get(precision, precision)
-    return getattr(card, field) if card is not None and field in ("fp16", "bf16", "fp32") else None
+    field = {"no": "fp32"}.get(precision, precision)
+    return getattr(find_card(device_name), field, None) if field in ("fp16", "bf16", "fp32") else None

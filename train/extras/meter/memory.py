@@ -19,18 +19,14 @@ from torch import nn
 from train.figures import gib
 from train.records import MicroBatch
 
-GROWING_STEPS = 4
-"""So many steps in a row, each of which ends with more memory than the one of equal shapes before it, are a leak."""
-LEAK_BYTES, LEAK_SHARE = 2**20, 0.001
-"""On CUDA a growth is reported only from so many bytes on, in all, and from this share of what is allocated."""
-SURVIVOR_BYTES = 2**16
-"""On a CPU, where each step that might leak is followed at some cost, growth matters from so many bytes per step on."""
+GROWING_STEPS = 4  # in a row, each ending with more than the one of equal shapes before it, are a leak
+LEAK_BYTES, LEAK_SHARE = 2**20, 0.001  # on CUDA, in all, and of what is allocated: less is not reported
+SURVIVOR_BYTES = 2**16  # per step, on a CPU, where following a step that might leak costs time
 _MAX_SIGNATURES = 64
 _NAMED = 3  # how many kinds of tensors a report names
 
 Shapes: TypeAlias = tuple[tuple[int, int], ...]  # (B, S) of each micro-batch of a step
-Inventory: TypeAlias = Counter[tuple[str, int]]
-"""How many live storages there are of each description and size in bytes."""
+Inventory: TypeAlias = Counter[tuple[str, int]]  # number of live storages by description and bytes
 
 
 def describe(shape: Sequence[int], dtype: torch.dtype | None) -> str:
@@ -86,8 +82,7 @@ class MemoryMeter:
         say: Callable[[str], None],
     ) -> None:
         self.device, self.network, self.optimizer, self.num_classes = device, network, optimizer, num_classes
-        self.phase = ""
-        """The phase that is running, or was the last to run."""
+        self.phase = ""  # the phase that is running, or was the last to run
         self.shapes: Shapes = ()
         self._say, self._is_measuring = say, False
         self._step = self._interval = self._run = Measured()
@@ -171,8 +166,7 @@ class LeakWatch:
 
     def __init__(self, live_bytes: Callable[[], int], list_live: Callable[[], Inventory], on_cuda: bool) -> None:
         self._live_bytes, self._list_live, self._on_cuda = live_bytes, list_live, on_cuda
-        self.leak: str | None = None
-        """What leaks, in words, once that is certain."""
+        self.leak: str | None = None  # what leaks, in words, once that is certain
         self._known: set[tuple[int, int]] = set()
         self._ends: dict[Shapes, int] = {}
         self._step = self._growing_steps = self._first_step = self._first_bytes = self._listed_bytes = 0

@@ -27,8 +27,7 @@ HELD: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 KINDS = (*HELD, ACTIVATIONS, LOGITS, WORKSPACE)
 
 CUDA_GRANULE_BYTES = 512  # CUDA's caching allocator rounds every size up to a multiple of it; no block is smaller
-_KEYS = itertools.count()
-"""Numbers of storages, each used once in a process: a storage keeps the number that an earlier tracker gave it."""
+_KEYS = itertools.count()  # of storages, each used once in a process: a storage keeps its number
 _KIND_OF_PHASE = {"build": PARAMETERS, "forward": ACTIVATIONS, "evaluation": ACTIVATIONS}
 
 
@@ -75,8 +74,7 @@ class StorageTracker(TorchDispatchMode):
         self.bytes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.peak = Peak()
         self.peak_bytes_by_phase: dict[str, int] = {}
-        self.trace: list[tuple[int, int]] | None = [] if keep_trace else None
-        """(storage, + bytes allocated or − bytes freed)."""
+        self.trace: list[tuple[int, int]] | None = [] if keep_trace else None  # (storage, ± bytes)
         self._ignored: set[int | None] = set()
 
     def __enter__(self) -> Self:
