@@ -76,11 +76,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch that ``accelerate launch``, torchrun or nobody made.
-
-    Raises:
-        UsageError: the launch file asks for what this template does not do.
-    """
+    """The launch that ``accelerate launch``, torchrun or nobody made; raises UsageError for what cannot be done."""
 
     def says(name: str) -> bool:
         return environment.get(name, "").lower() == "true"
@@ -118,11 +114,6 @@ def check_launch(launch: Launch, config: Config) -> None:
             "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
             "be wrong. Set it to false and use --gradient_checkpointing."
         )
-    if launch.offloads and (asked or launch.precision) == "fp16":
-        raise UsageError(
-            "fsdp_offload_params: true in the launch file cannot be combined with mixed_precision: fp16: torch's loss "
-            "scaler would read its scale on the host before the copy from the card has arrived. Use bf16, or no."
-        )
     if config.optimization.optimizer == "adafactor" and launch.engine == "fsdp2":
         raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
     extras.check(config, launch)
@@ -141,7 +132,6 @@ def settle_precision(launch: Launch, config: Config, device: torch.device) -> tu
     """``launch`` with the mixed precision to use, and a line for a person if it is not one that was asked for.
 
     ``accelerate launch`` says "no" where nobody chose, so its "no" is not a choice. DeepSpeed has settings of its own.
-    Raises UsageError if the device cannot do bf16.
     """
     import torch
 
@@ -204,12 +194,10 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
         # With backends.cuda.matmul.fp32_precision alone, the older switch would raise when torch.compile reads it.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # Next to a card, too: optimizers whose state is in host memory update there.
-    chosen, asked = os.environ.get("OMP_NUM_THREADS", "1"), config.optimization.cpu_threads
-    if asked is not None:
-        torch.set_num_threads(asked)
-    elif chosen == "1":  # which accelerate launch sets where nobody chose, and which leaves all cores but one idle
+    asked = config.optimization.cpu_threads
+    if asked or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # which accelerate launch sets where nobody chose
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(asked or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if device.type != "cpu":
         return
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time
@@ -287,11 +275,9 @@ def describe_device(accelerator: Any, launch: Launch) -> str:
     device, arithmetic = accelerator.device, arithmetic_in_use(accelerator)
     parts = [f"{accelerator.num_processes} × {device_name(device)}"]
     parts += [f"{torch.get_num_threads()} threads each"] * (device.type == "cpu")
-    parts += [str(launch)] * bool(str(launch))
-    if device.type == "cuda":  # how memory is taken from the card; the second is the older name
-        parts += [os.environ[name] for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ]
+    parts += [str(launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
     shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
-    return f"device: {', '.join(parts)}, precision {shown}"
+    return f"device: {', '.join(filter(None, parts))}, precision {shown}"
 
 
 def device_name(device: torch.device) -> str:
@@ -307,5 +293,4 @@ def peak_bytes(device: torch.device) -> int:
 
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

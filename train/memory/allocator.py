@@ -89,17 +89,10 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The state of the allocator of one device of unlimited size.
+    """The state of the allocator of one device of unlimited size; bytes allocated and reserved as ``torch.cuda`` says.
 
-    Args:
-        expandable_segments: as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: each pool has one segment that
-            grows by pages (2 MiB in the small pool, 20 MiB in the large one). Its address space is unlimited here;
-            PyTorch's is 9/8 of the device.
-
-    Attributes:
-        allocated_bytes: in blocks in use, including rounding and remainders too small to split off, as
-            ``torch.cuda.memory_allocated`` counts.
-        reserved_bytes: in segments, as ``torch.cuda.memory_reserved`` counts; it never shrinks.
+    With ``expandable_segments`` each pool has one segment that grows by pages (2 MiB in the small pool, 20 MiB in the
+    large one). Its address space is unlimited here; PyTorch's is 9/8 of the device.
     """
 
     def __init__(self, expandable_segments: bool = False) -> None:

@@ -108,12 +108,10 @@ def attention_kernel(
     prefers_cudnn: bool,
     shares_heads: bool = False,
 ) -> str:
-    """The kernel that ``scaled_dot_product_attention`` runs on a card: cudnn, flash, efficient or math.
+    """The kernel that ``scaled_dot_product_attention`` runs on a card for ``query`` (B, H, S, D): cudnn, flash ...
 
-    Args:
-        query: (B, H, S, D).
-        prefers_cudnn: torch tries cuDNN first: on Hopper and data-centre Blackwell with a cuDNN newer than 9.15.
-        shares_heads: ``enable_gqa`` with fewer heads of keys and values, which the efficient kernel cannot do.
+    It ``prefers_cudnn`` on Hopper and data-centre Blackwell with a cuDNN newer than 9.15. The efficient kernel has no
+    ``shares_heads``: ``enable_gqa`` with fewer heads of keys and values.
     """
     half, head_size = query.dtype in HALF, query.shape[-1]
     if query.dtype not in (*HALF, torch.float32) or query.ndim != 4:

@@ -62,12 +62,8 @@ def largest_fitting(
     """The largest of ``candidates`` (ascending) that needs at most ``room_bytes``; None: not even the smallest does.
 
     Guesses along the line through the last two points, because memory is nearly affine, and halves where that does not
-    help. Never tries more than eight times what is known to fit, because large steps take long to predict.
-
-    Args:
-        needs: bytes, growing; None: unknown, taken as too many.
-        first: where to begin, one of ``candidates``.
-        enough: asked after each try that fits: whether to stop there.
+    help. Never tries more than eight times what is known to fit, because large steps take long to predict. Begins with
+    ``first``; ``needs`` that are None count as too many; ``enough`` is asked after each try that fits.
     """
     low, high, index, tries = -1, len(candidates), candidates.index(first), 0
     points: list[tuple[int, int]] = []
@@ -106,13 +102,9 @@ def recomputations(device_type: str, offload: bool) -> list[tuple[str, dict[str,
 def choose(
     name: str, ways: Sequence[tuple[str, dict[str, Any]]], needs: Callable[[dict[str, Any]], int], room_bytes: int
 ) -> tuple[dict[str, Any], str]:
-    """The flags that the flag ``name: auto`` means, and a line for a person.
+    """The flags that the flag ``name: auto`` means, and a line for a person: the last of ``ways`` that fits.
 
-    Args:
-        ways: what each is called, and its flags; each needs more than the one before, and the last that fits is taken.
-        needs: bytes that a step with these flags is predicted to need.
-
-    Raises UserError if nothing fits, or nothing can be predicted.
+    ``ways`` have names and flags; each needs more bytes than the one before. Raises UserError if nothing fits.
     """
     needed: dict[int, int] = {}
     problems: dict[int, UserError] = {}

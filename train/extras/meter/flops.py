@@ -74,12 +74,9 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
     a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
     encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
-    without data, or that loops over positions, or whose cost is not such a polynomial.
-
-    Args:
-        model: before it is compiled, wrapped or sharded; on any device. Not changed.
-        longest: tokens of the longest text.
-        is_causal: no token sees later ones; taken also of a model whose layers with attention all say so.
+    without data, or that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled,
+    wrapped or sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest``
+    tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
     counts = _count_flops(model, [unit, 2 * unit, 3 * unit, *([far] if far > 3 * unit else [])])

@@ -63,12 +63,9 @@ class Measured:
 
 
 class MemoryMeter:
-    """Tells phases and kinds of memory apart, and finds leaks. Each type of device has a subclass.
+    """Tells phases and kinds of memory apart, and finds leaks, of which ``say`` hears. Each device has a subclass.
 
-    Args:
-        network: as prepared but unwrapped.
-        num_classes: C of the logits (..., C), by which a CPU tells them from activations.
-        say: told once, in a line, that memory leaks.
+    ``network`` is prepared but unwrapped; by the ``num_classes`` of logits a CPU tells them from activations.
     """
 
     leaks: LeakWatch
@@ -132,8 +129,7 @@ class MemoryMeter:
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run, those that do not apply left out.
 
-        peak_allocated_bytes; peak_reserved_bytes (CUDA); peak_bytes_by_phase and bytes_by_kind (at the peak), mappings;
-        num_alloc_retries and num_ooms (CUDA); peak_resident_bytes of the process (CPU); memory_leak, a text.
+        Those of :class:`Measured`; peak_resident_bytes of the process (CPU); memory_leak, a text.
         """
         self._between()
         figures = self._run.figures()
@@ -156,12 +152,7 @@ class LeakWatch:
     """Compares the memory that steps end with.
 
     A step with a shape (B, S) that was not there before is not judged, since something may be kept for each shape.
-
-    Args:
-        live_bytes: counts what is allocated when it is called, except what may change at the end of a step.
-        list_live: lists it.
-        on_cuda: listing is slow there, so it is done late, and :data:`LEAK_BYTES` decides which growth counts instead
-            of :data:`SURVIVOR_BYTES`.
+    ``live_bytes`` leaves out what may change at the end of a step. On CUDA ``list_live`` is slow, so it is called late.
     """
 
     def __init__(self, live_bytes: Callable[[], int], list_live: Callable[[], Inventory], on_cuda: bool) -> None:

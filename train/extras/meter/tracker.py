@@ -56,11 +56,8 @@ class Block:
 class StorageTracker(TorchDispatchMode):
     """While it is entered, follows every storage that operators touch on one type of device.
 
-    Args:
-        device_type: ``cpu`` or ``cuda``; storages elsewhere are not counted.
-        granule_bytes: sizes are rounded up to a multiple of it; see :data:`CUDA_GRANULE_BYTES`.
-        num_classes: C of logits (..., C), to tell logits from other activations; None: do not.
-        keep_trace: also record each allocation and free, in order, in ``trace``.
+    Sizes are rounded up to multiples of ``granule_bytes``. By ``num_classes``, C of logits (..., C), these are told
+    from other activations. With ``keep_trace`` each allocation and free is recorded in ``trace``.
     """
 
     def __init__(

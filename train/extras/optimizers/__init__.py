@@ -57,6 +57,10 @@ class Room(Extra):
                 (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"),
                 ("optimizer_offload", own.optimizer_offload, has_originals),
             )
+        if launch.offloads:
+            is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
+            early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
+            refuse("fsdp_offload_params: true in the launch file", ("mixed_precision: fp16", is_fp16, early))
         if not launch.has_whole_weights:
             how, remedy = f"tensor parallel {launch.tp_size}", "Use ddp.yaml or one process"
             if launch.engine != "ddp":
