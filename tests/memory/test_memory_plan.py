@@ -440,7 +440,7 @@ def test_target_of_a_device() -> None:
 )
 def test_precision(device: str, capability: Any, changes: dict[str, Any], precision: str | None) -> None:
     asked = replace(question(24, **changes), device=Device(device, 8 * GIB, 0, capability, 1e12))
-    assert asked.precision == precision
+    assert asked.precision(asked.shardings[0]) == precision
     # the configuration as it stands is predicted as a run of it would compute
     assert asked.asked.mixed_precision == (changes.get("mixed_precision") or precision)
 
@@ -448,7 +448,7 @@ def test_precision(device: str, capability: Any, changes: dict[str, Any], precis
 def test_a_card_without_bf16_computes_in_fp32_where_weights_are_on_the_host() -> None:
     """Because fp16's loss scaler cannot be used there; a run would say the same."""
     asked = replace(question(2), device=Device("t4", 2 * GIB, 0, (7, 5), 3e11))
-    assert asked.precision_with("fsdp2") == "fp16" and asked.precision_with(OFFLOAD) == "no"
+    assert asked.precision("fsdp2") == "fp16" and asked.precision(OFFLOAD) == "no"
     best = make_plan(asked, Predictions([Synthetic(fixed=10 * GIB)])).best
     assert best is not None and (best.setting.sharding, best.setting.mixed_precision) == (OFFLOAD, "no")
     given = replace(asked, config=asked.config.changed(mixed_precision="fp16"))

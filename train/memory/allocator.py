@@ -127,7 +127,9 @@ class CachingAllocator:
 
     def _reserve(self, pool: _Pool, size: int) -> _Block:
         """Memory from the device as one block in no list: a new segment, or more pages at the end of the only one."""
-        taken, last = _segment_bytes(size), pool.stop.prev
+        last, taken = pool.stop.prev, rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
+        if size < OWN_SEGMENT_BYTES:
+            taken = SMALL_SEGMENT_BYTES if size <= SMALL_REQUEST_BYTES else LARGE_SEGMENT_BYTES
         tail = None if last is None or last.allocated else last
         if self.expandable_segments:
             taken = rounded_up(size - (tail.size if tail else 0), pool.page_bytes)
@@ -153,12 +155,3 @@ def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) 
         else:
             allocator.allocate(key, change_bytes)
     return allocator
-
-
-def _segment_bytes(size: int) -> int:
-    """The segment taken from the device for a request of ``size`` that no free block serves."""
-    if size <= SMALL_REQUEST_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if size < OWN_SEGMENT_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)

@@ -214,12 +214,6 @@ def explain(message: str) -> str:
     return "\n".join(lines)
 
 
-def says_host_is_full(message: str) -> bool:
-    """Whether ``message`` says that the machine's main memory was full."""
-    oom = parse_oom(message)
-    return oom is not None and oom.backend == "host"
-
-
 def post_mortem(message: str, situation: Situation) -> str:
     """What filled the memory of this run: where, with what, and the first three changes that would have helped.
 

@@ -18,7 +18,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from train.extras.meter.tracker import StorageTracker
-from train.memory.kernels import Costs, module_of, patched, temporary_bytes
+from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
 from train.memory.values import follow
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
@@ -58,17 +58,13 @@ class FakeTracker(StorageTracker):
         if self.paused:
             return result
         self.see_all(result)
-        buffers = temporary_bytes(func, args, result)
-        self.observe(func, self._take(buffers) if buffers else 0)
+        sizes = [rounded_up(size, self.granule_bytes) for size in temporary_bytes(func, args, result)]
+        if self.trace is not None:  # below zero: no storage has such a key
+            self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
+        self.observe(func, sum(sizes))
         if self.costs is not None:
             self.costs.count(func, args, kwargs, result, self.repeats)
         return result
-
-    def _take(self, buffers: list[int]) -> int:
-        sizes = [-(-size // self.granule_bytes) * self.granule_bytes for size in buffers]
-        if self.trace is not None:  # below zero: no storage has such a key
-            self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
-        return sum(sizes)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What ``func`` gives, with its numbers where they are known."""

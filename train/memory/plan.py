@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from train.memory.ladder import Recompute, largest_fitting
 from train.memory.predict import Job, Prediction, Predictor
@@ -136,13 +137,6 @@ class Search:
         per_rank = question.global_batch_size // question.world_size
         accumulates = not question.config.get("optimizer_in_backward")
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
-        self._base = Setting(
-            "none",
-            tiled_mlp=question.config.get("tiled_mlp"),
-            micro_batch_size=self._sizes[0],
-            mixed_precision=question.precision,
-            loss="full",
-        )
         self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:
@@ -153,9 +147,15 @@ class Search:
             self.problems[setting] = str(error)
             return None
 
+    def _base(self, sharding: str) -> Setting:
+        """What all settings have in common."""
+        precision, tiled = self.question.precision(sharding), self.question.config.get("tiled_mlp")
+        common: dict[str, Any] = {"micro_batch_size": self._sizes[0], "mixed_precision": precision, "tiled_mlp": tiled}
+        return Setting("none", loss="full", sharding=sharding, **common)
+
     def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
-        base = replace(self._base, sharding=sharding, mixed_precision=self.question.precision_with(sharding))
+        base = self._base(sharding)
         possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
         found = next((outcome for setting in reversed(possible) if (outcome := self.try_(setting))), None)
         if found is None and known is None:
@@ -166,7 +166,7 @@ class Search:
         """The fastest setting with one of ``shardings`` that fits, ``best`` where none is clearly faster."""
         for sharding in shardings:
             gain = SHARDING_GAIN if best is not None and sharding != best.setting.sharding else EQUALLY_FAST
-            done: list[tuple[int, int, list[Outcome]]] = []
+            base, done = self._base(sharding), list[tuple[int, int, list[Outcome]]]()
             # The loss that needs less first: the other one fits no larger micro-batch.
             for row, column in itertools.product(range(len(ways)), reversed(range(len(self._losses)))):
                 faster = [tried for r, c, tried in done if r <= row and c <= column]
@@ -177,9 +177,8 @@ class Search:
                 low = max((o.setting.micro_batch_size for tried in faster for o in tried if o.fits), default=0)
                 too_large = [o.setting.micro_batch_size for tried in smaller for o in tried if not o.fits]
                 sizes = [size for size in self._sizes if low < size < min(too_large, default=math.inf)]
-                precision = self.question.precision_with(sharding)
-                technique = replace(self._base, loss=self._losses[column], sharding=sharding, mixed_precision=precision)
-                if tried := self._grown(technique.recomputing(ways[row]), sizes):
+                technique = replace(base, loss=self._losses[column]).recomputing(ways[row])
+                if tried := self._grown(technique, sizes):
                     done.append((row, column, tried))
                 for outcome in (outcome for outcome in tried if outcome.fits):
                     if best is None or outcome.seconds_per_token < best.seconds_per_token * (1 - gain):

@@ -200,10 +200,10 @@ class Question:
     @property
     def asked(self) -> Setting:
         """The configuration as it stands."""
-        values = to_values(self.config)
+        values, sharding = to_values(self.config), self.shardings[0]
         values["micro_batch_size"] = _micro_batch_size(self.config, self.world_size)
         values["loss"] = self.automatic_loss if values["loss"] == "auto" else values["loss"]
-        values["sharding"], values["mixed_precision"] = self.shardings[0], values["mixed_precision"] or self.precision
+        values["sharding"], values["mixed_precision"] = sharding, values["mixed_precision"] or self.precision(sharding)
         return Setting(**{field.name: values[field.name] for field in fields(Setting)})
 
     @property
@@ -237,7 +237,7 @@ class Question:
         from train.extras.losses.objective import objective_of
 
         target = target_of(self.device)
-        dtype = getattr(torch, HALF.get(self.precision or "no", self.config.architecture.dtype))
+        dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
         place = Place(target.device_type, dtype, target.capability)
         return best_kernel(place, has_bias=False, objective=objective_of(self.config))
 
@@ -259,13 +259,8 @@ class Question:
             return True
         return False
 
-    @property
-    def precision(self) -> str | None:
+    def precision(self, sharding: str) -> str | None:
         """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
-        return self.precision_with(self.shardings[0])
-
-    def precision_with(self, sharding: str) -> str | None:
-        """:attr:`precision` where the work is divided in this way."""
         asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
         if self.on_cpu or asked not in ("bf16", None):
             return asked

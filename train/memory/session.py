@@ -20,8 +20,9 @@ from train.extras.host_memory import free_host_bytes
 from train.figures import gib
 from train.memory import Options
 from train.memory.devices import this_device
-from train.memory.explain import Situation, explain, post_mortem, says_host_is_full
+from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, recomputations
+from train.memory.oom import parse_oom
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, job_of, target_of
@@ -177,7 +178,8 @@ class MemorySession:
         meter = room.meter
         fault = getattr(error, "fault", None)
         words = fault.error if fault else str(error)
-        if self._device.type != "cpu" and says_host_is_full(words):  # no change to what is on the card helps
+        oom = parse_oom(words)
+        if self._device.type != "cpu" and oom is not None and oom.backend == "host":  # not a matter of the card
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         predicted, changes = self._cheaper_settings(shape)
