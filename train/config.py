@@ -176,11 +176,9 @@ def fields() -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
 
 
 def parse(arguments: list[str]) -> Config:
-    """The configuration that ``arguments`` (without the program's name) ask for.
+    """The configuration that ``arguments`` (without the program's name) ask for; raises SystemExit for ``--help``.
 
-    Raises:
-        UsageError: unknown flag or key, wrong type, or a combination that cannot work.
-        SystemExit: status 0 for ``--help``.
+    Raises UsageError for an unknown flag or key, a wrong type, or a combination that cannot work.
     """
     known, flags = fields(), _flags(arguments)
     recipe = flags.pop("config", None)
@@ -274,11 +272,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The flat ``key: value`` pairs of a YAML recipe, not yet checked.
-
-    Raises:
-        UsageError: the file cannot be read or is not a mapping.
-    """
+    """The flat ``key: value`` pairs of a YAML recipe, unchecked; raises UsageError if it is not a mapping."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
@@ -293,8 +287,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def from_values(values: dict[str, Any]) -> Config:
     """A configuration from flat values over the defaults; each value must already have its field's type.
 
-    Raises:
-        UsageError: naming the key, the value and what would do.
+    Raises UsageError with key, value and what would do.
     """
     known, own = fields(), {}
     for name, value in values.items():
@@ -342,8 +335,7 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 def check(config: Config) -> None:
     """Stops on values and combinations that cannot work, of the core and of the extras.
 
-    Raises:
-        UsageError: naming the field, its value and what would do.
+    Raises UsageError with what would do.
     """
     data, model, optim, output = config.data, config.architecture, config.optimization, config.output
     for name, value in to_values(config).items():

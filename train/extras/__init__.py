@@ -267,8 +267,7 @@ def options() -> dict[str, type]:
 def check(config: Config, launch: Launch | None = None) -> None:
     """Has each extra check the configuration; without ``launch``, for a single process.
 
-    Raises:
-        UsageError: with names and values.
+    Raises UsageError with values.
     """
     from train.launch import Launch
 

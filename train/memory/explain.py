@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from train.figures import gib
-from train.memory.ladder import (
-    CHECKPOINTING,
-    CHUNKED,
-    EIGHT_BIT,
-    EVALUATION,
-    MAX_LENGTH,
-    MICRO_BATCH,
-    OPTIMIZER_OFFLOAD,
-    REMEDIES,
-)
+from train.memory import ladder
 from train.memory.oom import OutOfMemory, parse_oom
 from train.records import UsageError
 
@@ -40,8 +31,8 @@ _IMPOSSIBLE_BYTES = 2**50  # a million GiB: no size that anybody meant
 _CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 
 _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
-_ALL = tuple(remedy.hint for remedy in REMEDIES)
-_FEW = (CHUNKED.hint, MICRO_BATCH.hint, CHECKPOINTING.hint)
+_ALL = tuple(remedy.hint for remedy in ladder.REMEDIES)
+_FEW = (ladder.CHUNKED.hint, ladder.MICRO_BATCH.hint, ladder.CHECKPOINTING.hint)
 _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     "bug": (("python -m pdb -c continue ...", "look at the shapes where it fails"),),
     "host": (
@@ -67,16 +58,16 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
         ("--dtype bfloat16", "halves weights, gradients and state; changes the result"),
         ("--adapter qlora", "weights in 4 bits, and small trained matrices; changes the result"),
         ("accelerate_configs/fsdp2_offload.yaml", "all three in host memory, on one GPU too; slower"),
-        OPTIMIZER_OFFLOAD.hint,
-        EIGHT_BIT.hint,
+        ladder.OPTIMIZER_OFFLOAD.hint,
+        ladder.EIGHT_BIT.hint,
     ),
     "graphs": (("compile without graphs", 'mode="default"; same result, small kernels start slower'), *_ALL),
     "huge": (
-        CHUNKED.hint,
+        ladder.CHUNKED.hint,
         ("--attn_implementation sdpa", "not eager: no scores of tokens × tokens; same result"),
         ("--micro_batch_size 1", "one example needs no padding mask; same --global_batch_size, same result"),
-        EVALUATION.hint,
-        MAX_LENGTH.hint,
+        ladder.EVALUATION.hint,
+        ladder.MAX_LENGTH.hint,
     ),
 }  # (what to type, what it does), cheapest first; :data:`_ALL` for any other cause
 

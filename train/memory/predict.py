@@ -137,10 +137,7 @@ class Predictor(AbstractContextManager["Predictor"]):
             raise self._died(process) from None
 
     def answer(self) -> Prediction:
-        """The answer to the oldest job without one.
-
-        Raises UserError if the job cannot work, or its process died; the next job starts another process.
-        """
+        """The answer to the oldest job without one; raises UserError if it cannot work, or its process died."""
         process = self.start()
         try:
             answer = pickle.load(process.stdout)

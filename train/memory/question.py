@@ -48,11 +48,10 @@ def job_of(
     padded: bool | None = None,
     world_size: int = 1,
 ) -> Job:
-    """The step of ``config`` with its longest examples.
+    """The step of ``config`` with its longest examples; raises UsageError if its sizes contradict each other.
 
     Micro-batches are ``padded`` if they come with an attention mask; None: if the task makes one for examples of
-    different lengths, and there can be any. Raises UsageError if the sizes of the batch contradict each other, or the
-    task is unknown.
+    different lengths, and there can be any.
     """
     from train.batching import arithmetic_of
     from train.tasks import load_task

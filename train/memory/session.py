@@ -44,21 +44,19 @@ class MemorySession:
     def __init__(self, run: Run, data: PreparedData) -> None:
         self._run, self._data = run, data
         self._own, self._device = run.config.of(Options), run.accelerator.device
-        self._predictor: Predictor | None = None
+        self._predictor = Predictor()  # which starts with its first job
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
         self._is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
         # A rank's share of a layer or a sequence is not predicted.
         self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda")
-        if run.accelerator.is_main_process and self._is_predictable and (self._own.predict_memory or self._is_open):
-            self._predictor = Predictor()
+        self._predicts = self._is_predictable and run.accelerator.is_main_process
+        if self._predicts and (self._own.predict_memory or self._is_open):
             self._predictor.start()
 
     def close(self) -> None:
         """Ends the process that predicts."""
-        if self._predictor is not None:
-            self._predictor.close()
-            self._predictor = None
+        self._predictor.close()
 
     def _job(self, config: Config, **seen: Any) -> Job:
         """The step of ``config`` in this run; ``seen``: fields of the job that its data decides."""
@@ -101,7 +99,7 @@ class MemorySession:
         """The flags for what is left to auto under ``name``, the same on every rank."""
 
         def needs(changes: dict[str, Any]) -> int:
-            if self._predictor is None:
+            if not self._is_predictable:
                 raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
             job = self._job(config.changed(**changes))
             job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
@@ -140,7 +138,7 @@ class MemorySession:
             documents=documents.lengths if documents is not None else (),
             eval_batch_size=self._run.config.output.eval_batch_size or size,
         )
-        if self._predictor is not None and self._own.predict_memory:
+        if self._predicts and self._own.predict_memory:
             self._predictor.ask(self._asked)
 
     def rehearse(self, parts: Parts) -> None:
@@ -155,7 +153,7 @@ class MemorySession:
             said = f"memory: the longest step ({size} × {length:,} tokens) peaks at {peak}"
             if figures.get("peak_reserved_bytes"):
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
-        if self._predictor is not None and self._own.predict_memory:
+        if self._predicts and self._own.predict_memory:
             try:
                 self._prediction = self._predictor.answer()
                 said += f", predicted {gib(self._prediction.peak_bytes)}"

@@ -29,10 +29,8 @@ PIECE_BYTES = 8 * 2**20
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
     """Recompute activations of layers 0, n, 2n ... in backward (arXiv 1604.06174); raises UserError where it cannot.
 
-    Args:
-        mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the most expensive to recompute
-            (arXiv 2205.05198).
-        offload: keep the inputs of checkpointed layers in host memory; on a CPU it does nothing.
+    ``mode`` is ``none``, ``full`` or ``selective``, which keeps the attention outputs, the most expensive to recompute
+    (arXiv 2205.05198). With ``offload`` inputs of checkpointed layers are kept in host memory, unless on a CPU.
     """
     if mode == "none":
         return
