@@ -285,10 +285,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def from_values(values: dict[str, Any]) -> Config:
-    """A configuration from flat values over the defaults; each value must already have its field's type.
-
-    Raises UsageError with key, value and what would do.
-    """
+    """A configuration from flat values, of their fields' types, over the defaults; UsageError says what would do."""
     known, own = fields(), {}
     for name, value in values.items():
         if name not in known:
@@ -333,10 +330,7 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def check(config: Config) -> None:
-    """Stops on values and combinations that cannot work, of the core and of the extras.
-
-    Raises UsageError with what would do.
-    """
+    """Raises UsageError for values and combinations that cannot work, of the core and of the extras."""
     data, model, optim, output = config.data, config.architecture, config.optimization, config.output
     for name, value in to_values(config).items():
         if not isinstance(value, int | float):

@@ -54,7 +54,8 @@ class PreparedData:
 def prepare_data(run: Run) -> PreparedData:
     """Loads, tokenises and describes the data; cached, so that further ranks and runs only read it.
 
-    Raises UserError if the data, its labels or the tokenizer cannot be used.
+    Raises:
+        UserError: the data, its labels or the tokenizer cannot be used.
     """
     from train.model import fitting_config  # here: it needs this module
 
@@ -95,7 +96,8 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
 def load_function(spec: str, flag: str) -> Callable[..., Any]:
     """The function that ``module:function`` or ``file.py:function`` names.
 
-    Raises UserError if there is no such file, module or function.
+    Raises:
+        UserError: there is no such file, module or function.
     """
     source, _, name = spec.rpartition(":")
     sys.path.insert(0, str(Path.cwd()))
@@ -120,7 +122,9 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
     """The corpus that a dataset function returned: a 🤗 Dataset, or a mapping of splits to Datasets.
 
     Without a ``validation`` split, every run and rank holds out the same ``validation_fraction`` of the documents.
-    Raises UserError if it is something else, too little to hold some out, or a split lacks a column.
+
+    Raises:
+        UserError: it is something else, too little to hold some out, or a split lacks a column.
     """
     name, needed = config.data.dataset, ("text", "label") if labelled else ("text",)
     splits = dict(found) if isinstance(found, dict) else {"train": found}

@@ -83,7 +83,8 @@ class Evaluator:
 def after_evaluation(progress: Progress, goal: Goal, evaluation: Evaluation) -> Progress:
     """``progress`` with an evaluation counted, and remembered if it is the best.
 
-    Raises UserError if the task lacks the metric.
+    Raises:
+        UserError: the task has no such metric.
     """
     if goal.metric not in evaluation.metrics:
         known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))

@@ -71,6 +71,7 @@ def test_this_machine_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_page_locked_memory_is_of_the_size_asked_for_and_unlocked_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     driver = Driver()
     buffer = page_locked(5_000_001)
@@ -88,6 +89,7 @@ def test_ordinary_memory_serves_where_the_driver_locks_none(monkeypatch: pytest.
         started.append(device)
         raise RuntimeError("CUDA error: out of memory")
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(refuses=True))
     monkeypatch.setattr(torch, "zeros", fail)
     assert page_locked(100).shape == (100,)
@@ -95,6 +97,7 @@ def test_ordinary_memory_serves_where_the_driver_locks_none(monkeypatch: pytest.
 
 
 def test_a_full_host_is_not_taken_for_a_full_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     driver = Driver()
     with pytest.raises(MemoryError) as raised:

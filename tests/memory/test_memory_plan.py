@@ -337,7 +337,7 @@ def test_longest_length(total_gib: float) -> None:
     assert setting == bf16_setting(1, "full", "chunked")
     expected = int((total_gib * GIB * (1 - MARGIN) - 2 * GIB) / 21e3) // 1024 * 1024
     assert length == expected
-    assert predictions.count <= 9
+    assert len(predictions.known) <= 9
 
 
 def test_longest_length_ends_at_the_models_positions() -> None:
@@ -383,7 +383,7 @@ def test_each_job_is_predicted_once_and_by_whoever_is_free() -> None:
         Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]
     ]
     predictions.of_all(jobs[2:3])
-    assert len(first.jobs) + len(second.jobs) == predictions.count == 4
+    assert len(first.jobs) + len(second.jobs) == len(predictions.known) == 4
     assert sorted(announced) == [1, 2, 3, 4]
 
 

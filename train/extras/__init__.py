@@ -265,10 +265,7 @@ def options() -> dict[str, type]:
 
 
 def check(config: Config, launch: Launch | None = None) -> None:
-    """Has each extra check the configuration; without ``launch``, for a single process.
-
-    Raises UsageError with values.
-    """
+    """Has each extra check the configuration, which raises UsageError; without ``launch``, for a single process."""
     from train.launch import Launch
 
     launch = launch or Launch()

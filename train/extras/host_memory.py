@@ -57,7 +57,10 @@ def page_locked(num_bytes: int) -> Tensor:
     if num_bytes > (free := free_host_bytes()):
         copies = "for copies to and from the card"
         raise MemoryError(f"host memory: cannot allocate memory of {gib(num_bytes)} {copies}: {gib(free)} is free")
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    is_others = not torch.cuda.is_available()  # then that accelerator's own allocator locks it
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_others)
+    if is_others:
+        return buffer
     driver: Any = torch.cuda.cudart()
     address, portable = buffer.data_ptr(), 1
     if int(driver.cudaHostRegister(address, num_bytes, portable)) == 0:

@@ -50,9 +50,7 @@ def find_device(text: str) -> Device:
     """The device of a name such as ``h200``, ``a100-80``, ``RTX 4090`` or ``cpu``, or of a size such as ``24GiB``.
 
     Case, dashes, spaces and the maker's words do not matter. A size is taken as the memory that is reported (GiB:
-    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``cpu`` is this machine.
-
-    Raises UsageError if there is no such device, UserError if the size of this machine's memory is unknown.
+    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``cpu`` is this machine. Raises UsageError for any other.
     """
     if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE):
         unit = "GiB" if size[2] else "GB"
@@ -87,10 +85,7 @@ def find_device(text: str) -> Device:
 
 
 def this_device() -> Device:
-    """The current CUDA device with the memory and capability that it reports; this machine's CPU where there is none.
-
-    Raises UserError if the size of this machine's memory is unknown.
-    """
+    """The current CUDA device with the memory and capability that it reports; this machine's CPU without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -104,10 +99,9 @@ def this_device() -> Device:
 def nccl_buffer_bytes(group_size: int) -> int:
     """What NCCL takes on each device for one process group, outside of PyTorch's allocator: a rough estimate.
 
-    As measured for the groups among 4 A100 with NVLink, after an all-reduce: 544 MB in groups of two, 688 MB in larger
-    ones (github.com/NVIDIA/nccl/issues/964; MB taken as MiB). It grows with the channels, so with faster links, and
-    no longer with the devices beyond two nodes (issue 986); 1.6 GB in one group were seen as well (issue 864).
-    All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
+    As measured among 4 A100 with NVLink, after an all-reduce: 544 MB in groups of two, 688 MB in larger ones
+    (github.com/NVIDIA/nccl/issues/964; MB taken as MiB). It grows with faster links; 1.6 GB were seen as well (issue
+    864). All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
     """
     return {1: 0, 2: 544}.get(group_size, 688) * _MIB
 

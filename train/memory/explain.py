@@ -183,9 +183,6 @@ def _recognised(requested: int, shape: tuple[int, int], vocab_size: int | None) 
     return ""
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------
-
-
 def explain(message: str) -> str:
     """A text for the terminal: each figure of ``message`` and its meaning, why memory was full, what to do.
 

@@ -257,14 +257,10 @@ def library_workspace_bytes(capability: tuple[int, int]) -> int:
 @contextmanager
 def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator[None]:
     """Inside it, ``cce`` and ``liger`` need the memory and time that they need on a card of this capability."""
-
-    def cut_cross_entropy(*tensors: Any) -> Any:
-        return _CutCrossEntropy.apply(*tensors, costs)
-
-    def liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Any) -> Any:
-        return _Liger.apply(hidden, weight, bias, capability, costs)
-
-    with patched(fused, "cut_cross_entropy", cut_cross_entropy), patched(fused, "liger_cross_entropy", liger):
+    with (
+        patched(fused, "cut_cross_entropy", lambda *tensors: _CutCrossEntropy.apply(*tensors, costs)),
+        patched(fused, "liger_cross_entropy", lambda *t, objective: _Liger.apply(*t[:3], capability, costs)),
+    ):
         yield
 
 

@@ -139,10 +139,9 @@ def _read_cuda(text: str) -> OutOfMemory:
 
 
 def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
-    """Takes this process out of the list of the others.
+    """Takes this process out of the list of the others, where a container's driver knows it by another process id.
 
-    In a container the driver knows it by another process id than it knows itself, so that the message lists it as a
-    stranger. It must be among them if what no listed process holds is too little for what PyTorch has reserved.
+    It must be among them if what no listed process holds is too little for what PyTorch has reserved.
     """
     reserved = oom.reserved_bytes or 0
     large_enough = [entry for entry in oom.other_processes if entry[1] >= 0.99 * reserved]

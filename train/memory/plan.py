@@ -31,31 +31,26 @@ class Predictions:
 
     def __init__(self, predictors: Sequence[Predictor], announce: Callable[[int, Job], None] | None = None) -> None:
         self._predictors, self._announce = predictors, announce
-        self._known: dict[str, Prediction | UserError] = {}
-
-    @property
-    def count(self) -> int:
-        """Number of predictions made."""
-        return len(self._known)
+        self.known: dict[str, Prediction | UserError] = {}  # what was predicted, or why it was not
 
     def of_all(self, jobs: Sequence[Job]) -> list[Prediction | UserError]:
         """The prediction of each of ``jobs``, or why there is none."""
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
-        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._known}
-        numbered = list(enumerate(new.items(), self.count + 1))
+        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.known}
+        numbered = list(enumerate(new.items(), len(self.known) + 1))
 
         def predict(place: int) -> None:
             for number, (key, job) in numbered[place :: len(self._predictors)]:
                 if self._announce is not None:
                     self._announce(number, job)
                 try:
-                    self._known[key] = self._predictors[place].predict(job)
+                    self.known[key] = self._predictors[place].predict(job)
                 except UserError as error:
-                    self._known[key] = error
+                    self.known[key] = error
 
         with ThreadPoolExecutor(len(self._predictors)) as pool:
             list(pool.map(predict, range(len(self._predictors))))
-        return [self._known[key] for key in keys]
+        return [self.known[key] for key in keys]
 
 
 @dataclass(frozen=True)
@@ -227,10 +222,9 @@ class Search:
 
 
 def make_plan(question: Question, predictions: Predictions, is_open: bool = False) -> Plan:
-    """Whether the configuration fits, and the fastest setting that does, with the same global batch.
+    """Whether the configuration fits, and the fastest setting that does; raises UserError if no setting can run.
 
-    If it ``is_open``, something was left to auto, and the configuration as it stands is only a placeholder. Raises
-    UserError if no setting can run.
+    If it ``is_open``, something was left to auto, and the configuration as it stands is only a placeholder.
     """
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
@@ -247,14 +241,11 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
         best = search.fastest(ways, shardings, best)
     else:
         longest = _longest_of(question, smallest.setting, predictions, question.config.data.max_length)
-    return Plan(asked, problem, best, smallest, longest, predictions.count)
+    return Plan(asked, problem, best, smallest, longest, len(predictions.known))
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
-    """The longest ``max_length`` that fits, in multiples of 1,024 (0: none), and the setting for it: the smallest.
-
-    Raises UserError if no setting can run.
-    """
+    """The longest ``max_length`` that fits, in multiples of 1,024 (0: none), and the setting for it: the smallest."""
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
     search, length = Search(start, predictions), 0

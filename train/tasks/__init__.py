@@ -246,7 +246,8 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 def tokenize(corpus: Corpus, task: Task, tokenizer: Tokenizer) -> Examples:
     """All splits of ``corpus`` as examples of ``task``, cached.
 
-    Raises UserError for a split without examples, or a new label.
+    Raises:
+        UserError: a split has no example, or a label that the training split lacks.
     """
     label_names = task.label_names(corpus)
     encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
@@ -318,7 +319,9 @@ def small_copy(model: nn.Module) -> Iterator[nn.Module]:
 
     Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
     not one of transformers is copied as it is, with such weights. Leaves the context of a prediction meanwhile.
-    Raises ValueError if it has too many parameters and cannot be made smaller.
+
+    Raises:
+        ValueError: it has too many parameters and cannot be made smaller.
     """
     with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # not those of devices, which are not restored

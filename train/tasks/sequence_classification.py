@@ -40,7 +40,8 @@ class Task(tasks.Task):
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
         """The training split's labels: in the order of a classifier that has them, else by value or alphabet.
 
-        Raises UserError for fewer than two classes.
+        Raises:
+            UserError: fewer than two classes.
         """
         labels = set(corpus.train["label"])  # of a stream, too: it is read once for this
         if len(labels) < 2:
@@ -68,7 +69,8 @@ class Task(tasks.Task):
     ) -> tuple[datasets.Dataset, tuple[str, ...]]:
         """The documents that have a class.
 
-        Raises UserError if one has another label and ``on_bad_record`` is not skip.
+        Raises:
+            UserError: one has another label, unless ``on_bad_record`` is skip.
         """
         is_known = [number is not None for number in self.classes_of(documents["label"], label_names)]
         if all(is_known):
@@ -158,7 +160,8 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
 def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.EvaluationModule]:
     """Further metrics by name on the Hub or by folder, each tried once, before the first step rather than after it.
 
-    Raises UserError if one cannot be loaded, or not be computed from predicted classes.
+    Raises:
+        UserError: one cannot be loaded, or not be computed from predicted classes.
     """
     loaded, classes = [], list(range(num_classes))
     for name in names:

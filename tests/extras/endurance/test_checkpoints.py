@@ -103,6 +103,8 @@ def test_copies_of_a_card_share_one_page_locked_buffer_of_their_size(
         }
 
     monkeypatch.setattr(TrainingState, "parts", on_card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     saving = Saving(in_background=True)
     for step in (1, 2, 3):

@@ -64,9 +64,6 @@ def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> A
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# ---- inputs that are kept in host memory -----------------------------------------------------------------------------
-
-
 class StreamTransfers:
     """Copies between an accelerator and the host, on one stream of their own; the host never waits for it."""
 

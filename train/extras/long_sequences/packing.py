@@ -149,8 +149,10 @@ def collate_packed(
 ) -> MicroBatch:
     """Packed rows, each with its ``id``, as one batch of (B, S), with positions that start at 0 in each document.
 
-    Every member becomes by ``collate`` what it would be alone, randomness included. Raises UserError if labels are of
-    whole examples, which cannot share a row.
+    Every member becomes by ``collate`` what it would be alone, randomness included.
+
+    Raises:
+        UserError: the task's labels are of whole examples, so that they cannot share a row.
     """
     parts = [[collate([member], seed, pad_id=pad_id) for member in members(row)] for row in rows]
     lengths = [[part.inputs["input_ids"].shape[1] for part in row] for row in parts]

@@ -57,15 +57,13 @@ class Room(Extra):
                 (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"),
                 ("optimizer_offload", own.optimizer_offload, has_originals),
             )
-        if launch.offloads:
-            is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
-            early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
-            refuse("fsdp_offload_params: true in the launch file", ("mixed_precision: fp16", is_fp16, early))
         if not launch.has_whole_weights:
             how, remedy = f"tensor parallel {launch.tp_size}", "Use ddp.yaml or one process"
             if launch.engine != "ddp":
                 file = "fsdp2_offload.yaml" if launch.engine == "fsdp2" else "deepspeed_zero3_offload.yaml"
                 how, remedy = f"the engine {launch.engine}", f"{file} keeps the state of sharded weights in host memory"
+            is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
+            early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
             remedy = f"it needs whole weights on every process. {remedy}; or use optimizer: adamw alone"
             refuse(
                 f"{how} in the launch file",
@@ -73,6 +71,7 @@ class Room(Extra):
                 ("optimizer_offload: true", own.optimizer_offload, remedy),
                 ("optimizer_in_backward: true", own.optimizer_in_backward, remedy),
                 (rounding, rounds, remedy),
+                ("fsdp_offload_params: true and mixed_precision: fp16", launch.offloads and is_fp16, early),
             )
         if own.optimizer_in_backward:
             _check_in_backward(config, launch)

@@ -19,7 +19,8 @@ PROJECT = "long-sequence-template"  # under which trackers group runs
 def start_trackers(accelerator: Accelerator, config: Config) -> None:
     """Opens a run with each tool of ``report_to`` and hands it the configuration, without what may be a secret.
 
-    Raises UserError if one is not installed, or cannot start (wandb without a login, for example).
+    Raises:
+        UserError: a tool is not installed, or cannot start (wandb without a login, for example).
     """
     wanted = config.of(Options).report_to
     missing = [name for name in wanted if name not in {str(found) for found in accelerator.log_with}]
