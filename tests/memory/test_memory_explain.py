@@ -201,6 +201,15 @@ WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
         {"library": "NCCL", "requested_bytes": 6 * MIB},
     ),
+    "XLA": (
+        "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes.",
+        {"backend": "GPU", "requested_bytes": GIB, "library": None},
+    ),
+    "XLA on a TPU": (
+        "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: Attempting to allocate 2.50G. That was not possible. "
+        "There are 1.20G free.; (0x0x0_HBM0)",
+        {"backend": "GPU", "requested_bytes": None, "library": None},
+    ),
     "cut short": ("torch.OutOfMemoryError: CUDA out of memory.", {"backend": "CUDA", "requested_bytes": None}),
     "Triton": ("RuntimeError: Triton Error [CUDA]: out of memory", {"backend": "CUDA", "library": "the driver"}),
     "overflow": ("CUDA out of memory. Tried to allocate more than 1EB memory.", {"requested_bytes": 2**60}),

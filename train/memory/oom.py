@@ -85,10 +85,10 @@ _HOST = (
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
     rf"{_HOST}|(?:[:\])]|(?i:error|failure)\d*)(?i:outofmemory)|(?:^|[A-Z.]|backend)(?i:outofmemory)(?![a-z])"
-    "|(?i:out_of_(?:device_)?memory|alloc(?:ation)?_failed|cublas_status_not_initialized|notenoughmemory)"
+    "|(?i:out_of_(?:device_)?memory|alloc(?:ation)?_failed|cublas_status_not_initialized|notenoughmemory|resource_exhausted)"
     "|(?i:(?:tried|unable|failed)to(?:cuda)?(?:c|m)?alloc|can(?:no)?tallocate)"
 )
-_ANY_REQUEST = r"(?:allocate(?!d)|calloc|malloc)\D{0,20}?SIZE"
+_ANY_REQUEST = r"(?:allocat(?:e(?!d)|ing)|calloc|malloc)\D{0,20}?SIZE"
 
 
 def parse_oom(message: str) -> OutOfMemory | None:
@@ -160,7 +160,8 @@ def _read_any(text: str) -> OutOfMemory:
         return OutOfMemory("host", requested_bytes=requested)
     named = re.search("cublas|cudnn|nccl|cuda|triton", text, re.I)
     if named is None:  # the message may not say which device
-        return OutOfMemory("GPU" if re.search("outofmemory|GPU", text, re.I) else "host", requested_bytes=requested)
+        backend = "GPU" if re.search("outofmemory|GPU|exhausted", text, re.I) else "host"
+        return OutOfMemory(backend, requested_bytes=requested)
     libraries = {"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL"}
     word = next((word for word in libraries if word in text.lower()), "")
     return OutOfMemory("CUDA", library=libraries.get(word, "the driver"), requested_bytes=requested)
