@@ -75,9 +75,9 @@ def is_classifier(config: Config) -> bool:
 
 def use_expandable_segments() -> None:
     """Sets torch's CUDA allocator as a run does; call it before torch is imported."""
-    from train import launch
+    from train import memory
 
-    launch.use_expandable_segments()
+    memory.use_expandable_segments()
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
