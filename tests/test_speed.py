@@ -1,8 +1,7 @@
-"""What costs a run speed without a word: waits for the device, an allocator with gaps, fp32 products at full width."""
+"""What costs a run speed without a word: waits for the device, fp32 products at full width."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
@@ -21,7 +20,6 @@ from train.extras.losses.in_head import use_loss_in_head
 from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch, arithmetic_in_use, set_up_device
 from train.loss import ModelWithLoss
-from train.memory import use_expandable_segments, uses_expandable_segments
 from train.optim import build_optimizer
 from train.records import MicroBatch
 from train.step import Engine, optimizer_step
@@ -143,52 +141,3 @@ def test_rate_of_tf32_is_that_of_the_data_sheets() -> None:
     assert peak_flops_per_second("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
     assert peak_flops_per_second("NVIDIA GeForce RTX 4090", "tf32") == pytest.approx(82.6e12)
     assert peak_flops_per_second("Tesla V100-SXM2-16GB", "tf32") is None
-
-
-def test_segments_do_not_grow_under_wsl_and_on_cards_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the driver says of a vGPU: there the first allocation would fail with "operation not supported"."""
-
-    class Driver:
-        def __init__(self, name: str) -> None:
-            assert name == "libcuda.so.1"
-
-        def cuInit(self, flags: int) -> int:
-            return 0
-
-        def cuDeviceGet(self, device: Any, number: int) -> int:
-            return 0
-
-        def cuDeviceGetAttribute(self, answer: Any, attribute: int, device: Any) -> int:
-            assert attribute == 102
-            answer._obj.value = maps
-            return 0
-
-    def chosen() -> dict[str, str]:
-        environment: dict[str, str] = {}
-        use_expandable_segments(environment)
-        return environment
-
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr("platform.release", lambda: "6.8.0-generic")
-    monkeypatch.setattr("ctypes.CDLL", Driver)
-    expandable, maps = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, 1
-    assert chosen() == expandable
-    maps = 0
-    assert chosen() == {}
-    maps = 1
-    monkeypatch.setattr("platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
-    assert chosen() == {}
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert chosen() == {}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has expandable segments")
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_are_expandable_unless_the_allocator_was_told_otherwise(name: str) -> None:
-    environment: dict[str, str] = {}
-    assert not uses_expandable_segments(environment)
-    use_expandable_segments(environment)
-    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and uses_expandable_segments(environment)
-    own = {name: "max_split_size_mb:128"}
-    use_expandable_segments(own)
-    assert own == {name: "max_split_size_mb:128"} and not uses_expandable_segments(own)
