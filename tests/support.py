@@ -71,6 +71,26 @@ def run_for(config: Config, accelerator: Accelerator | None = None, launch: Laun
     return Run(config, launch, accelerator, extras.join(), outputs, StopRequest())
 
 
+class Driver:
+    """A stand-in for the CUDA runtime that page-locks host memory."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.locked: list[int] = []  # bytes of each piece that was ever locked
+        self.places: set[int] = set()  # addresses of what is locked now
+        self._refuses = refuses
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if self._refuses:
+            return 2  # cudaErrorMemoryAllocation
+        self.locked.append(num_bytes)
+        self.places.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.places.remove(address)
+        return 0
+
+
 def printed_and_imported(*words: str) -> tuple[str, set[str]]:
     """What Python prints when it runs ``words`` from the root, and the modules that it imports; it has to succeed."""
     python = [sys.executable, "-X", "importtime", *words]

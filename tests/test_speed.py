@@ -1,8 +1,7 @@
-"""What costs a run speed without a word: waits for the device, an allocator with gaps, fp32 products at full width."""
+"""What costs a run speed without a word: waits for the device, fp32 products at full width."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
@@ -19,13 +18,7 @@ from train.config import Config, Optimization
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.meter.cards import peak_flops_per_second
-from train.launch import (
-    Launch,
-    arithmetic_in_use,
-    set_up_device,
-    use_expandable_segments,
-    uses_expandable_segments,
-)
+from train.launch import Launch, arithmetic_in_use, set_up_device
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import MicroBatch
@@ -148,15 +141,3 @@ def test_rate_of_tf32_is_that_of_the_data_sheets() -> None:
     assert peak_flops_per_second("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
     assert peak_flops_per_second("NVIDIA GeForce RTX 4090", "tf32") == pytest.approx(82.6e12)
     assert peak_flops_per_second("Tesla V100-SXM2-16GB", "tf32") is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has expandable segments")
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_are_expandable_unless_the_allocator_was_told_otherwise(name: str) -> None:
-    environment: dict[str, str] = {}
-    assert not uses_expandable_segments(environment)
-    use_expandable_segments(environment)
-    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and uses_expandable_segments(environment)
-    own = {name: "max_split_size_mb:128"}
-    use_expandable_segments(own)
-    assert own == {name: "max_split_size_mb:128"} and not uses_expandable_segments(own)

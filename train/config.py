@@ -113,7 +113,7 @@ class Optimization:
     mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(None, "Default: the launcher's.")
     tf32: bool = option(True, "Multiply fp32 matrices in TF32 on CUDA since Ampere: 10 bits of mantissa, much faster.")
     seed: int = option(42, "Of weights, order and dropout.", ge=0)
-    cpu_threads: int | None = option(None, "Threads of a process on a CPU; default: its share of the cores.", ge=1)
+    cpu_threads: int | None = option(None, "Threads of a process on the host; default: its share of the cores.", ge=1)
     distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1)
 
 
@@ -176,11 +176,9 @@ def fields() -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
 
 
 def parse(arguments: list[str]) -> Config:
-    """The configuration that ``arguments`` (without the program's name) ask for.
+    """The configuration that ``arguments`` (without the program's name) ask for; raises SystemExit for ``--help``.
 
-    Raises:
-        UsageError: unknown flag or key, wrong type, or a combination that cannot work.
-        SystemExit: status 0 for ``--help``.
+    Raises UsageError for an unknown flag or key, a wrong type, or a combination that cannot work.
     """
     known, flags = fields(), _flags(arguments)
     recipe = flags.pop("config", None)
@@ -274,11 +272,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The flat ``key: value`` pairs of a YAML recipe, not yet checked.
-
-    Raises:
-        UsageError: the file cannot be read or is not a mapping.
-    """
+    """The flat ``key: value`` pairs of a YAML recipe, unchecked; raises UsageError if it is not a mapping."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
@@ -291,11 +285,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def from_values(values: dict[str, Any]) -> Config:
-    """A configuration from flat values over the defaults; each value must already have its field's type.
-
-    Raises:
-        UsageError: naming the key, the value and what would do.
-    """
+    """A configuration from flat values, of their fields' types, over the defaults; UsageError says what would do."""
     known, own = fields(), {}
     for name, value in values.items():
         if name not in known:
@@ -340,11 +330,7 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def check(config: Config) -> None:
-    """Stops on values and combinations that cannot work, of the core and of the extras.
-
-    Raises:
-        UsageError: naming the field, its value and what would do.
-    """
+    """Raises UsageError for values and combinations that cannot work, of the core and of the extras."""
     data, model, optim, output = config.data, config.architecture, config.optimization, config.output
     for name, value in to_values(config).items():
         if not isinstance(value, int | float):

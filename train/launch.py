@@ -11,8 +11,8 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.config import Config
-
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Launch:
     tp_size: int = 1  # ranks that share the weights of each layer and see the same examples
     cp_size: int = 1  # ranks that share each sequence; keys and values go round (ring attention)
     sp_size: int = 1  # ranks that share each sequence outside attention and the heads inside it (Ulysses)
+    offloads: bool = False  # whether FSDP2's shards are in host memory between their uses
 
     @property
     def copies(self) -> int:
@@ -77,11 +76,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch that ``accelerate launch``, torchrun or nobody made.
-
-    Raises:
-        UsageError: the launch file asks for what this template does not do.
-    """
+    """The launch that ``accelerate launch``, torchrun or nobody made; raises UsageError for what cannot be done."""
 
     def says(name: str) -> bool:
         return environment.get(name, "").lower() == "true"
@@ -96,7 +91,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     sizes = {f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    launch = Launch(world_size, int(environment.get("RANK", "0")), engine, precision, **own)
+    rank, offloads = int(environment.get("RANK", "0")), engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS")
+    launch = Launch(world_size, rank, engine, precision, **own, offloads=offloads)
     given = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
     if world_size % launch.copies or (given and engine != "deepspeed" and product != world_size):
@@ -123,24 +119,6 @@ def check_launch(launch: Launch, config: Config) -> None:
     extras.check(config, launch)
 
 
-def refuse(subject: str, *cases: tuple[str, bool, str]) -> None:
-    """Raises UsageError for the first case (what ``subject`` cannot be combined with, whether it is so, remedy)."""
-    for what, is_so, remedy in cases:
-        if is_so:
-            raise UsageError(f"{subject} cannot be combined with {what}: {remedy}.")
-
-
-def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has PyTorch's CUDA allocator use expandable segments, which waste less; call it before torch is imported."""
-    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR):
-        environment[ALLOCATOR[0]] = "expandable_segments:True"
-
-
-def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the CUDA allocator was told to use expandable segments."""
-    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR)
-
-
 def target_device() -> torch.device:
     """The device that accelerate will choose, known before it exists."""
     import torch
@@ -148,6 +126,32 @@ def target_device() -> torch.device:
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def settle_precision(launch: Launch, config: Config, device: torch.device) -> tuple[Launch, str | None]:
+    """``launch`` with the mixed precision to use, and a line for a person if it is not one that was asked for.
+
+    ``accelerate launch`` says "no" where nobody chose, so its "no" is not a choice. DeepSpeed has settings of its own.
+    """
+    import torch
+
+    asked = config.optimization.mixed_precision
+    is_open = asked is None and launch.precision == "no" and config.architecture.dtype == "float32"
+    if is_open and device.type == "cuda" and launch.engine != "deepspeed":
+        found = automatic_precision(launch, config, torch.cuda.is_bf16_supported(including_emulation=False))
+    else:
+        found = resolve_precision(asked or launch.precision, device)
+    return replace(launch, precision=found[0]), found[1]
+
+
+def automatic_precision(launch: Launch, config: Config, has_bf16: bool) -> tuple[str, str]:
+    """What a card computes fp32 weights in where nobody asked: bf16; without it fp16, if the rest works with that."""
+    half = "bf16" if has_bf16 else "fp16"
+    try:
+        check_launch(replace(launch, precision=half), config)
+    except UsageError as error:
+        return "no", f"precision: fp32 (this card would take {half}, but {error})"
+    return half, f"precision: {half}, because none was asked for (--mixed_precision no trains in fp32)"
 
 
 def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None]:
@@ -182,21 +186,20 @@ def arithmetic_in_use(accelerator: Any) -> str:
 
 
 def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
-    """TF32 on cards that have it; threads, memory and process group of a process on a CPU."""
+    """TF32 on cards that have it; threads of the host; memory and process group of a process on a CPU."""
     import torch
 
     if device.type == "cuda":
         tf32 = config.optimization.tf32 and torch.cuda.get_device_capability() >= (8, 0)
         # With backends.cuda.matmul.fp32_precision alone, the older switch would raise when torch.compile reads it.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    # Next to a card, too: optimizers whose state is in host memory update there.
+    asked = config.optimization.cpu_threads
+    if asked or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # which accelerate launch sets where nobody chose
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(asked or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if device.type != "cpu":
         return
-    chosen, asked = os.environ.get("OMP_NUM_THREADS", "1"), config.optimization.cpu_threads
-    if asked is not None:
-        torch.set_num_threads(asked)
-    elif chosen == "1":  # which accelerate launch sets where nobody chose, and which leaves all cores but one idle
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time
         libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3  # of malloc.h
         libc.mallopt(trim_threshold, 2**31 - 1)
@@ -272,10 +275,9 @@ def describe_device(accelerator: Any, launch: Launch) -> str:
     device, arithmetic = accelerator.device, arithmetic_in_use(accelerator)
     parts = [f"{accelerator.num_processes} × {device_name(device)}"]
     parts += [f"{torch.get_num_threads()} threads each"] * (device.type == "cpu")
-    parts += [str(launch)] * bool(str(launch))
-    parts += ["expandable segments"] * (device.type == "cuda" and uses_expandable_segments())
+    parts += [str(launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
     shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
-    return f"device: {', '.join(parts)}, precision {shown}"
+    return f"device: {', '.join(filter(None, parts))}, precision {shown}"
 
 
 def device_name(device: torch.device) -> str:
@@ -291,5 +293,4 @@ def peak_bytes(device: torch.device) -> int:
 
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

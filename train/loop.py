@@ -48,10 +48,8 @@ class Parts:
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
-    Raises:
-        StepError: a step failed; if that left the weights intact, the steps before it are saved.
-        DivergenceError: too many steps in a row without a finite gradient, or a loss far above the usual.
-        UserError: no target in a whole global batch.
+    Raises StepError if a step failed (the steps before it are saved if the weights are intact), DivergenceError after
+    too many steps without a finite gradient or for a loss far above the usual, UserError for a batch without a target.
     """
     while True:
         try:
@@ -192,8 +190,7 @@ def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_bat
 def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any]) -> Progress:
     """Records the figures of the last step and of all since the last line, and begins the next interval.
 
-    Raises:
-        DivergenceError: an extra finds the loss too far above the usual.
+    Raises DivergenceError if an extra finds the loss too far above the usual.
     """
     sums, scaler = with_loss(run, progress, loss_sum).interval, run.accelerator.scaler
     loss = sums.loss_sum / sums.targets if sums.targets else None

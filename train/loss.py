@@ -47,10 +47,8 @@ class ModelWithLoss(nn.Module):
     ) -> Tensor | Scores:
         """The summed loss (); ``scored``: each example's plain cross-entropy, and predictions.
 
-        Args:
-            inputs: keyword arguments of the model, ``input_ids: (B, S)`` among them.
-            labels: (B, S) or (B,), aligned with the logits (B, S, C) or (B, C).
-            num_targets: how many labels are targets, where the caller knows: counting here would wait for the device.
+        ``inputs`` are keyword arguments of the model; ``labels`` (B, S) or (B,) are aligned with its logits. A caller
+        who knows how many labels are targets says so: counting them here would wait for the device.
         """
         if self.loss_in_head is not None:
             return self.loss_in_head(self, inputs, labels, scored, num_targets)

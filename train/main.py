@@ -18,7 +18,7 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
 from train import extras
 from train.config import Config, parse
 from train.figures import show_error
-from train.launch import Launch, check_launch, read_launch, use_expandable_segments
+from train.launch import Launch, check_launch, read_launch
 from train.records import (
     EXIT_DONE,
     EXIT_ERROR,
@@ -42,7 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Trains as the command line says and returns the exit status (see ``train.records``)."""
     # Read when torch is imported; its C++ side else prints a page of stack frames for every connection that breaks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    use_expandable_segments()
     try:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         config, launch = parse(sys.argv[1:] if arguments is None else arguments), read_launch()
@@ -174,19 +173,19 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
         accelerator_options,
         check_processes,
         describe_device,
-        resolve_precision,
         set_up_device,
+        settle_precision,
         target_device,
     )
     from train.outputs import Outputs
 
     device = target_device()
-    precision, substitution = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
+    launch, substitution = settle_precision(launch, config, device)
     set_up_device(device, launch, config)
-    options = accelerator_options(launch, precision, device, config.optimization.distributed_timeout_seconds)
+    options = accelerator_options(launch, launch.precision, device, config.optimization.distributed_timeout_seconds)
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
-        mixed_precision=precision,  # "fp16", "bf16" or "no"
+        mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
     check_processes(launch, accelerator)

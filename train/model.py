@@ -29,12 +29,8 @@ def build_model(
 ) -> ModelWithLoss:
     """The model to train with its loss, changed by the extras, on the default device.
 
-    Args:
-        label_names: classes of a classifier; empty where the vocabulary is the classes.
-        has_weights: load a pretrained model's weights; without them its configuration is enough.
-
-    Raises:
-        UserError: the model cannot be found or built, or does not fit tokenizer, length or task.
+    ``label_names`` are the classes of a classifier. Without ``has_weights`` a pretrained model's configuration is
+    enough. Raises UserError if the model cannot be found or built, or does not fit tokenizer, length or task.
     """
     config, max_length = run.config.architecture, run.config.data.max_length
     # The network: a function's, or one of transformers from a configuration that extras may change.

@@ -84,13 +84,9 @@ def optimizer_step(
     That holds for every micro-batch size, accumulation, padding and number of ranks, and for a short last step. A
     gradient that is not finite never reaches the weights, on any rank.
 
-    Args:
-        model: prepared :class:`train.loss.ModelWithLoss`.
-        micro_batches: this rank's part of the global batch, as many as on every other rank.
-        stop_requested: whether this rank was asked to stop; the outcome says whether any was.
-
-    Raises:
-        UserError: the global batch has no target at all.
+    ``model`` is a prepared :class:`train.loss.ModelWithLoss`; ``micro_batches`` are this rank's part of the global
+    batch, as many as on every other rank. The outcome says whether any rank has ``stop_requested``. Raises UserError
+    if the global batch has no target at all.
     """
     accelerator, mark = engine.accelerator, engine.mark
     # How many targets the gradient is divided by is known before the first forward, on every rank.
@@ -132,11 +128,7 @@ def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int
 
 
 def read_counts(totals: Counts) -> list[int]:
-    """What :meth:`Engine.total` gave, as numbers.
-
-    Raises:
-        UserError: the global batch has no target at all.
-    """
+    """What :meth:`Engine.total` gave, as numbers; raises UserError if the global batch has no target at all."""
     # Rounded up: a stop that only some of the ranks with the same examples were asked for is less than one.
     counts = [math.ceil(total) for total in (totals.tolist() if isinstance(totals, Tensor) else totals)]
     if not counts[0]:

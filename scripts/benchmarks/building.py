@@ -75,9 +75,9 @@ def is_classifier(config: Config) -> bool:
 
 def use_expandable_segments() -> None:
     """Sets torch's CUDA allocator as a run does; call it before torch is imported."""
-    from train import launch
+    from train import memory
 
-    launch.use_expandable_segments()
+    memory.use_expandable_segments()
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -171,6 +171,8 @@ class Training:
     plain: Engine = field(init=False)
     """Without recovery from running out of memory."""
     engine: Engine = field(init=False)
+    was_skipped: bool = False
+    """Whether the last step left the weights as they were, because a gradient was not finite."""
 
     def __post_init__(self) -> None:
         from train.extras import Extras
@@ -193,23 +195,19 @@ class Training:
             mark: told which phase begins (forward, backward, clip, optimizer); the plain step is made then.
         """
         window = self.micro_batches if micro_batches is None else micro_batches
-        if mark is None:
-            return self.engine.step(self.model, self.optimizer, window)
-        before, self.mark = self.mark, mark
+        before, engine = self.mark, self.engine if mark is None else self.plain
+        self.mark = mark or before
         try:
-            return self.plain.step(self.model, self.optimizer, window)
+            outcome = engine.step(self.model, self.optimizer, window)
         finally:
             self.mark = before
+        self.was_skipped = outcome.skipped  # accelerate's own flag is never set where fused AdamW skips by itself
+        return outcome
 
     @property
     def precision(self) -> str:
         """no, fp16 or bf16."""
         return self.run.accelerator.mixed_precision
-
-    @property
-    def was_skipped(self) -> bool:
-        """Whether the last step left the weights as they were, because a gradient was not finite."""
-        return bool(self.optimizer.step_was_skipped)
 
     @property
     def num_parameters(self) -> int:

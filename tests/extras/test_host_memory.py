@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from support import Driver
 
-from train.extras.host_memory import free_host_bytes
+from train.extras.host_memory import free_host_bytes, is_out_of_memory, page_locked
 
 GIB = 2**30
 
@@ -65,3 +67,41 @@ def test_group_of_version_1(tmp_path: Path) -> None:
 def test_this_machine_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert free_host_bytes() > 2**20
+
+
+def test_page_locked_memory_is_of_the_size_asked_for_and_unlocked_when_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    driver = Driver()
+    buffer = page_locked(5_000_001)
+    assert (driver.locked, driver.places) == ([5_000_001], {buffer.data_ptr()})
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (5_000_001,))
+    del buffer
+    assert driver.places == set()
+
+
+def test_ordinary_memory_serves_where_the_driver_locks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next kernel would report the driver's error as its own, so one is started that nobody misses."""
+    started: list[str] = []
+
+    def fail(*shape: int, device: str) -> None:
+        started.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(refuses=True))
+    monkeypatch.setattr(torch, "zeros", fail)
+    assert page_locked(100).shape == (100,)
+    assert started == ["cuda"]
+
+
+def test_a_full_host_is_not_taken_for_a_full_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    driver = Driver()
+    with pytest.raises(MemoryError) as raised:
+        page_locked(9 * GIB)
+    assert driver.locked == [] and is_out_of_memory(raised.value)
+    assert str(raised.value).startswith(
+        "host memory: cannot allocate memory of 9.00 GiB for copies to and from the card"
+    )

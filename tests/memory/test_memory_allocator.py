@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from train.memory import use_expandable_segments, uses_expandable_segments
 from train.memory.allocator import CachingAllocator, replay
 
 KIB, MIB = 2**10, 2**20
@@ -238,3 +240,55 @@ def test_two_hundred_thousand_events_take_seconds() -> None:
     begin = time.process_time()
     replay(trace)
     assert time.process_time() - begin < 5
+
+
+def test_segments_do_not_grow_under_wsl_and_on_cards_that_cannot_map_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the driver says of a vGPU: there the first allocation would fail with "operation not supported"."""
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGet(self, device: Any, number: int) -> int:
+            return 0
+
+        def cuDeviceGetAttribute(self, answer: Any, attribute: int, device: Any) -> int:
+            assert attribute == 102
+            answer._obj.value = maps
+            return 0
+
+    def chosen() -> dict[str, str]:
+        environment: dict[str, str] = {}
+        use_expandable_segments(environment)
+        return environment
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("platform.release", lambda: "6.8.0-generic")
+    monkeypatch.setattr("ctypes.CDLL", Driver)
+    expandable, maps = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, 1
+    assert chosen() == expandable
+    maps = 0
+    assert chosen() == {}
+    maps = 1
+    monkeypatch.setattr("platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    assert chosen() == {}
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert chosen() == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has expandable segments")
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_are_expandable_unless_the_allocator_was_told_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.release", lambda: "6.8.0-generic")
+    environment: dict[str, str] = {}
+    assert not uses_expandable_segments(environment)
+    use_expandable_segments(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and uses_expandable_segments(environment)
+    own = {name: "max_split_size_mb:128"}
+    use_expandable_segments(own)
+    assert own == {name: "max_split_size_mb:128"} and not uses_expandable_segments(own)

@@ -9,6 +9,7 @@ import torch
 
 from train.extras.meter.cards import peak_flops_per_second
 from train.memory.devices import Device, find_device, nccl_buffer_bytes, this_device
+from train.memory.question import target_of
 from train.records import UsageError
 
 GIB, MIB = 2**30, 2**20
@@ -16,8 +17,10 @@ GIB, MIB = 2**30, 2**20
 CARDS = [
     *("gb200", "b200", "gh200", "h200-nvl", "h200", "h100-nvl", "h100-pcie", "h100", "a100-80", "a100-40", "a10g"),
     *("a10", "l40s", "l40", "l4", "t4", "v100-32", "v100-16", "rtx-6000-ada", "a6000", "rtx-5090", "rtx-4090"),
-    *("rtx-3090-ti", "rtx-3090"),
+    *("rtx-3090-ti", "rtx-3090", "rtx-4080", "rtx-4070-ti", "rtx-4070", "rtx-4060-ti-16", "rtx-4060-ti-8"),
+    *("rtx-3060-ti", "rtx-3060", "rtx-2080-ti", "p100", "mi300x", "mi250", "mi250x"),
 ]
+AMD = ("mi300x", "mi250", "mi250x")
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -44,6 +47,10 @@ def test_every_card_is_found_in_any_spelling(name: str) -> None:
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("NVIDIA GeForce RTX 3090 Ti", "rtx-3090-ti"),
         ("4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4060 Ti 16GB", "rtx-4060-ti-16"),
+        ("GeForce RTX 2080 Ti", "rtx-2080-ti"),
+        ("Tesla P100", "p100"),
+        ("AMD Instinct MI300X", "mi300x"),
     ],
 )
 def test_product_names_are_understood(product: str, name: str) -> None:
@@ -105,6 +112,15 @@ def test_memory_is_below_what_the_card_is_sold_with() -> None:
         "rtx-4090": 24,
         "t4": 16,
         "v100-32": 32,
+        "rtx-3060": 12,
+        "rtx-4060-ti-8": 8,
+        "rtx-4060-ti-16": 16,
+        "rtx-4070": 12,
+        "rtx-4080": 16,
+        "rtx-2080-ti": 11,
+        "p100": 16,
+        "mi250": 64,
+        "mi300x": 192,
     }
     for name, size in sold_gib.items():
         assert 0.9 * size * GIB < find_device(name).total_bytes < size * GIB, name
@@ -129,13 +145,34 @@ def test_devices_are_ordered_as_they_should_be() -> None:
 def test_every_card_is_known_in_full(name: str) -> None:
     device = find_device(name)
     assert 200 * MIB <= device.context_bytes <= 1024 * MIB
-    assert device.compute_capability is not None
-    assert device.compute_capability >= (7, 0)
+    assert (device.compute_capability is None) == (name in AMD)  # which number their chips in another way
+    capability = device.compute_capability or (8, 0)
+    assert capability[0] >= 6
     rate = peak_flops_per_second(device.name, "fp16")
     assert rate is not None
-    assert (peak_flops_per_second(device.name, "bf16") is None) == (device.compute_capability < (8, 0))
+    assert (peak_flops_per_second(device.name, "bf16") is None) == (capability < (8, 0))
     assert device.memory_bytes_per_second is not None
     assert 10 < rate / device.memory_bytes_per_second < 500  # operations per byte
+
+
+@pytest.mark.parametrize("text", ["M2", "Apple M3 Max", "m1-pro"])
+def test_apples_chips_are_not_predicted_and_the_message_says_what_to_do(text: str) -> None:
+    with pytest.raises(UsageError, match=r"Apple's GPUs \(MPS\) take is not predicted.*--device cpu"):
+        find_device(text)
+
+
+def test_an_amd_card_is_planned_with_its_own_memory_and_no_number_of_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reports 9.4 for it, which is not Hopper's."""
+    properties = SimpleNamespace(name="AMD Instinct MI300X", major=9, minor=4, total_memory=196592 * MIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    found = this_device()
+    assert (found.total_bytes, found.compute_capability) == (196592 * MIB, None)
+    assert found.memory_bytes_per_second == find_device("mi300x").memory_bytes_per_second == 5.3e12
+    assert target_of(found).capability == (8, 0) and not target_of(found).prefers_cudnn
+    assert target_of(found).flops_per_second["bf16"] == 1307.4e12
 
 
 def test_cpu_is_this_machine() -> None:

@@ -184,10 +184,31 @@ WORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         {"library": "cuBLAS", "requested_bytes": None},
     ),
+    "cuBLAS that cannot begin": (
+        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        {"backend": "CUDA", "library": "cuBLAS", "requested_bytes": None},
+    ),
+    "cuDNN": (
+        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        {"backend": "CUDA", "library": "cuDNN", "requested_bytes": None},
+    ),
+    "cuDNN on the host": (
+        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        {"backend": "host", "requested_bytes": None},
+    ),
     "NCCL": (
         "include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
         "include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes",
         {"library": "NCCL", "requested_bytes": 6 * MIB},
+    ),
+    "XLA": (
+        "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes.",
+        {"backend": "GPU", "requested_bytes": GIB, "library": None},
+    ),
+    "XLA on a TPU": (
+        "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: Attempting to allocate 2.50G. That was not possible. "
+        "There are 1.20G free.; (0x0x0_HBM0)",
+        {"backend": "GPU", "requested_bytes": None, "library": None},
     ),
     "cut short": ("torch.OutOfMemoryError: CUDA out of memory.", {"backend": "CUDA", "requested_bytes": None}),
     "Triton": ("RuntimeError: Triton Error [CUDA]: out of memory", {"backend": "CUDA", "library": "the driver"}),
@@ -246,6 +267,7 @@ def test_messages_of_several_ranks_are_not_mixed() -> None:
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)",
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072",
         "RuntimeError: CUDA error: device-side assert triggered",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
         "ValueError: max_length is large: lower it to avoid running out of memory",
         "RuntimeError: lower max_length to prevent CUDA out of memory errors",
         "Model loading took 45.11 GiB memory and 354.95 seconds; 1.2 GiB free",
@@ -448,6 +470,28 @@ def test_post_mortem_puts_first_what_needs_no_other_settings() -> None:
     assert "\nFirst: " not in post_mortem(SIMPLY_FULL, SITUATION)
 
 
+def test_a_model_that_fills_the_card_by_itself_is_not_told_to_change_its_loss() -> None:
+    """Neither by the message of a run, nor by a traceback from where weights are moved or moments are made."""
+    card = (
+        "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 30.00 MiB is "
+        "free. Including non-PyTorch memory, this process has 7.90 GiB memory in use. Of the allocated memory 7.40 "
+        "GiB is allocated by PyTorch, and 10.00 MiB is reserved by PyTorch but unallocated."
+    )
+    kinds = {"parameters": 6 * GIB, "gradients": 6 * GIB, "optimizer state": 12 * GIB, "activations": 5 * GIB}
+    changes = [*CHANGES, ("--optimizer_offload True", 12 * GIB, "same result, slower")]
+    text = post_mortem(card, Situation("loading", None, kinds, 29 * GIB, 40000, changes))
+    assert "fill the card before any example is there" in " ".join(text.split())
+    assert "First: --dtype bfloat16" in text and "--optimizer_offload True" in text
+    assert "--loss" not in text and "--micro_batch_size" not in text
+    assert "First: " not in post_mortem(card, Situation("backward", (1, 8), {"parameters": GIB}, None, None, CHANGES))
+    for function in ("convert", "_init_group"):
+        trace = f'  File "torch/nn/modules/module.py", line 1369, in {function}\n    return t.to(\n{card}'
+        typed = explain(trace).partition("What to do")[2]
+        assert typed.index("--dtype bfloat16") < typed.index("--adapter qlora")
+        assert "--loss" not in typed
+    assert "--loss chunked" in explain(f"  in forward\n{card}")
+
+
 def test_post_mortem_does_with_what_is_known() -> None:
     bare = Situation("loading", None, {}, None)
     assert post_mortem("", bare) == "Out of memory in loading."
@@ -460,7 +504,8 @@ def test_errors_that_mean_full_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert is_out_of_memory(torch.cuda.OutOfMemoryError(""))
     assert is_out_of_memory(MemoryError())
-    for message in (CPU_LINUX, CPU_WINDOWS, MPS, SIMPLY_FULL, WORDINGS["cuBLAS"][0], WORDINGS["driver"][0]):
+    of_libraries = (message for wording, (message, _) in WORDINGS.items() if wording.startswith(("cu", "driver")))
+    for message in (CPU_LINUX, CPU_WINDOWS, MPS, SIMPLY_FULL, *of_libraries):
         assert is_out_of_memory(RuntimeError(message))
     assert not is_out_of_memory(ValueError(SIMPLY_FULL))
     assert not is_out_of_memory(KeyboardInterrupt())

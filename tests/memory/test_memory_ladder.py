@@ -110,6 +110,22 @@ def test_a_model_that_cannot_recompute_keeps_all_or_says_why() -> None:
         choose(CHECKPOINTING, ways, dies, 99)
 
 
+def test_what_the_host_has_no_room_for_does_not_hide_what_fits_without_it() -> None:
+    tried: list[str] = []
+
+    def needs(changes: dict[str, Any]) -> int:
+        tried.append(str(changes))
+        if changes["gradient_checkpointing_offload"]:
+            raise UserError("what is offloaded would take 80 GiB in host memory, of which 8 GiB is free.")
+        return {"none": 1000, "selective": 900}.get(changes["gradient_checkpointing"], 100) * 2**30
+
+    ways = recomputations("cuda", False)
+    assert choose(CHECKPOINTING, ways, needs, 100 * 2**30)[0]["gradient_checkpointing"] == "full"
+    assert len(tried) == len(set(tried))  # each is predicted once
+    with pytest.raises(UserError, match=r"full is predicted to need 100\.0 GiB, and 99\.00 GiB .* 80 GiB in host"):
+        choose(CHECKPOINTING, ways, needs, 99 * 2**30)
+
+
 def step(device_type: str = "cuda", **changes: Any) -> Job:
     values = {**to_values(Config()), "loss": "full", "model_config": {"model_type": "llama"}, **changes}
     return Job(values, Target(device_type), "AutoModelForCausalLM", 9000, 4, 1024, False, eval_batch_size=4)

@@ -337,7 +337,7 @@ def test_longest_length(total_gib: float) -> None:
     assert setting == bf16_setting(1, "full", "chunked")
     expected = int((total_gib * GIB * (1 - MARGIN) - 2 * GIB) / 21e3) // 1024 * 1024
     assert length == expected
-    assert predictions.count <= 9
+    assert len(predictions.known) <= 9
 
 
 def test_longest_length_ends_at_the_models_positions() -> None:
@@ -383,7 +383,7 @@ def test_each_job_is_predicted_once_and_by_whoever_is_free() -> None:
         Synthetic().predict(job).peak_bytes for job in [*jobs, jobs[0]]
     ]
     predictions.of_all(jobs[2:3])
-    assert len(first.jobs) + len(second.jobs) == predictions.count == 4
+    assert len(first.jobs) + len(second.jobs) == len(predictions.known) == 4
     assert sorted(announced) == [1, 2, 3, 4]
 
 
@@ -430,11 +430,30 @@ def test_target_of_a_device() -> None:
         ("a100-80", (8, 0), {"mixed_precision": "no"}, "no"),
         ("a100-80", (8, 0), {"dtype": "bfloat16"}, None),
         ("cpu", None, {}, None),
+        (
+            "t4",
+            (7, 5),
+            {"optimizer_in_backward": True, "max_grad_norm": None, "global_batch_size": 1, "micro_batch_size": 1},
+            "no",
+        ),
     ],
 )
 def test_precision(device: str, capability: Any, changes: dict[str, Any], precision: str | None) -> None:
     asked = replace(question(24, **changes), device=Device(device, 8 * GIB, 0, capability, 1e12))
-    assert asked.precision == precision
+    assert asked.precision(asked.shardings[0]) == precision
+    # the configuration as it stands is predicted as a run of it would compute
+    assert asked.asked.mixed_precision == (changes.get("mixed_precision") or precision)
+
+
+def test_a_card_without_bf16_computes_in_fp32_where_weights_are_on_the_host() -> None:
+    """Because fp16's loss scaler cannot be used there; a run would say the same."""
+    asked = replace(question(2), device=Device("t4", 2 * GIB, 0, (7, 5), 3e11))
+    assert asked.precision("fsdp2") == "fp16" and asked.precision(OFFLOAD) == "no"
+    best = make_plan(asked, Predictions([Synthetic(fixed=10 * GIB)])).best
+    assert best is not None and (best.setting.sharding, best.setting.mixed_precision) == (OFFLOAD, "no")
+    given = replace(asked, config=asked.config.changed(mixed_precision="fp16"))
+    with pytest.raises(UsageError, match="fsdp_offload_params"):
+        given.job(replace(given.asked, sharding=OFFLOAD))
 
 
 def test_vocabulary_without_data(tmp_path: Path) -> None:

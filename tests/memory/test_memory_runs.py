@@ -176,6 +176,116 @@ def test_auto_recomputes_only_as_much_as_a_budget_asks_for(llama_recipe: Path, r
     assert resolved["gradient_checkpointing_offload"] is True
 
 
+class NextToACard:
+    """A :class:`MemorySession` of a run on a card that is not there; a prediction is what the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_host_bytes: int, **values: Any) -> None:
+        import torch
+
+        from train.config import from_values
+        from train.launch import Launch
+        from train.memory import session
+        from train.memory.devices import find_device
+        from train.records import MicroBatch
+
+        monkeypatch.setattr(session, "Predictor", lambda: SimpleNamespace(start=lambda: None, predict=self.predict))
+        monkeypatch.setattr(session, "this_device", lambda: find_device("l4"))
+        monkeypatch.setattr(session, "free_host_bytes", lambda: free_host_bytes)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 22 * 2**30))
+        ids = torch.zeros(2, 64, dtype=torch.long)
+        batches = SimpleNamespace(longest=lambda: MicroBatch({"input_ids": ids}, ids, 128, (0, 1), 128))
+        data: Any = SimpleNamespace(
+            tokenizer=SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2, __len__=lambda: 300),
+            examples=SimpleNamespace(label_names=()),
+            training_batches=lambda run, arithmetic: batches,
+        )
+        data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
+        config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
+        self.run = run_for(config, launch=Launch(precision="bf16"))
+        monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device("cuda", 0))
+        self.jobs: list[Any] = []
+        self.session = session.MemorySession(self.run, data)
+
+    def predict(self, job: Any) -> Any:
+        self.jobs.append(job)
+        way, offloads = job.values["gradient_checkpointing"], job.values["gradient_checkpointing_offload"]
+        size = 8 if offloads else {"none": 90, "selective": 60, "full": 16}[way]
+        sizes = {"num_parameters": 2**28, "num_trained_parameters": 2**28}
+        return SimpleNamespace(reserved_bytes=size * 2**30, offloaded_bytes=offloads * 4 * 2**30, **sizes)
+
+
+def test_auto_counts_what_is_offloaded_against_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of layers (4 GiB), and with an optimizer on the host its fp32 weights and moments (3 GiB)."""
+    from train.records import UserError
+
+    def checkpointing(free_gib: float, budget_gib: float, **values: Any) -> tuple[Any, Any]:
+        values = {"gradient_checkpointing": "auto", "memory_budget_gib": budget_gib, "micro_batch_size": 2, **values}
+        with monkeypatch.context() as patch:
+            config = NextToACard(patch, int(free_gib * 2**30), **values).session.settle()
+        return config.get("gradient_checkpointing"), config.get("gradient_checkpointing_offload")
+
+    assert checkpointing(16, 10) == ("full", True)
+    with pytest.raises(UserError, match=r"would take 4\.00 GiB in host memory, of which 2\.00 GiB is free"):
+        checkpointing(2, 10)
+    assert checkpointing(2, 20) == ("full", False)
+    assert checkpointing(8, 10, optimizer_offload=True) == ("full", True)
+    with pytest.raises(UserError, match=r"would take 7\.00 GiB in host memory, of which 6\.00 GiB is free"):
+        checkpointing(6, 10, optimizer_offload=True)
+
+
+@pytest.mark.parametrize(("offloads", "sharding"), [(True, "fsdp2_offload"), (False, "fsdp2")])
+def test_auto_predicts_shards_where_they_are(offloads: bool, sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a single process, which FSDP2 serves with weights and optimizer on the host."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    from train.launch import read_launch
+
+    found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="auto", micro_batch_size=2)
+    shared = found.run.accelerator.state._shared_state
+    monkeypatch.setitem(shared, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
+    found.run.launch = read_launch(
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": str(offloads)}
+    )
+    found.session.settle()
+    assert {job.sharding for job in found.jobs} == {sharding}
+
+
+def test_a_snapshot_is_written_whenever_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where the step recovers; torch's record keeps its last events, and does not grow with the run."""
+    import torch
+
+    observers: list[Any] = []
+    kept: list[dict[str, Any]] = []
+    found = NextToACard(monkeypatch, 2**40, memory_snapshot=True, measure_memory=False, output_dir=str(tmp_path))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: kept.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("record"))
+    parts: Any = SimpleNamespace()
+    found.run.extras.by_name["meter"].ready(found.run, parts)
+    assert [options["max_entries"] for options in kept] == [100_000]
+    path = tmp_path / "memory_snapshot-0.pickle"
+    error = torch.OutOfMemoryError(MESSAGE)
+    assert not path.exists() and "snapshot" not in found.session.explain(error)
+    observers[0](0, 2**30, 2**34, 0)  # as torch calls it where an allocation fails
+    assert path.read_text() == "record"
+    assert f"memory snapshot: {path} (open it at" in found.session.explain(error)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path("/nowhere/at/all").write_text(""))
+    observers[0](0, 2**30, 2**34, 0)  # a disk that refuses hides nothing
+
+
+def test_a_full_host_is_explained_as_such_next_to_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    from train.extras.host_memory import page_locked
+
+    monkeypatch.setattr("train.extras.host_memory.free_host_bytes", lambda: 2**30)
+    with pytest.raises(MemoryError) as raised:
+        page_locked(2**32)
+    text = NextToACard(monkeypatch, 2**30).session.explain(raised.value)
+    assert text.startswith("Main memory (RAM) was full: 4.00 GiB more did not fit.")
+    assert "--optimizer_offload True" not in text and "--optimizer_offload False" in text
+
+
 def test_run_out_of_memory_splits_the_micro_batch_and_learns_the_same(
     recipe: Path, run_main: Run, tmp_path: Path, faulty: dict[str, str]
 ) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from support import ROOT
 
-from scripts.benchmarks import architectures, harness
+from scripts.benchmarks import architectures, building, harness
+from scripts.benchmarks.accuracy_cases import small
 from scripts.benchmarks.study.cells import sweep_from
 from scripts.benchmarks.study.page import page as study_page
 from scripts.benchmarks.study.tables import markdown
@@ -277,3 +279,17 @@ def test_architectures_are_equal_to_themselves_or_refused_as_the_table_says(
         if committed["versions"]["transformers"] == transformers.__version__:
             kinds = [{c: cell.split(":")[0] for c, cell in found.items()} for found in (row, known[model_type])]
             assert kinds[0] == kinds[1], model_type
+
+
+def test_a_skipped_step_is_known_although_accelerate_does_not_say_so() -> None:
+    """Fused AdamW under a loss scaler skips by itself; accelerate's ``step_was_skipped`` then stays False."""
+    job = small("llama", "causal_lm", 64, 1)
+    training = building.build_training(job, building.random_micro_batches(job, 1))
+    training.step()
+    assert not training.was_skipped
+    with torch.no_grad():
+        next(training.network.parameters()).fill_(torch.nan)
+    training.step()
+    assert training.was_skipped and not training.optimizer.step_was_skipped
+    training.step(mark=lambda phase: None)
+    assert training.was_skipped

@@ -14,6 +14,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from train.records import UsageError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -273,13 +275,8 @@ def options() -> dict[str, type]:
 
 
 def check(config: Config, launch: Launch | None = None) -> None:
-    """Has each extra check the configuration; without ``launch``, for a single process.
-
-    Raises:
-        UsageError: with names and values.
-    """
+    """Has each extra check the configuration, which raises UsageError; without ``launch``, for a single process."""
     from train.launch import Launch
-    from train.records import UsageError
 
     launch = launch or Launch()
     if "memory" in missing() and config.optimization.micro_batch_size == "auto":
@@ -288,6 +285,13 @@ def check(config: Config, launch: Launch | None = None) -> None:
         raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():
         cls.check(config, launch)
+
+
+def refuse(subject: str, *cases: tuple[str, bool, str]) -> None:
+    """Raises UsageError for the first case (what ``subject`` cannot be combined with, whether it is so, remedy)."""
+    for what, is_so, remedy in cases:
+        if is_so:
+            raise UsageError(f"{subject} cannot be combined with {what}: {remedy}.")
 
 
 def join() -> Extras:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil  # comes with accelerate
 import torch
+from torch import Tensor
+
+from train.figures import gib
 
 GROUPS = {  # of version 2 and 1, by controller
     "": ("sys/fs/cgroup", "memory.max", "memory.current"),
@@ -22,7 +28,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|would exceed allowed memory|invalid buffer size:"
     r"|you tried to allocate|unable to allocate .* for an array|cannot allocate memory|\bbad_alloc"
     # the driver, cuBLAS, cuDNN and NCCL; not the bare words, which also stand in advice about memory
-    r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc",
+    r"|([:\]]|error|failure \d*)\s*out of memory|out_of_(device_)?memory|STATUS_ALLOC_FAILED|failed to CUDA calloc"
+    # cuDNN 9; and cuBLAS, for which there was no room to begin with
+    r"|STATUS_\w*ALLOCATION_FAILED|STATUS_NOT_INITIALIZED when calling .?cublasCreate",
     re.IGNORECASE,
 )
 
@@ -38,6 +46,29 @@ def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.
     """This process's share of what is available: of the machine below ``root``, or of its control group if less."""
     processes = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     return min([psutil.virtual_memory().available, *_left_in_groups(root)]) // processes
+
+
+def page_locked(num_bytes: int) -> Tensor:
+    """(num_bytes,) uint8 of host memory for copies to and from a card; ordinary memory if the driver locks none.
+
+    Of this very size: torch's allocator of pinned memory rounds up to a power of two and keeps what it once had. Raises
+    MemoryError if the host has no room; the driver's own error would read as if the card were full.
+    """
+    if num_bytes > (free := free_host_bytes()):
+        copies = "for copies to and from the card"
+        raise MemoryError(f"host memory: cannot allocate memory of {gib(num_bytes)} {copies}: {gib(free)} is free")
+    is_others = not torch.cuda.is_available()  # then that accelerator's own allocator locks it
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_others)
+    if is_others:
+        return buffer
+    driver: Any = torch.cuda.cudart()
+    address, portable = buffer.data_ptr(), 1
+    if int(driver.cudaHostRegister(address, num_bytes, portable)) == 0:
+        weakref.finalize(buffer, driver.cudaHostUnregister, address).atexit = False
+    else:
+        with suppress(RuntimeError):  # or the next kernel would report this error as its own
+            torch.zeros(1, device="cuda")
+    return buffer
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

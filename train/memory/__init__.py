@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,10 @@ if TYPE_CHECKING:
     from train.loop import Parts
     from train.records import Run, StopRequest
     from train.tasks import Task
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
+_MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of the CUDA driver
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Room(Extra):
 
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
+        use_expandable_segments()
         try:
             yield
         finally:
@@ -78,3 +87,26 @@ class Room(Extra):
 
     def summary(self, run: Run) -> dict[str, Any]:
         return self._session.summary()
+
+
+def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has PyTorch's CUDA allocator use expandable segments, which waste less; call it before anything is on a card."""
+    if not any(name in environment for name in ALLOCATOR) and _can_map_memory():
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def uses_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the CUDA allocator was told to use expandable segments."""
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in ALLOCATOR)
+
+
+def _can_map_memory() -> bool:
+    """Whether segments can grow: not on vGPUs without the driver's calls, and under WSL these fail now and then."""
+    if sys.platform != "linux" or "microsoft" in platform.release().lower():
+        return False
+    device, answer = ctypes.c_int(), ctypes.c_int(1)
+    with suppress(OSError):  # no driver, and so no card
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDeviceGetAttribute(ctypes.byref(answer), _MAPS_MEMORY, device)
+    return bool(answer.value)

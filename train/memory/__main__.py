@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from train.config import Config, argument, parse
-from train.launch import use_expandable_segments
-from train.memory import advice
+from train.memory import advice, use_expandable_segments
 from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
 from train.memory.plan import Predictions, longest_length, make_plan, predicted

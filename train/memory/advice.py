@@ -144,10 +144,9 @@ def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
 
 
 def command(question: Question, setting: Setting, words: Sequence[str], said: dict[str, Any] | None = None) -> str:
-    """The command that trains with ``setting``.
+    """The command that trains with ``setting``, and with the ``words`` that a person gave unless these replace them.
 
-    ``words`` are the flags that the person gave, which stay unless they are replaced by ``setting`` or by ``said``: the
-    flags to give even if the configuration already has these values.
+    Flags that are ``said`` are given even if the configuration already has their values.
     """
     changes = {**question.changes(setting), **(said or {})}
     if question.config.optimization.mixed_precision is None:

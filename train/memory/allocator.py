@@ -1,8 +1,7 @@
 """What a trace of allocations makes PyTorch reserve: a model of its CUDA caching allocator.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (read in 2026, torch 2.13) with its default settings.
-Memory is taken from the device in *segments*, cut into *blocks*, and kept when blocks are freed. What a step
-allocates and what it reserves differ by what rounding, splitting and fragmentation leave unused.
+Memory is taken from the device in *segments*, cut into *blocks*, and kept when blocks are freed.
 
 Left out: streams (a freed block is free at once), CUDA graphs and private pools, the release of unused segments when
 the device is full, and the settings ``max_split_size_mb``, ``roundup_power2_divisions``,
@@ -23,8 +22,7 @@ _MIB = 2**20
 SMALL_REQUEST_BYTES = _MIB
 """The largest request that the small pool serves; also what a large block must have left over to be split."""
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
-OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB
-"""Requests of 10 MiB and more get a segment of their own size, rounded up."""
+OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB  # larger requests get a segment of their own
 
 
 @dataclass(eq=False, slots=True)
@@ -59,10 +57,8 @@ class _Pool:
 
     page_bytes: int  # by which an expandable segment grows
     end: int  # the address at which the next segment begins
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)
-    """Sorted by size, then address; an address occurs once, so that blocks are never compared."""
-    stop: _Block = field(default_factory=_Block)
-    """Stands behind the last block of an expandable segment, which alone can grow."""
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)  # by size, then address
+    stop: _Block = field(default_factory=_Block)  # behind the last block of an expandable segment
 
     def add(self, block: _Block) -> None:
         """Adds a free block, merged with its free neighbours."""
@@ -92,17 +88,10 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The state of the allocator of one device of unlimited size.
+    """The state of the allocator of one device of unlimited size; bytes allocated and reserved as ``torch.cuda`` says.
 
-    Args:
-        expandable_segments: as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: each pool has one segment that
-            grows by pages (2 MiB in the small pool, 20 MiB in the large one). Its address space is unlimited here;
-            PyTorch's is 9/8 of the device.
-
-    Attributes:
-        allocated_bytes: in blocks in use, including rounding and remainders too small to split off, as
-            ``torch.cuda.memory_allocated`` counts.
-        reserved_bytes: in segments, as ``torch.cuda.memory_reserved`` counts; it never shrinks.
+    With ``expandable_segments`` each pool has one segment that grows by pages (2 MiB in the small pool, 20 MiB in the
+    large one). Its address space is unlimited here; PyTorch's is 9/8 of the device.
     """
 
     def __init__(self, expandable_segments: bool = False) -> None:
@@ -137,7 +126,9 @@ class CachingAllocator:
 
     def _reserve(self, pool: _Pool, size: int) -> _Block:
         """Memory from the device as one block in no list: a new segment, or more pages at the end of the only one."""
-        taken, last = _segment_bytes(size), pool.stop.prev
+        last, taken = pool.stop.prev, rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
+        if size < OWN_SEGMENT_BYTES:
+            taken = SMALL_SEGMENT_BYTES if size <= SMALL_REQUEST_BYTES else LARGE_SEGMENT_BYTES
         tail = None if last is None or last.allocated else last
         if self.expandable_segments:
             taken = rounded_up(size - (tail.size if tail else 0), pool.page_bytes)
@@ -163,12 +154,3 @@ def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) 
         else:
             allocator.allocate(key, change_bytes)
     return allocator
-
-
-def _segment_bytes(size: int) -> int:
-    """The segment taken from the device for a request of ``size`` that no free block serves."""
-    if size <= SMALL_REQUEST_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if size < OWN_SEGMENT_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)

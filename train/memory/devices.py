@@ -19,18 +19,14 @@ class Device:
     """One device, as far as it is known."""
 
     name: str
-    total_bytes: int
-    """As ``torch.cuda.get_device_properties(...).total_memory`` reports it: less than what the card is sold with."""
-    context_bytes: int = 0
-    """Taken by the CUDA context and loaded kernels, outside of PyTorch's allocator, by a process on one device."""
+    total_bytes: int  # as torch reports ``total_memory``: less than what the card is sold with
+    context_bytes: int = 0  # of a process on one device: the CUDA context and kernels, outside of the allocator
     compute_capability: tuple[int, int] | None = None  # (major, minor); None: no CUDA device, or unknown
     memory_bytes_per_second: float | None = None  # bandwidth of the device's memory by the data sheet; None: unknown
 
 
-_KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]
-"""The cards whose memory is known; the others only tell products apart."""
-_OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}
-"""Compact names that carry the size where no second size is sold."""
+_KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]  # others only tell products apart
+_OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}  # where no other size is sold
 
 # MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less
 # what the error says PyTorch allocated and kept. Seen so: T4 110 to 170, A4000 200 to 240, A100 400, L4 250 to 260, RTX
@@ -54,9 +50,7 @@ def find_device(text: str) -> Device:
     """The device of a name such as ``h200``, ``a100-80``, ``RTX 4090`` or ``cpu``, or of a size such as ``24GiB``.
 
     Case, dashes, spaces and the maker's words do not matter. A size is taken as the memory that is reported (GiB:
-    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``cpu`` is this machine.
-
-    Raises UsageError if there is no such device, UserError if the size of this machine's memory is unknown.
+    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``cpu`` is this machine. Raises UsageError for any other.
     """
     if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE):
         unit = "GiB" if size[2] else "GB"
@@ -70,6 +64,11 @@ def find_device(text: str) -> Device:
         return Device(name, total_bytes, context_bytes)
     if text.strip().lower() == "cpu":
         return _cpu()
+    if re.match(r"(apple\s*)?m[1-9]\b", text.strip(), re.IGNORECASE):
+        raise UsageError(
+            f"device {text!r}: what Apple's GPUs (MPS) take is not predicted. Plan for the CPU of that machine "
+            "(--device cpu), or for a card of the memory that it may use, such as 16GiB."
+        )
     names = {_compact(name): name for name in _KNOWN} | _OTHER_NAMES
     wanted = _compact(text)
     if wanted not in names:
@@ -86,27 +85,23 @@ def find_device(text: str) -> Device:
 
 
 def this_device() -> Device:
-    """The current CUDA device with the memory and capability that it reports; this machine's CPU where there is none.
-
-    Raises UserError if the size of this machine's memory is unknown.
-    """
+    """The current CUDA device with the memory and capability that it reports; this machine's CPU without one."""
     import torch
 
     if not torch.cuda.is_available():
         return _cpu()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    capability, card = (properties.major, properties.minor), find_card(properties.name)
-    bandwidth = card and card.bytes_per_second
+    card, is_nvidia = find_card(properties.name), torch.version.hip is None  # AMD counts its chips differently
+    capability, bandwidth = (properties.major, properties.minor) if is_nvidia else None, card and card.bytes_per_second
     return Device(properties.name, properties.total_memory, _context_bytes(capability), capability, bandwidth)
 
 
 def nccl_buffer_bytes(group_size: int) -> int:
     """What NCCL takes on each device for one process group, outside of PyTorch's allocator: a rough estimate.
 
-    As measured for the groups among 4 A100 with NVLink, after an all-reduce: 544 MB in groups of two, 688 MB in larger
-    ones (github.com/NVIDIA/nccl/issues/964; MB taken as MiB). It grows with the channels, so with faster links, and
-    no longer with the devices beyond two nodes (issue 986); 1.6 GB in one group were seen as well (issue 864).
-    All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
+    As measured among 4 A100 with NVLink, after an all-reduce: 544 MB in groups of two, 688 MB in larger ones
+    (github.com/NVIDIA/nccl/issues/964; MB taken as MiB). It grows with faster links; 1.6 GB were seen as well (issue
+    864). All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
     """
     return {1: 0, 2: 544}.get(group_size, 688) * _MIB
 
@@ -124,7 +119,9 @@ def _cpu() -> Device:
 def _compact(text: str) -> str:
     """The name without case, punctuation, the unit of its size, and words that set no two cards of the table apart."""
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
-    return re.sub(r"nvidia|geforce|tesla|quadro|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)", "", letters)
+    return re.sub(
+        r"nvidia|geforce|tesla|quadro|amd|instinct|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)", "", letters
+    )
 
 
 def _context_bytes(compute_capability: tuple[int, int] | None) -> int:

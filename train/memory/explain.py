@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from train.figures import gib
-from train.memory.ladder import CHECKPOINTING, CHUNKED, EVALUATION, MAX_LENGTH, MICRO_BATCH, REMEDIES
+from train.memory import ladder
 from train.memory.oom import OutOfMemory, parse_oom
 from train.records import UsageError
 
@@ -20,26 +21,25 @@ class Situation:
 
     phase: str  # loading, forward, backward, clip, optimizer or evaluation
     micro_batch_shape: tuple[int, int] | None  # (B, S) of the micro-batch: examples, tokens
-    bytes_by_kind: dict[str, int]
-    """At the predicted peak: parameters, gradients, optimizer state, activations, logits and loss, workspace."""
+    bytes_by_kind: dict[str, int]  # at the predicted peak
     predicted_peak_bytes: int | None
     vocab_size: int | None = None
-    changes: Sequence[tuple[str, int, str]] = ()
-    """(what to type, bytes that it is predicted to save, what it does), cheapest first."""
+    changes: Sequence[tuple[str, int, str]] = ()  # (what to type, bytes that it saves, what it does), cheapest first
 
 
 _IMPOSSIBLE_BYTES = 2**50  # a million GiB: no size that anybody meant
 _CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 
 _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
-_ALL = tuple(remedy.hint for remedy in REMEDIES)
-_FEW = (CHUNKED.hint, MICRO_BATCH.hint, CHECKPOINTING.hint)
+_ALL = tuple(remedy.hint for remedy in ladder.REMEDIES)
+_FEW = (ladder.CHUNKED.hint, ladder.MICRO_BATCH.hint, ladder.CHECKPOINTING.hint)
 _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     "bug": (("python -m pdb -c continue ...", "look at the shapes where it fails"),),
     "host": (
         ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
         ("--preprocessing_num_workers 1", "tokenises in one process; same result"),
         ("--streaming True --max_steps N", "data stays on disk; shuffles less widely"),
+        ("--gradient_checkpointing_offload False", "next to a GPU, and --optimizer_offload False: kept on the GPU"),
         *_FEW,
     ),
     "library": (
@@ -54,16 +54,22 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
         ("PYTORCH_ALLOC_CONF=expandable_segments:True", "before the command; lets gaps join; same result"),
         *_ALL,
     ),
+    "weights": (
+        ("--dtype bfloat16", "halves weights, gradients and state; changes the result"),
+        ("--adapter qlora", "weights in 4 bits, and small trained matrices; changes the result"),
+        ("accelerate_configs/fsdp2_offload.yaml", "all three in host memory, on one GPU too; slower"),
+        ladder.OPTIMIZER_OFFLOAD.hint,
+        ladder.EIGHT_BIT.hint,
+    ),
     "graphs": (("compile without graphs", 'mode="default"; same result, small kernels start slower'), *_ALL),
     "huge": (
-        CHUNKED.hint,
+        ladder.CHUNKED.hint,
         ("--attn_implementation sdpa", "not eager: no scores of tokens × tokens; same result"),
         ("--micro_batch_size 1", "one example needs no padding mask; same --global_batch_size, same result"),
-        EVALUATION.hint,
-        MAX_LENGTH.hint,
+        ladder.EVALUATION.hint,
+        ladder.MAX_LENGTH.hint,
     ),
-}
-"""(what to type, what it does), cheapest first; :data:`_ALL` for any other cause."""
+}  # (what to type, what it does), cheapest first; :data:`_ALL` for any other cause
 
 
 def _diagnosis(oom: OutOfMemory) -> tuple[str, str]:
@@ -130,9 +136,28 @@ def _full(oom: OutOfMemory, huge: bool) -> tuple[str, str]:
     return "full", f"simply full{held}. No single thing went wrong: the run needs more than there is."
 
 
-def _account(oom: OutOfMemory, situation: Situation | None = None) -> tuple[str, list[str], list[tuple[str, str]]]:
+_LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
+"""In a traceback: a model on its way to the card, or the first state of its optimizer."""
+
+
+def _weights_fill(oom: OutOfMemory, message: str, situation: Situation | None) -> bool:
+    """Whether weights, gradients and optimizer state alone are more than there is, so that no smaller batch helps."""
+    if situation is None:
+        return _LOADING.search(message) is not None
+    held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+    return oom.available_bytes is not None and held >= oom.available_bytes
+
+
+def _account(
+    oom: OutOfMemory, message: str, situation: Situation | None = None
+) -> tuple[str, list[str], list[tuple[str, str]]]:
     """The cause of ``oom``, lines that say what it means, and (what to type, what it does), cheapest first."""
     cause, why = _diagnosis(oom)
+    if cause in ("full", "huge") and _weights_fill(oom, message, situation):
+        cause = "weights"
+        why = (
+            "the model's weights, with what training keeps for each of them, fill the card before any example is there."
+        )
     if situation is not None and situation.micro_batch_shape is not None:
         why += _recognised(oom.requested_bytes or 0, situation.micro_batch_shape, situation.vocab_size)
     remedies, within_reach = [], (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
@@ -158,9 +183,6 @@ def _recognised(requested: int, shape: tuple[int, int], vocab_size: int | None) 
     return ""
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------
-
-
 def explain(message: str) -> str:
     """A text for the terminal: each figure of ``message`` and its meaning, why memory was full, what to do.
 
@@ -173,7 +195,7 @@ def explain(message: str) -> str:
             f"explain: {start!r} is not an out-of-memory message. Give the whole message in quotes, from 'out of "
             "memory' or 'allocate memory' on."
         )
-    _, lines, remedies = _account(oom)
+    _, lines, remedies = _account(oom, message)
     lines.append("What to do, cheapest first (flags are those of train/main.py):")
     column = min(44, max(len(typed) for typed, _ in remedies))
     lines += [line for typed, note in remedies for line in _wrapped(f"  {typed:<{column}}  ", note)]
@@ -189,9 +211,12 @@ def post_mortem(message: str, situation: Situation) -> str:
     batch = "" if shape is None else f", micro-batch of {shape[0]:,} × {shape[1]:,} (examples × tokens)"
     lines = [f"Out of memory in {situation.phase}{batch}.", *_kinds(situation.bytes_by_kind)]
     if oom is not None:
-        cause, account, remedies = _account(oom, situation)
+        cause, account, remedies = _account(oom, message, situation)
         lines += account
-        if cause in ("others", "fragmentation", "graphs", "limit", "library", "refused"):
+        if cause == "weights":
+            of_weights = ("--optimizer", "--dtype")
+            situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith(of_weights)])
+        if cause in ("weights", "others", "fragmentation", "graphs", "limit", "library", "refused"):
             lines += _wrapped("First: ", "{}  ({})".format(*remedies[0]))
     return "\n".join([*lines, *_changes(situation, oom.available_bytes if oom else None)])
 

@@ -1,12 +1,9 @@
 """Lets fake ``cuda`` tensors pass autograd and autocast on a machine that has no CUDA device.
 
 Torch's C++ core asks two tables about CUDA before it lets a tensor of that device through: the registry of device
-guards, and the accelerator hooks. Without a card they say that there is none, and backward stops. :func:`install`
-puts entries there that report one, on which nothing ever runs. Nothing is compiled: both tables are reached by
-the names of exported C++ functions.
-
-This changes the whole process and must not meet a real computation: call it in a process of its own. Where a card is
-present nothing is needed and nothing is done.
+guards, and the accelerator hooks. :func:`install` puts entries there that report a card, on which nothing ever runs;
+both tables are reached by the names of exported C++ functions. This changes the whole process and must not meet a real
+computation: call it in a process of its own. Where a card is present nothing is done.
 """
 
 from __future__ import annotations
@@ -23,11 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from train.memory.predict import CannotStandInError
 
 _CUDA = 1  # c10::DeviceType::CUDA
-_NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70
-"""Upper bounds of the virtual functions that are copied; the classes have fewer."""
+_NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70  # more than the classes have virtual functions
 _TABLE_HEADER = 2  # words before the first entry of a C++ table of virtual functions: offset to top, type information
-_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4
-"""Positions in at::AcceleratorHooksInterface, after its two destructors."""
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # positions in at::AcceleratorHooksInterface, after its two destructors
 
 _kept: list[Any] = []  # memory that C++ points to from now on
 

@@ -18,7 +18,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from train.extras.meter.tracker import StorageTracker
-from train.memory.kernels import Costs, module_of, patched, temporary_bytes
+from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
 from train.memory.values import follow
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
@@ -36,12 +36,9 @@ class FakeTracker(StorageTracker):
         super().__init__(*args, **options)
         self.fake_mode = active_fake_mode()
         self.costs = costs
-        self.repeats = 1
-        """How often a real step would do what is done now."""
-        self.paused = False
-        """While true, nothing is counted."""
-        self.pinned_bytes = 0
-        """Pinned host memory that forward allocated."""
+        self.repeats = 1  # how often a real step would do what is done now
+        self.paused = False  # while true, nothing is counted
+        self.offloaded_bytes = 0  # host memory for inputs of layers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,20 +57,14 @@ class FakeTracker(StorageTracker):
             result._is_rare = True
         if self.paused:
             return result
-        if kwargs.get("pin_memory") and self.phase == "forward":
-            self.pinned_bytes += result.nbytes
         self.see_all(result)
-        buffers = temporary_bytes(func, args, result)
-        self.observe(func, self._take(buffers) if buffers else 0)
+        sizes = [rounded_up(size, self.granule_bytes) for size in temporary_bytes(func, args, result)]
+        if self.trace is not None:  # below zero: no storage has such a key
+            self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
+        self.observe(func, sum(sizes))
         if self.costs is not None:
             self.costs.count(func, args, kwargs, result, self.repeats)
         return result
-
-    def _take(self, buffers: list[int]) -> int:
-        sizes = [-(-size // self.granule_bytes) * self.granule_bytes for size in buffers]
-        if self.trace is not None:  # below zero: no storage has such a key
-            self.trace += [(-number, sign * size) for sign in (1, -1) for number, size in enumerate(sizes, 1)]
-        return sum(sizes)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What ``func`` gives, with its numbers where they are known."""
@@ -125,10 +116,15 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         for rows in some(chunked.rows_by_chunk(len(hidden), len(weight))):
             yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
 
+    def on_host(num_bytes: int) -> Tensor:
+        tracker.offloaded_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
     all_tiles: Any = getattr(tiling, "tiles", None)
     with (
         patched(chunked, "logits_by_chunk", some_logits),
         patched(tiling, "tiles", lambda tokens, size: some(list(all_tiles(tokens, size)))),
+        patched(recompute, "page_locked", on_host),
         patched(recompute, "piece_bytes_for", lambda n: -(-n // recompute.PIECE_BYTES) * recompute.PIECE_BYTES),
     ):
         yield

@@ -42,8 +42,7 @@ def patched(module: Any, name: str, value: Any) -> AbstractContextManager[Any]:
 attention, fused = module_of("long_sequences", "attention"), module_of("losses", "fused")
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8
-"""Shares of the published rates that large kernels reach."""
+REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8  # shares of the published rates that large kernels reach
 LAUNCH_SECONDS = 5e-6  # least time of an operator: launching its kernel
 
 
@@ -109,12 +108,10 @@ def attention_kernel(
     prefers_cudnn: bool,
     shares_heads: bool = False,
 ) -> str:
-    """The kernel that ``scaled_dot_product_attention`` runs on a card: cudnn, flash, efficient or math.
+    """The kernel that ``scaled_dot_product_attention`` runs on a card for ``query`` (B, H, S, D): cudnn, flash ...
 
-    Args:
-        query: (B, H, S, D).
-        prefers_cudnn: torch tries cuDNN first: on Hopper and data-centre Blackwell with a cuDNN newer than 9.15.
-        shares_heads: ``enable_gqa`` with fewer heads of keys and values, which the efficient kernel cannot do.
+    It ``prefers_cudnn`` on Hopper and data-centre Blackwell with a cuDNN newer than 9.15. The efficient kernel has no
+    ``shares_heads``: ``enable_gqa`` with fewer heads of keys and values.
     """
     half, head_size = query.dtype in HALF, query.shape[-1]
     if query.dtype not in (*HALF, torch.float32) or query.ndim != 4:
@@ -260,14 +257,10 @@ def library_workspace_bytes(capability: tuple[int, int]) -> int:
 @contextmanager
 def library_losses(capability: tuple[int, int], costs: Costs | None) -> Iterator[None]:
     """Inside it, ``cce`` and ``liger`` need the memory and time that they need on a card of this capability."""
-
-    def cut_cross_entropy(*tensors: Any) -> Any:
-        return _CutCrossEntropy.apply(*tensors, costs)
-
-    def liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Any) -> Any:
-        return _Liger.apply(hidden, weight, bias, capability, costs)
-
-    with patched(fused, "cut_cross_entropy", cut_cross_entropy), patched(fused, "liger_cross_entropy", liger):
+    with (
+        patched(fused, "cut_cross_entropy", lambda *tensors: _CutCrossEntropy.apply(*tensors, costs)),
+        patched(fused, "liger_cross_entropy", lambda *t, objective: _Liger.apply(*t[:3], capability, costs)),
+    ):
         yield
 
 

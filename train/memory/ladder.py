@@ -62,12 +62,8 @@ def largest_fitting(
     """The largest of ``candidates`` (ascending) that needs at most ``room_bytes``; None: not even the smallest does.
 
     Guesses along the line through the last two points, because memory is nearly affine, and halves where that does not
-    help. Never tries more than eight times what is known to fit, because large steps take long to predict.
-
-    Args:
-        needs: bytes, growing; None: unknown, taken as too many.
-        first: where to begin, one of ``candidates``.
-        enough: asked after each try that fits: whether to stop there.
+    help. Never tries more than eight times what is known to fit, because large steps take long to predict. Begins with
+    ``first``; ``needs`` that are None count as too many; ``enough`` is asked after each try that fits.
     """
     low, high, index, tries = -1, len(candidates), candidates.index(first), 0
     points: list[tuple[int, int]] = []
@@ -106,32 +102,33 @@ def recomputations(device_type: str, offload: bool) -> list[tuple[str, dict[str,
 def choose(
     name: str, ways: Sequence[tuple[str, dict[str, Any]]], needs: Callable[[dict[str, Any]], int], room_bytes: int
 ) -> tuple[dict[str, Any], str]:
-    """The flags that the flag ``name: auto`` means, and a line for a person.
+    """The flags that the flag ``name: auto`` means, and a line for a person: the last of ``ways`` that fits.
 
-    Args:
-        ways: what each is called, and its flags; each needs more than the one before, and the last that fits is taken.
-        needs: bytes that a step with these flags is predicted to need.
-
-    Raises UserError if nothing fits, or nothing can be predicted.
+    ``ways`` have names and flags; each needs more bytes than the one before. Raises UserError if nothing fits.
     """
     needed: dict[int, int] = {}
-    problems: list[UserError] = []
+    problems: dict[int, UserError] = {}
 
     def needs_of(rung: int) -> int | None:
-        try:
-            needed[rung] = needs(ways[rung][1])
-        except UserError as error:
-            problems.append(error)
+        if rung not in needed and rung not in problems:
+            try:
+                needed[rung] = needs(ways[rung][1])
+            except UserError as error:
+                problems[rung] = error
         return needed.get(rung)
 
-    last = len(ways) - 1
-    first = last if name == "gradient_checkpointing" else 0
-    best = largest_fitting(range(len(ways)), needs_of, room_bytes, first)
+    best, start, last = None, 0, len(ways) - 1
+    while best is None and start <= last:  # without what cannot be at all: it may need less than what can
+        rungs, first = range(start, last + 1), last if name == "gradient_checkpointing" else start
+        best = largest_fitting(rungs, needs_of, room_bytes, first)
+        start = start + 1 if best is None and needed and start in problems else last + 1
     if best is None:
-        if not needed:
-            raise problems[0]
-        least = f"{ways[min(needed)][0]} is predicted to need {gib(needed[min(needed)])}, and {gib(room_bytes)} may be"
-        raise UserError(f"{name}: auto: {least} taken. python -m train.memory plan finds settings that fit.")
+        reasons = [str(error) for error in problems.values()][:1]
+        if needed:
+            least = min(needed)
+            what = f"{ways[least][0]} is predicted to need {gib(needed[least])}, and {gib(room_bytes)} may be taken"
+            reasons.insert(0, f"{name}: auto: {what}. python -m train.memory plan finds settings that fit.")
+        raise UserError(" ".join(reasons))
     more = f"; {ways[last][0]} would take {gib(needed[last])}" if last in needed and best != last else ""
     room = f"{gib(needed[best])} of {gib(room_bytes)} that may be taken"
     return ways[best][1], f"{name}: {ways[best][0]}, predicted to take {room}{more}"

@@ -29,15 +29,11 @@ class OutOfMemory:
     requested_bytes: int | None = _figure("(?:Triedtoallocate(?:morethan)?|Requested:)SIZE")
     total_bytes: int | None = _figure("(?:totalcapacityof|Devicelimit:)SIZE")
     free_bytes: int | None = _figure(r"ofwhichSIZEisfree|accordingtoCUDA\):SIZE")
-    process_bytes: int | None = _figure("thisprocesshasSIZEmemoryinuse")
-    """This process: what PyTorch reserved, the driver's context and libraries."""
+    process_bytes: int | None = _figure("thisprocesshasSIZEmemoryinuse")  # PyTorch's reserve, the context, libraries
     allocated_bytes: int | None = _figure("SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE")  # in tensors
-    reserved_unallocated_bytes: int | None = _figure("SIZEisreservedbyPyTorchbutunallocated")
-    """Held by PyTorch, in no tensor."""
-    private_pools_bytes: int | None = _figure("SIZEallocatedinprivatepools")
-    """The share of ``allocated_bytes`` that CUDA graphs keep."""
-    allowed_bytes: int | None = _figure(r"SIZEallowed|memoryfraction\):SIZE")
-    """A limit below the whole device: torch's memory fraction."""
+    reserved_unallocated_bytes: int | None = _figure("SIZEisreservedbyPyTorchbutunallocated")  # in no tensor
+    private_pools_bytes: int | None = _figure("SIZEallocatedinprivatepools")  # of CUDA graphs
+    allowed_bytes: int | None = _figure(r"SIZEallowed|memoryfraction\):SIZE")  # torch's memory fraction
     other_processes: tuple[tuple[int, int], ...] = ()  # (process id, bytes) of each process that the message names
 
     @property
@@ -82,16 +78,17 @@ _CUDA_STARTS = (
     r"CUDAoutofmemory\.Triedtoallocate|Allocationondevice\d+wouldexceedallowedmemory",
     r"CUDAoutofmemory(?:\.|$)",
 )
-_HOST = r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
-_HOST += (
-    r"|DataLoaderworker\(pid\S{3,40}bysignal:(?:Killed|Bus)|(?i:exit(?:edwith(?:exit)?)?(?:code|status):?(?:137|-9))"
+_HOST = (
+    r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|HOST_ALLOCATION_FAILED"
+    r"|(?i:cannotallocatememory|oom[-_]kill|killedprocess)|DataLoaderworker\(pid\S{3,40}bysignal:(?:Killed|Bus)"
+    r"|(?i:exit(?:edwith(?:exit)?)?(?:code|status):?(?:137|-9))"
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
     rf"{_HOST}|(?:[:\])]|(?i:error|failure)\d*)(?i:outofmemory)|(?:^|[A-Z.]|backend)(?i:outofmemory)(?![a-z])"
-    "|(?i:out_of_(?:device_)?memory|alloc_failed|notenoughmemory)"
+    "|(?i:out_of_(?:device_)?memory|alloc(?:ation)?_failed|cublas_status_not_initialized|notenoughmemory|resource_exhausted)"
     "|(?i:(?:tried|unable|failed)to(?:cuda)?(?:c|m)?alloc|can(?:no)?tallocate)"
 )
-_ANY_REQUEST = r"(?:allocate(?!d)|calloc|malloc)\D{0,20}?SIZE"
+_ANY_REQUEST = r"(?:allocat(?:e(?!d)|ing)|calloc|malloc)\D{0,20}?SIZE"
 
 
 def parse_oom(message: str) -> OutOfMemory | None:
@@ -142,10 +139,9 @@ def _read_cuda(text: str) -> OutOfMemory:
 
 
 def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
-    """Takes this process out of the list of the others.
+    """Takes this process out of the list of the others, where a container's driver knows it by another process id.
 
-    In a container the driver knows it by another process id than it knows itself, so that the message lists it as a
-    stranger. It must be among them if what no listed process holds is too little for what PyTorch has reserved.
+    It must be among them if what no listed process holds is too little for what PyTorch has reserved.
     """
     reserved = oom.reserved_bytes or 0
     large_enough = [entry for entry in oom.other_processes if entry[1] >= 0.99 * reserved]
@@ -164,7 +160,8 @@ def _read_any(text: str) -> OutOfMemory:
         return OutOfMemory("host", requested_bytes=requested)
     named = re.search("cublas|cudnn|nccl|cuda|triton", text, re.I)
     if named is None:  # the message may not say which device
-        return OutOfMemory("GPU" if re.search("outofmemory|GPU", text, re.I) else "host", requested_bytes=requested)
+        backend = "GPU" if re.search("outofmemory|GPU|exhausted", text, re.I) else "host"
+        return OutOfMemory(backend, requested_bytes=requested)
     libraries = {"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL"}
     word = next((word for word in libraries if word in text.lower()), "")
     return OutOfMemory("CUDA", library=libraries.get(word, "the driver"), requested_bytes=requested)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from train.memory.ladder import Recompute, largest_fitting
 from train.memory.predict import Job, Prediction, Predictor
@@ -19,10 +20,8 @@ from train.memory.question import CHECKPOINTING, OFFLOAD, Question, Setting, pos
 from train.memory.zero import MOMENTS
 from train.records import UserError
 
-EQUALLY_FAST = 0.02
-"""Settings whose estimates differ by less are taken as equally fast: the one that needs less is kept."""
-SHARDING_GAIN = 0.1
-"""fsdp2 is chosen over ddp only if it is faster by more: it communicates more, and the estimate leaves that out."""
+EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept
+SHARDING_GAIN = 0.1  # by which fsdp2 has to be faster than ddp: it communicates more, which is not estimated
 HOST_LINK_BYTES_PER_SECOND = 20e9  # what PCIe 4.0 × 16 carries in one direction in practice; an estimate
 LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
@@ -32,31 +31,26 @@ class Predictions:
 
     def __init__(self, predictors: Sequence[Predictor], announce: Callable[[int, Job], None] | None = None) -> None:
         self._predictors, self._announce = predictors, announce
-        self._known: dict[str, Prediction | UserError] = {}
-
-    @property
-    def count(self) -> int:
-        """Number of predictions made."""
-        return len(self._known)
+        self.known: dict[str, Prediction | UserError] = {}  # what was predicted, or why it was not
 
     def of_all(self, jobs: Sequence[Job]) -> list[Prediction | UserError]:
         """The prediction of each of ``jobs``, or why there is none."""
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
-        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self._known}
-        numbered = list(enumerate(new.items(), self.count + 1))
+        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.known}
+        numbered = list(enumerate(new.items(), len(self.known) + 1))
 
         def predict(place: int) -> None:
             for number, (key, job) in numbered[place :: len(self._predictors)]:
                 if self._announce is not None:
                     self._announce(number, job)
                 try:
-                    self._known[key] = self._predictors[place].predict(job)
+                    self.known[key] = self._predictors[place].predict(job)
                 except UserError as error:
-                    self._known[key] = error
+                    self.known[key] = error
 
         with ThreadPoolExecutor(len(self._predictors)) as pool:
             list(pool.map(predict, range(len(self._predictors))))
-        return [self._known[key] for key in keys]
+        return [self.known[key] for key in keys]
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Outcome:
     prediction: Prediction
     needed_bytes: int  # of the device: what the allocator reserves, the CUDA context and NCCL's buffers
     fits: bool
-    host_bytes: int = 0  # of host memory: weights, gradients, optimizer state and inputs of layers that are offloaded
+    host_bytes: int = 0  # see :func:`host_bytes`
     link_seconds: float = 0.0  # of a micro-batch, estimated: copies between host and device that no computation hides
 
     @property
@@ -84,16 +78,28 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
     copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
-    host, link = prediction.offloaded_bytes, max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
-    if setting.sharding == OFFLOAD:
-        sizes = prediction.num_parameters, prediction.num_trained_parameters
-        weights, trained = (4 * -(-size // question.world_size) for size in sizes)  # bytes of a shard, kept in fp32
-        host += weights + (1 + MOMENTS[question.config.optimization.optimizer]) * trained
-        # in for forward, in for backward, gradients out
+    link = max(0.0, copying - seconds / 4) + max(0.0, copying - seconds * 3 / 4)
+    if setting.sharding == OFFLOAD:  # in for forward, in for backward, gradients out
+        weights, trained = _fp32_shard_bytes(job, prediction)
         link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
-    elif question.config.get("optimizer_offload") and not question.on_cpu:
-        host += 4 * (1 + MOMENTS["adamw"]) * prediction.num_trained_parameters  # fp32 weights and moments
-    return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, host, link)
+    fits = needed <= question.room_bytes
+    return Outcome(setting, job, prediction, needed, fits, host_bytes(job, prediction), link)
+
+
+def host_bytes(job: Job, prediction: Prediction) -> int:
+    """Host memory for what is offloaded, by a process: inputs of layers; weights, gradients and optimizer state."""
+    weights, trained = _fp32_shard_bytes(job, prediction)
+    moments = MOMENTS[job.values["optimizer"]]
+    if job.sharding == OFFLOAD:
+        return prediction.offloaded_bytes + weights + (1 + moments) * trained
+    is_offloaded = job.values.get("optimizer_offload") and job.target.device_type != "cpu"
+    return prediction.offloaded_bytes + (1 + moments) * trained * bool(is_offloaded)  # originals and moments
+
+
+def _fp32_shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
+    """Bytes in fp32 of a rank's shard of all weights, and of those that are trained."""
+    ranks = job.world_size if job.sharding == OFFLOAD else 1
+    return 4 * -(-prediction.num_parameters // ranks), 4 * -(-prediction.num_trained_parameters // ranks)
 
 
 def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
@@ -114,8 +120,7 @@ class Plan:
     problem: str | None  # why the configuration as it stands cannot run
     best: Outcome | None  # the fastest setting that fits
     smallest: Outcome  # the setting that needs least
-    longest: int | None
-    """Where nothing fits: the longest sequence, in multiples of 1,024 tokens, that the smallest setting fits."""
+    longest: int | None  # where nothing fits: the longest that the smallest setting fits, in multiples of 1,024
     num_predictions: int
 
 
@@ -127,15 +132,7 @@ class Search:
         per_rank = question.global_batch_size // question.world_size
         accumulates = not question.config.get("optimizer_in_backward")
         self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
-        self._base = Setting(
-            "none",
-            tiled_mlp=question.config.get("tiled_mlp"),
-            micro_batch_size=self._sizes[0],
-            mixed_precision=question.precision,
-            loss="full",
-        )
-        self.problems: dict[Setting, str] = {}
-        """Settings that the model or device does not allow."""
+        self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:
         """What is predicted of ``setting``; None where it cannot run, then ``problems`` says why."""
@@ -145,9 +142,15 @@ class Search:
             self.problems[setting] = str(error)
             return None
 
+    def _base(self, sharding: str) -> Setting:
+        """What all settings have in common."""
+        precision, tiled = self.question.precision(sharding), self.question.config.get("tiled_mlp")
+        common: dict[str, Any] = {"micro_batch_size": self._sizes[0], "mixed_precision": precision, "tiled_mlp": tiled}
+        return Setting("none", loss="full", sharding=sharding, **common)
+
     def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
-        base = replace(self._base, sharding=sharding)
+        base = self._base(sharding)
         possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
         found = next((outcome for setting in reversed(possible) if (outcome := self.try_(setting))), None)
         if found is None and known is None:
@@ -158,7 +161,7 @@ class Search:
         """The fastest setting with one of ``shardings`` that fits, ``best`` where none is clearly faster."""
         for sharding in shardings:
             gain = SHARDING_GAIN if best is not None and sharding != best.setting.sharding else EQUALLY_FAST
-            done: list[tuple[int, int, list[Outcome]]] = []
+            base, done = self._base(sharding), list[tuple[int, int, list[Outcome]]]()
             # The loss that needs less first: the other one fits no larger micro-batch.
             for row, column in itertools.product(range(len(ways)), reversed(range(len(self._losses)))):
                 faster = [tried for r, c, tried in done if r <= row and c <= column]
@@ -169,8 +172,8 @@ class Search:
                 low = max((o.setting.micro_batch_size for tried in faster for o in tried if o.fits), default=0)
                 too_large = [o.setting.micro_batch_size for tried in smaller for o in tried if not o.fits]
                 sizes = [size for size in self._sizes if low < size < min(too_large, default=math.inf)]
-                technique = replace(self._base, loss=self._losses[column], sharding=sharding)
-                if tried := self._grown(technique.recomputing(ways[row]), sizes):
+                technique = replace(base, loss=self._losses[column]).recomputing(ways[row])
+                if tried := self._grown(technique, sizes):
                     done.append((row, column, tried))
                 for outcome in (outcome for outcome in tried if outcome.fits):
                     if best is None or outcome.seconds_per_token < best.seconds_per_token * (1 - gain):
@@ -219,10 +222,9 @@ class Search:
 
 
 def make_plan(question: Question, predictions: Predictions, is_open: bool = False) -> Plan:
-    """Whether the configuration fits, and the fastest setting that does, with the same global batch.
+    """Whether the configuration fits, and the fastest setting that does; raises UserError if no setting can run.
 
-    If it ``is_open``, something was left to auto, and the configuration as it stands is only a placeholder. Raises
-    UserError if no setting can run.
+    If it ``is_open``, something was left to auto, and the configuration as it stands is only a placeholder.
     """
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
@@ -239,14 +241,11 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
         best = search.fastest(ways, shardings, best)
     else:
         longest = _longest_of(question, smallest.setting, predictions, question.config.data.max_length)
-    return Plan(asked, problem, best, smallest, longest, predictions.count)
+    return Plan(asked, problem, best, smallest, longest, len(predictions.known))
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
-    """The longest ``max_length`` that fits, in multiples of 1,024 (0: none), and the setting for it: the smallest.
-
-    Raises UserError if no setting can run.
-    """
+    """The longest ``max_length`` that fits, in multiples of 1,024 (0: none), and the setting for it: the smallest."""
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
     search, length = Search(start, predictions), 0

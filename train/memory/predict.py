@@ -53,8 +53,7 @@ class Job:
     padded: bool = False  # whether the micro-batch has an attention mask that hides something
     input_names: tuple[str, ...] = ("input_ids",)  # inputs of the model, each (B, S)
     num_targets: int | None = None  # labels that are targets; None: all
-    documents: tuple[tuple[int, ...], ...] = ()
-    """With packing, the lengths of the documents in each row; empty: one document a row, which takes longest."""
+    documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
     special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)  # start, end and padding
     world_size: int = 1
@@ -78,7 +77,7 @@ class Prediction:
     seconds: float | None  # estimated, of one forward and backward
     prediction_seconds: float
     notes: tuple[str, ...] = ()
-    offloaded_bytes: int = 0  # pinned host memory for the inputs of checkpointed layers
+    offloaded_bytes: int = 0  # host memory for the inputs of checkpointed layers
 
 
 class CannotStandInError(UserError):
@@ -138,10 +137,7 @@ class Predictor(AbstractContextManager["Predictor"]):
             raise self._died(process) from None
 
     def answer(self) -> Prediction:
-        """The answer to the oldest job without one.
-
-        Raises UserError if the job cannot work, or its process died; the next job starts another process.
-        """
+        """The answer to the oldest job without one; raises UserError if it cannot work, or its process died."""
         process = self.start()
         try:
             answer = pickle.load(process.stdout)

@@ -8,7 +8,7 @@ from typing import Any
 
 from train.config import Config, to_values
 from train.extras.meter.cards import peak_flops_per_second
-from train.launch import Launch, check_launch
+from train.launch import Launch, automatic_precision, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on
 from train.memory.predict import Job, Target
@@ -17,8 +17,7 @@ from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
-OFFLOAD = "fsdp2_offload"
-"""Tried only where nothing else fits: its copies between host and device nearly always take longest."""
+OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
 CHECKPOINTING = tuple(
     way for way in LADDER if way.gradient_checkpointing_every_n_layers <= 2 and not way.gradient_checkpointing_offload
@@ -49,11 +48,10 @@ def job_of(
     padded: bool | None = None,
     world_size: int = 1,
 ) -> Job:
-    """The step of ``config`` with its longest examples.
+    """The step of ``config`` with its longest examples; raises UsageError if its sizes contradict each other.
 
     Micro-batches are ``padded`` if they come with an attention mask; None: if the task makes one for examples of
-    different lengths, and there can be any. Raises UsageError if the sizes of the batch contradict each other, or the
-    task is unknown.
+    different lengths, and there can be any.
     """
     from train.batching import arithmetic_of
     from train.tasks import load_task
@@ -168,8 +166,7 @@ class Question:
     num_labels: int = 0
     padded: bool | None = None  # see :func:`job_of`
     world_size: int = 1
-    sharding: str | None = None
-    """ddp, fsdp2, fsdp2_offload, zero2 or zero3; None: the better of ddp and fsdp2, or fsdp2_offload if none fits."""
+    sharding: str | None = None  # None: the better of ddp and fsdp2, or fsdp2_offload if none fits
 
     @property
     def on_cpu(self) -> bool:
@@ -202,10 +199,10 @@ class Question:
     @property
     def asked(self) -> Setting:
         """The configuration as it stands."""
-        values = to_values(self.config)
+        values, sharding = to_values(self.config), self.shardings[0]
         values["micro_batch_size"] = _micro_batch_size(self.config, self.world_size)
         values["loss"] = self.automatic_loss if values["loss"] == "auto" else values["loss"]
-        values["sharding"] = self.shardings[0]
+        values["sharding"], values["mixed_precision"] = sharding, values["mixed_precision"] or self.precision(sharding)
         return Setting(**{field.name: values[field.name] for field in fields(Setting)})
 
     @property
@@ -239,7 +236,7 @@ class Question:
         from train.extras.losses.objective import objective_of
 
         target = target_of(self.device)
-        dtype = getattr(torch, HALF.get(self.precision or "no", self.config.architecture.dtype))
+        dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
         place = Place(target.device_type, dtype, target.capability)
         return best_kernel(place, has_bias=False, objective=objective_of(self.config))
 
@@ -261,15 +258,15 @@ class Question:
             return True
         return False
 
-    @property
-    def precision(self) -> str | None:
-        """The precision asked for; where none is, or the device lacks it, the best that the device has."""
-        asked = self.config.optimization.mixed_precision
-        if self.on_cpu:
+    def precision(self, sharding: str) -> str | None:
+        """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
+        asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
+        if self.on_cpu or asked not in ("bf16", None):
             return asked
-        half = "bf16" if target_of(self.device).capability >= (8, 0) else "fp16"
-        own_type = self.config.architecture.dtype != "float32"
-        return half if asked == "bf16" or (asked is None and not own_type) else asked
+        if asked is None:
+            own_type = self.config.architecture.dtype != "float32"
+            return None if own_type else automatic_precision(self._launch(sharding), self.config, has_bf16)[0]
+        return "bf16" if has_bf16 else "fp16"
 
     def job(self, setting: Setting) -> Job:
         """The step with ``setting``; on a device of unknown speed with rates that rank.
@@ -277,8 +274,7 @@ class Question:
         Raises UsageError if the optimizer asked for does not work with it.
         """
         config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
-        engines = {"fsdp2": "fsdp2", OFFLOAD: "fsdp2", **dict.fromkeys(STAGE, "deepspeed")}
-        check_launch(Launch(self.world_size, engine=engines.get(setting.sharding, "ddp")), config)
+        check_launch(self._launch(setting.sharding), config)
         if not self.has_known_speed:
             rates, bandwidth = dict.fromkeys(PRECISIONS, 1e12), 1e11  # the ratio of a common processor
             if not self.on_cpu:
@@ -287,6 +283,10 @@ class Question:
             target = replace(target, flops_per_second=rates, bytes_per_second=bandwidth)
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
+
+    def _launch(self, sharding: str) -> Launch:
+        engine = "deepspeed" if sharding in STAGE else "fsdp2" if sharding in ("fsdp2", OFFLOAD) else "ddp"
+        return Launch(self.world_size, engine=engine, offloads=sharding == OFFLOAD)
 
     def changes(self, setting: Setting) -> dict[str, Any]:
         """What has to change in the configuration for ``setting`` and the same global batch, by flag."""

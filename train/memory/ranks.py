@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from train.memory.fakes import FakeTracker
 
 _environment = contextlib.ExitStack()  # undoes the changes of the environment
-SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload", "zero3")
-"""The shardings with which a rank keeps only its part of the weights."""
+SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload", "zero3")  # where a rank keeps only its part of the weights
 
 
 def join(world_size: int, device_type: str, precision: str, offloads: bool) -> None:

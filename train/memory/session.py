@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +20,12 @@ from train.extras.host_memory import free_host_bytes
 from train.figures import gib
 from train.memory import Options
 from train.memory.devices import this_device
-from train.memory.explain import Situation, post_mortem
+from train.memory.explain import Situation, explain, post_mortem
 from train.memory.ladder import cheaper, choose, recomputations
+from train.memory.oom import parse_oom
+from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
-from train.memory.question import job_of, target_of
+from train.memory.question import OFFLOAD, job_of, target_of
 from train.records import BatchArithmetic, MicroBatch, Run, UserError
 
 if TYPE_CHECKING:
@@ -43,21 +44,19 @@ class MemorySession:
     def __init__(self, run: Run, data: PreparedData) -> None:
         self._run, self._data = run, data
         self._own, self._device = run.config.of(Options), run.accelerator.device
-        self._predictor: Predictor | None = None
+        self._predictor = Predictor()  # which starts with its first job
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
         self._is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
         # A rank's share of a layer or a sequence is not predicted.
         self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda")
-        if run.accelerator.is_main_process and self._is_predictable and (self._own.predict_memory or self._is_open):
-            self._predictor = Predictor()
+        self._predicts = self._is_predictable and run.accelerator.is_main_process
+        if self._predicts and (self._own.predict_memory or self._is_open):
             self._predictor.start()
 
     def close(self) -> None:
         """Ends the process that predicts."""
-        if self._predictor is not None:
-            self._predictor.close()
-            self._predictor = None
+        self._predictor.close()
 
     def _job(self, config: Config, **seen: Any) -> Job:
         """The step of ``config`` in this run; ``seen``: fields of the job that its data decides."""
@@ -100,11 +99,15 @@ class MemorySession:
         """The flags for what is left to auto under ``name``, the same on every rank."""
 
         def needs(changes: dict[str, Any]) -> int:
-            if self._predictor is None:
+            if not self._is_predictable:
                 raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
             job = self._job(config.changed(**changes))
             job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
-            return self._predictor.predict(job).reserved_bytes
+            found = self._predictor.predict(job)
+            if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
+                where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"
+                raise UserError(f"{name}: auto: what is offloaded would take {where}.")
+            return found.reserved_bytes
 
         def choose_here() -> dict[str, Any]:
             # What is free of the device; of a CPU, this process's share of what is available.
@@ -135,7 +138,7 @@ class MemorySession:
             documents=documents.lengths if documents is not None else (),
             eval_batch_size=self._run.config.output.eval_batch_size or size,
         )
-        if self._predictor is not None and self._own.predict_memory:
+        if self._predicts and self._own.predict_memory:
             self._predictor.ask(self._asked)
 
     def rehearse(self, parts: Parts) -> None:
@@ -150,7 +153,7 @@ class MemorySession:
             said = f"memory: the longest step ({size} × {length:,} tokens) peaks at {peak}"
             if figures.get("peak_reserved_bytes"):
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
-        if self._predictor is not None and self._own.predict_memory:
+        if self._predicts and self._own.predict_memory:
             try:
                 self._prediction = self._predictor.answer()
                 said += f", predicted {gib(self._prediction.peak_bytes)}"
@@ -169,8 +172,13 @@ class MemorySession:
 
     def explain(self, error: Any) -> str:
         """The post-mortem of a run that ended with ``error``: its ``fault``, if any, says phase, shape and message."""
-        meter = getattr(self._run.extras.by_name["meter"], "meter", None)
+        room: Any = self._run.extras.by_name["meter"]
+        meter = room.meter
         fault = getattr(error, "fault", None)
+        words = fault.error if fault else str(error)
+        oom = parse_oom(words)
+        if self._device.type != "cpu" and oom is not None and oom.backend == "host":  # not a matter of the card
+            return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         predicted, changes = self._cheaper_settings(shape)
         situation = Situation(
@@ -181,10 +189,8 @@ class MemorySession:
             vocab_size=len(self._data.tokenizer),
             changes=changes,
         )
-        text = post_mortem(fault.error if fault else str(error), situation)
-        if self._run.config.get("memory_snapshot") and torch.cuda.is_available():
-            path = self._run.outputs.folder / f"memory_snapshot-{os.environ.get('RANK', '0')}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
+        text = post_mortem(words, situation)
+        if (path := room.snapshot) is not None and path.exists():
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text
 
@@ -209,11 +215,11 @@ class MemorySession:
 
 def sharding_of(run: Run) -> str:
     """How ``run`` is spread over processes, in the words of :class:`train.memory.predict.Job`."""
+    if run.accelerator.is_fsdp2:  # on a CPU there is nowhere to offload to
+        return OFFLOAD if run.launch.offloads and run.accelerator.device.type != "cpu" else "fsdp2"
     if run.launch.world_size == 1:
         return "none"
-    if run.launch.engine != "deepspeed":
-        return run.launch.engine
-    plugin = run.accelerator.state.deepspeed_plugin
+    plugin = run.accelerator.state.deepspeed_plugin if run.launch.engine == "deepspeed" else None
     return {2: "zero2", 3: "zero3"}.get(plugin.zero_stage if plugin else 0, "ddp")
 
 

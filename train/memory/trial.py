@@ -11,8 +11,7 @@ from torch import nn
 
 from train.config import Config, from_values
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES, GRADIENTS, WORKSPACE, tag_gradients, tag_held
-from train.launch import uses_expandable_segments
-from train.memory import fake_cuda, ranks, zero
+from train.memory import fake_cuda, ranks, uses_expandable_segments, zero
 from train.memory.allocator import replay
 from train.memory.building import build, run_of
 from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
@@ -80,7 +79,7 @@ def predict(job: Job) -> Prediction:
             seconds=seconds,
             prediction_seconds=time.perf_counter() - started,
             notes=tuple(notes),
-            offloaded_bytes=tracker.pinned_bytes,
+            offloaded_bytes=tracker.offloaded_bytes,
         )
 
 

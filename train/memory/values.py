@@ -18,8 +18,7 @@ from train.extras.meter.tracker import storage_of
 
 aten = torch.ops.aten
 _DECIDED_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-MOST_ELEMENTS = 2**22
-"""Of a tensor whose numbers are kept: more than any batch has, fewer than a mask of long sequences × themselves."""
+MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch has, fewer than a long mask S × S
 
 
 def follow(func: Any, args: Any, kwargs: Any, call: Callable[[Any, Any, Any], Any]) -> Any:

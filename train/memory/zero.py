@@ -11,8 +11,7 @@ from typing import Any
 
 STAGE = {"zero2": 2, "zero3": 3}
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
-MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}
-"""Numbers per parameter that the optimizer keeps; Adafactor's rows and columns are few."""
+MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}  # per parameter; Adafactor's are few
 
 
 def engine_values(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from support import Driver
+from torch import Tensor, nn
 
 from train import checkpoint
 from train.extras.endurance import checkpoints
@@ -79,6 +81,41 @@ def test_copy_is_of_the_step_that_was_saved_although_training_continues(
     assert checkpoint.restore(outputs.checkpoints / "step-00000001", state).step == 1
     assert all(torch.equal(before[k], v) for k, v in state.model.state_dict().items())
     assert saving.checkpoints_in_background == len(saving.stalls_seconds) == 1
+
+
+class OnCard(Tensor):
+    """A tensor that says it is on a card."""
+
+    is_cuda = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+
+def test_copies_of_a_card_share_one_page_locked_buffer_of_their_size(
+    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor by tensor, torch's allocator would round each up to a power of two, and keep all that."""
+    parts, driver = TrainingState.parts, Driver()
+
+    def on_card(state: TrainingState, rank: int) -> Any:
+        found = parts(state, rank)
+        return {
+            section: {name: replace(part, tensor=part.tensor.as_subclass(OnCard)) for name, part in named.items()}
+            for section, named in found.items()
+        }
+
+    monkeypatch.setattr(TrainingState, "parts", on_card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    saving = Saving(in_background=True)
+    for step in (1, 2, 3):
+        saving.save(run, state, Progress(step=step), wait=False)
+        free = 10 if step == 2 else 2**40  # what the buffer holds is there already
+        monkeypatch.setattr(checkpoints, "free_host_bytes", lambda free=free: free)
+    saving.finish(run)
+    assert (saving.checkpoints_in_background, outputs.notes) == (3, [])
+    assert driver.locked == [128]  # a weight of 16 bytes and a bias of 8, where every type may begin
+    assert all(checkpoint.verify(outputs.checkpoints / f"step-0000000{step}") is None for step in (1, 2, 3))
+    assert checkpoint.restore(outputs.checkpoints / "step-00000003", state).step == 3
 
 
 def test_last_checkpoint_is_there_when_saving_returns(run: Run, outputs: Notes, state: TrainingState) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
-from train.extras import Extra, missing
-from train.launch import refuse
+from train.extras import Extra, missing, refuse
 from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -59,19 +58,15 @@ class Room(Extra):
             raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers itself.")
         if own.mlp_tile_tokens is not None and not own.tiled_mlp:
             raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
+        is_deepspeed = launch.engine == "deepspeed"
+        whole = (
+            "its gradients are whole in one place, where others hold parts. Use FSDP2 or DDP, or leave tiled_mlp out"
+        )
+        untried = "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out"
         refuse(
             f"{launch} in the launch file",
-            (
-                "tiled_mlp: true",
-                own.tiled_mlp and (launch.engine == "deepspeed" or launch.tp_size > 1),
-                "its gradients are made whole in one place, where DeepSpeed and tensor parallelism hold parts of "
-                "weights. Use FSDP2 or DDP, or leave tiled_mlp out",
-            ),
-            (
-                "compile: true",
-                own.compile and (launch.engine == "deepspeed" or launch.copies > 1),
-                "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out",
-            ),
+            ("tiled_mlp: true", own.tiled_mlp and (is_deepspeed or launch.tp_size > 1), whole),
+            ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
         )
 
     @contextmanager

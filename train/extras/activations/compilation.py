@@ -63,10 +63,9 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class Compilation(logging.Handler):
-    """Counts what ``torch.compile`` does inside :meth:`listening`, and catches its warning that it gave a function up.
+    """Counts what ``torch.compile`` does inside :meth:`listening`.
 
-    Attributes:
-        tell: shown that warning once, with its cause.
+    ``tell`` is shown torch's warning that it gave a function up once, with its cause.
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:

@@ -18,21 +18,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from train.extras.host_memory import page_locked
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
-# Of pinned memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length, and torch's
-# allocator of pinned memory, which rounds sizes up to powers of two, has nothing to round.
+# Of page-locked memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length.
 PIECE_BYTES = 8 * 2**20
 
 
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
     """Recompute activations of layers 0, n, 2n ... in backward (arXiv 1604.06174); raises UserError where it cannot.
 
-    Args:
-        mode: ``none``; ``full``; or ``selective``, which keeps the attention outputs, the most expensive to recompute
-            (arXiv 2205.05198).
-        offload: keep the inputs of checkpointed layers in host memory; on a CPU it does nothing.
+    ``mode`` is ``none``, ``full`` or ``selective``, which keeps the attention outputs, the most expensive to recompute
+    (arXiv 2205.05198). With ``offload`` inputs of checkpointed layers are kept in host memory, unless on a CPU.
     """
     if mode == "none":
         return
@@ -66,9 +64,6 @@ def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> A
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# ---- inputs that are kept in host memory -----------------------------------------------------------------------------
-
-
 class StreamTransfers:
     """Copies between an accelerator and the host, on one stream of their own; the host never waits for it."""
 
@@ -78,7 +73,7 @@ class StreamTransfers:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """(num_bytes,) uint8 of host memory, to be reused."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return page_locked(num_bytes)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Starts copying each (target, source) after what is queued for computation so far; an event for the end.

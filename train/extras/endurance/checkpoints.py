@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from train import checkpoint
-from train.extras.host_memory import free_host_bytes
+from train.extras.host_memory import free_host_bytes, page_locked
 from train.records import DivergenceError, Progress, Run, UserError, exchange
 from train.state import Part, TrainingState
 
@@ -39,6 +39,7 @@ class Saving:
         self._own_part_is_done = threading.Event()
         self._error: Exception | None = None
         self._last_failed = False
+        self._buffer = torch.empty(0)
         self.checkpoints_in_background = 0
         self.stalls_seconds: list[float] = []  # how long training stood still for each checkpoint on the way
 
@@ -85,8 +86,10 @@ class Saving:
         """Whether every rank has room for a copy of its part; then it is on its way, or that has failed."""
         accelerator, rank = run.accelerator, run.accelerator.process_index
         parts = state.parts(rank)
-        size_bytes = sum(part.tensor.nbytes for named in parts.values() for part in named.values())
-        if not all(exchange(size_bytes < SHARE_FOR_A_COPY * free_host_bytes(), accelerator.num_processes)):
+        tensors = [part.tensor for named in parts.values() for part in named.values()]
+        size_bytes, held = sum(map(_place_bytes, tensors)), len(self._buffer)
+        has_room = size_bytes <= held or size_bytes < SHARE_FOR_A_COPY * (free_host_bytes() + held)
+        if not all(exchange(has_room, accelerator.num_processes)):
             if NO_ROOM not in run.outputs.notes:
                 run.outputs.note(NO_ROOM)
             return False
@@ -99,7 +102,8 @@ class Saving:
             self._forgive(run, error)
             return True
         self._own_part_is_done.clear()
-        self._error, work = None, (copied(parts), checkpoint.values_of(state, progress), rank)
+        buffer = self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors))
+        self._error, work = None, (copied(parts, buffer), checkpoint.values_of(state, progress), rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
         try:
@@ -107,6 +111,15 @@ class Saving:
         except RuntimeError:  # as many threads as the system allows: written at once, while others' threads wait
             self._write(*work)
         return True
+
+    def _buffer_of(self, size_bytes: int, on_card: bool) -> Tensor:
+        """Host memory for a copy of so many bytes; next to a card it is page-locked, and used again."""
+        if not on_card:
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        if len(self._buffer) < size_bytes:
+            self._buffer = torch.empty(0)  # the smaller one goes first
+            self._buffer = page_locked(size_bytes)
+        return self._buffer
 
     def _write(self, parts: dict[str, dict[str, Part]], values: Mapping[str, object], rank: int) -> None:
         """The thread."""
@@ -136,11 +149,14 @@ class Saving:
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
-def copied(parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]]:
-    """``parts`` with tensors in host memory that nobody else has, so that training may continue."""
+def copied(parts: Mapping[str, Mapping[str, Part]], buffer: Tensor) -> dict[str, dict[str, Part]]:
+    """``parts`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue."""
+    place = 0
 
     def copy(tensor: Tensor) -> Tensor:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        nonlocal place
+        host = buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place += _place_bytes(tensor)
         return host.copy_(tensor, non_blocking=True)
 
     copies = {
@@ -150,6 +166,11 @@ def copied(parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return copies
+
+
+def _place_bytes(tensor: Tensor) -> int:
+    """What ``tensor`` takes in the buffer of a copy, where every type may begin."""
+    return -(-tensor.nbytes // 64) * 64
 
 
 def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:

@@ -43,8 +43,7 @@ class Room(Extra):
     Options = Options
 
     def __init__(self) -> None:
-        self._length: int | None = None
-        """Tokens that the warm-up allows a row in the newest step; None without a warm-up."""
+        self._length: int | None = None  # tokens that the warm-up allows a row in the newest step
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:

@@ -85,13 +85,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: query (B, H, S, D), key and value (B, H', S, D) to (B, S, H, D).
 
-    Args:
-        attention_mask: not looked at where there are documents.
-        options: among them ``sliding_window``: how many tokens one sees to its left, itself included, and where it is
-            not causal to its right.
-
-    Raises:
-        ValueError: the model asks for something in its attention that this cannot do.
+    Where there are documents no mask is looked at. Of the ``options``, ``sliding_window`` says how many tokens one sees
+    to its left, itself included, and where it is not causal to its right. Raises ValueError for what this cannot do.
     """
     if documents is None:
         return attend_rows(module, query, key, value, attention_mask, **options)
@@ -255,11 +250,7 @@ def can_slide_without_mask(model: Any, max_length: int, is_assumed: bool = False
 
 
 def check_documents(model: nn.Module) -> None:
-    """Whether :func:`set_document_boundaries` keeps documents of ``model`` apart.
-
-    Raises:
-        UserError: naming the obstacle.
-    """
+    """Raises UserError, naming the obstacle, if :func:`set_document_boundaries` would not keep documents apart."""
     if obstacle := obstacle_to_documents(model):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise UserError(

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def extend(config: PretrainedConfig, scaling: str, factor: float | None, window: int | None, max_length: int) -> None:
-    """Changes ``config``, before the model is built, as ``rope_scaling`` and ``sliding_window`` ask.
-
-    Raises:
-        UserError: the model has no such positions or windows, or does not need scaling.
-    """
+    """Changes ``config``, before the model is built; raises UserError if it has no such positions or windows."""
     if scaling != "none":
         _scale_positions(config, scaling, factor, max_length)
     if window is not None:

@@ -38,12 +38,8 @@ def chunked_sum(
 ) -> Tensor:
     """() what :meth:`Objective.loss_sum` says of the logits, which are never all there.
 
-    Args:
-        hidden: (B, S, H) what the output embedding is given.
-        weight, bias: (V, H) and, if it has one, (V,) of the output embedding.
-        labels: (B, S).
-        num_targets: how many labels are targets; None: not known.
-        options: ``objective``, and ``part`` where weight and bias have only a part of the classes.
+    For ``hidden`` (B, S, H) that an output embedding of ``weight`` (V, H) and ``bias`` (V,) is given, and ``labels``
+    (B, S). ``options`` are the ``objective``, and a ``part`` if weight and bias have only a part of the classes.
     """
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     how = _How(product_dtype(hidden), **options)

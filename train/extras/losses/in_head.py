@@ -137,10 +137,7 @@ def choose_loss(
     """The loss that ``model`` will use: full, chunked, torch, cce or liger.
 
     ``asked`` is one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
-
-    Raises:
-        UserError: what is asked for does not work with this model, on this device or without its package, of which
-            ``installed`` says whether it is there (None: look).
+    Raises UserError if it does not work with this model or device, or its package is not ``installed`` (None: look).
     """
     head = head_of(model.model)
     many = isinstance(head, nn.Linear) and len(head.weight) >= MIN_CHUNKED_CLASSES

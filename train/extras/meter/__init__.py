@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from train.extras import Extra
 from train.records import exchange
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from train.loop import Parts
@@ -19,25 +21,26 @@ if TYPE_CHECKING:
     from train.tasks import Task
 
 
+SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever
+
+
 @dataclass(frozen=True)
 class Options:
     """Memory and utilization, measured."""
 
     measure_memory: bool = option(True, "Measure peaks by phase and kind; False: only the highest.")
-    memory_snapshot: bool = option(False, "On CUDA, write torch's record of allocations when memory runs out.")
+    memory_snapshot: bool = option(False, "On CUDA, write torch's record of allocations whenever memory runs out.")
 
 
 class Room(Extra):
     Options = Options
 
     def __init__(self) -> None:
-        self.meter: Any = None
-        """:class:`train.extras.meter.memory.MemoryMeter`, once the model is there."""
-        self._flops: Any = None
-        """:class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known."""
+        self.meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
+        self.snapshot: Path | None = None  # torch's record of allocations, if asked for
+        self._flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
         self._peak_flops_per_second: float | None = None
-        self._work = [0.0, 0.0]
-        """FLOPs and tokens of this rank since the last line of the log."""
+        self._work = [0.0, 0.0]  # FLOPs and tokens of this rank since the last line of the log
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         if not run.is_planned:
@@ -62,9 +65,20 @@ class Room(Extra):
             kind = CudaMeter if device.type == "cuda" else CpuMeter
             self.meter = kind(device, parts.state.model, parts.optimizer.optimizer, classes, run.outputs.say)
         if own.memory_snapshot and device.type == "cuda":
-            import torch
+            self._record_history(run)
 
-            torch.cuda.memory._record_memory_history()
+    def _record_history(self, run: Run) -> None:
+        """Has torch write its record whenever memory runs out, while all is still there; a step may recover later."""
+        from torch import _C, cuda
+
+        path = self.snapshot = run.outputs.folder / f"memory_snapshot-{run.accelerator.process_index}.pickle"
+
+        def write(*sizes: int) -> None:
+            with suppress(OSError):  # a full disk must not hide that memory is full
+                cuda.memory._dump_snapshot(str(path))
+
+        cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+        _C._cuda_attach_out_of_memory_observer(write)  # pyright: ignore[reportAttributeAccessIssue]
 
     def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         if self._flops is not None:

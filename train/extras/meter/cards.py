@@ -1,4 +1,4 @@
-"""NVIDIA cards by name: memory, bandwidth and arithmetic rates. Needs no torch."""
+"""Cards by name: memory, bandwidth and arithmetic rates. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ class Card(NamedTuple):
     Rates are dense FLOP/s of matrix products with fp32 accumulation, of fp32 without tensor cores (TF32 off).
     """
 
-    memory_gib: float | None
-    """As torch reports it (``total_memory``, GiB of 2^30 bytes): less than what the card is sold with."""
-    compute_capability: tuple[int, int]
+    memory_gib: float | None  # ``total_memory`` as torch reports it, GiB of 2^30: less than what the card is sold with
+    compute_capability: tuple[int, int] | None  # None: not NVIDIA's
     bytes_per_second: float | None
     fp16: float
     bf16: float | None
@@ -23,10 +22,12 @@ class Card(NamedTuple):
 
 # Rates and bandwidth: NVIDIA's data sheets and architecture white papers; rates that are printed only with sparsity are
 # halved. A100-80: SXM (PCIe: 1.935e12 bytes/s); B200 and GB200: 7.7e12, as bus width and clock give it
-# (github.com/pytorch/ao/pull/4002).
+# (github.com/pytorch/ao/pull/4002). GeForce from Ampere on: tensor cores do twice the fp32 of the data sheet. P100
+# has no tensor cores: fp32's rate, of PCIe. AMD: its data sheets; each of the MI250's two chips is a device.
 # Memory: what torch printed on such cards in public issues and notes (_CudaDeviceProperties(total_memory=...), or "GPU
 # 0 has a total capacity of ..." of an out-of-memory error), rounded down; where drivers differ, the smaller figure.
-# H200 NVL: not observed, taken from the H200. GH200: the one with 96 GB.
+# H200 NVL: not observed, taken from the H200. GH200: the one with 96 GB. RTX 3060 Ti, 4060 Ti, 4070 Ti: from cards of
+# the same size.
 # A product is the first row whose words all occur in its name; rows without memory only tell products apart.
 CARDS: dict[str, Card] = {
     "gb200": Card(184.3, (10, 0), 7.7e12, 2500e12, 2500e12, None),
@@ -58,9 +59,20 @@ CARDS: dict[str, Card] = {
     "rtx-4090": Card(23.5, (8, 9), 1.008e12, 165.2e12, 165.2e12, 82.6e12),
     "rtx-3090-ti": Card(23.5, (8, 6), 1.008e12, 80e12, 80e12, 40e12),
     "rtx-3090": Card(23.5, (8, 6), 0.936e12, 71e12, 71e12, 35.6e12),
+    "rtx-4080": Card(15.5, (8, 9), 0.7168e12, 97.5e12, 97.5e12, 48.7e12),
+    "rtx-4070-ti": Card(11.5, (8, 9), 0.5042e12, 80.2e12, 80.2e12, 40.1e12),
+    "rtx-4070": Card(11.5, (8, 9), 0.5042e12, 58.3e12, 58.3e12, 29.15e12),
+    "rtx-4060-ti-16": Card(15.5, (8, 9), 0.288e12, 44.1e12, 44.1e12, 22.06e12),
+    "rtx-4060-ti-8": Card(7.6, (8, 9), 0.288e12, 44.1e12, 44.1e12, 22.06e12),
+    "rtx-4060-ti": Card(None, (8, 9), 0.288e12, 44.1e12, 44.1e12, 22.06e12),
+    "rtx-3060-ti": Card(7.6, (8, 6), 0.448e12, 32.4e12, 32.4e12, 16.2e12),
+    "rtx-3060": Card(11.6, (8, 6), 0.36e12, 25.5e12, 25.5e12, 12.74e12),
+    "rtx-2080-ti": Card(10.7, (7, 5), 0.616e12, 53.8e12, None, 13.4e12),
+    "p100": Card(15.8, (6, 0), 0.732e12, 9.3e12, None, 9.3e12),
+    "mi300x": Card(191.6, None, 5.3e12, 1307.4e12, 1307.4e12, 163.4e12),
+    "mi250": Card(63.9, None, 1.638e12, 181e12, 181e12, 45.3e12),
+    "mi250x": Card(63.9, None, 1.638e12, 191.5e12, 191.5e12, 47.9e12),
 }
-_FIELDS = {"no": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""Of precisions that are not named as in :class:`Card`."""
 _OTHER_CHIP = {"laptop", "max", "mig", "d", "super"}
 """Words that mark a smaller chip, or a slice of one, sold under the name of a card above."""
 
@@ -81,6 +93,5 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
     if precision == "tf32":  # half of bf16's rate in the data sheet of every card above that has both
         half = peak_flops_per_second(device_name, "bf16")
         return half and half / 2
-    card = find_card(device_name)
-    field = _FIELDS.get(precision, precision)
-    return getattr(card, field) if card is not None and field in ("fp16", "bf16", "fp32") else None
+    field = {"no": "fp32"}.get(precision, precision)
+    return getattr(find_card(device_name), field, None) if field in ("fp16", "bf16", "fp32") else None

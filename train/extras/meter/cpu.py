@@ -44,8 +44,7 @@ class CpuMeter(MemoryMeter):
         self._extent: Extent = (0, 0, False, False, False)
         self._is_step = False
         self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
-        self._began = self._usual_seconds = 0.0
-        """The latter per position, of a step that is not followed."""
+        self._began = self._usual_seconds = 0.0  # the latter per position, of a step that is not followed
         self._exit: ExitStack | None = None
 
     def summary(self) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMete
 from train.extras.meter.tracker import ACTIVATIONS, GRADIENTS, KINDS, LOGITS, WORKSPACE
 from train.records import MicroBatch
 
-COUNT_EVERY_STEPS = 50
-"""Parameters and optimizer state are counted again so often, and when the optimizer has state of more parameters."""
+COUNT_EVERY_STEPS = 50  # parameters and optimizer state are counted again; and when more parameters have state
 ELSEWHERE = "elsewhere"  # the phase between steps: loading, saving, sampling
 
 
@@ -32,8 +31,7 @@ class CudaMeter(MemoryMeter):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.leaks = LeakWatch(self._allocated_bytes, lambda: list_tensors(self.device), on_cuda=True)
-        self._reading = ELSEWHERE
-        """The phase to which the next reading belongs."""
+        self._reading = ELSEWHERE  # the phase to which the next reading belongs
         self._held: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._start_bytes = self._activations = self._logits = 0
         self._in_head = self._has_gradients = False

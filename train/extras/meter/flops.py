@@ -24,11 +24,9 @@ from train.extras.weightless import without_weights
 if TYPE_CHECKING:
     from train.records import MicroBatch
 
-STRIDE = 64
-"""A model is counted at one, two and three times so many tokens; linear attention works in chunks of so many."""
+STRIDE = 64  # a model is counted at 1, 2 and 3 × as many tokens; linear attention works in chunks of them
 FARTHEST = 32 * STRIDE  # what these three give is held to a count at so many tokens, or at the longest text
-MAX_OPERATORS = 40_000
-"""In one forward and backward, some 4 seconds. 24 layers take 7,000; more are of a model that loops over positions."""
+MAX_OPERATORS = 40_000  # of one forward and backward: some 4 seconds; 24 layers take 7,000
 
 
 def mfu(tokens_per_second: float, flops_per_token: float | None, peak: float | None) -> float | None:
@@ -49,8 +47,7 @@ class ModelFlops:
     constant: float  # of a text, such as those of a classifier's head
     linear: float  # of a token
     quadratic: float  # of two positions, one of which attends to the other
-    layers: dict[tuple[int | None, int | None], float]
-    """Shares of the layers with attention by their window and chunk; None: the whole text."""
+    layers: dict[tuple[int | None, int | None], float]  # shares of layers with attention by window and chunk
     is_causal: bool
 
     def of(self, length: float) -> float:
@@ -77,12 +74,9 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
     a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
     encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
-    without data, or that loops over positions, or whose cost is not such a polynomial.
-
-    Args:
-        model: before it is compiled, wrapped or sharded; on any device. Not changed.
-        longest: tokens of the longest text.
-        is_causal: no token sees later ones; taken also of a model whose layers with attention all say so.
+    without data, or that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled,
+    wrapped or sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest``
+    tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
     counts = _count_flops(model, [unit, 2 * unit, 3 * unit, *([far] if far > 3 * unit else [])])

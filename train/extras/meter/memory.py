@@ -19,18 +19,14 @@ from torch import nn
 from train.figures import gib
 from train.records import MicroBatch
 
-GROWING_STEPS = 4
-"""So many steps in a row, each of which ends with more memory than the one of equal shapes before it, are a leak."""
-LEAK_BYTES, LEAK_SHARE = 2**20, 0.001
-"""On CUDA a growth is reported only from so many bytes on, in all, and from this share of what is allocated."""
-SURVIVOR_BYTES = 2**16
-"""On a CPU, where each step that might leak is followed at some cost, growth matters from so many bytes per step on."""
+GROWING_STEPS = 4  # in a row, each ending with more than the one of equal shapes before it, are a leak
+LEAK_BYTES, LEAK_SHARE = 2**20, 0.001  # on CUDA, in all, and of what is allocated: less is not reported
+SURVIVOR_BYTES = 2**16  # per step, on a CPU, where following a step that might leak costs time
 _MAX_SIGNATURES = 64
 _NAMED = 3  # how many kinds of tensors a report names
 
 Shapes: TypeAlias = tuple[tuple[int, int], ...]  # (B, S) of each micro-batch of a step
-Inventory: TypeAlias = Counter[tuple[str, int]]
-"""How many live storages there are of each description and size in bytes."""
+Inventory: TypeAlias = Counter[tuple[str, int]]  # number of live storages by description and bytes
 
 
 def describe(shape: Sequence[int], dtype: torch.dtype | None) -> str:
@@ -67,12 +63,9 @@ class Measured:
 
 
 class MemoryMeter:
-    """Tells phases and kinds of memory apart, and finds leaks. Each type of device has a subclass.
+    """Tells phases and kinds of memory apart, and finds leaks, of which ``say`` hears. Each device has a subclass.
 
-    Args:
-        network: as prepared but unwrapped.
-        num_classes: C of the logits (..., C), by which a CPU tells them from activations.
-        say: told once, in a line, that memory leaks.
+    ``network`` is prepared but unwrapped; by the ``num_classes`` of logits a CPU tells them from activations.
     """
 
     leaks: LeakWatch
@@ -86,8 +79,7 @@ class MemoryMeter:
         say: Callable[[str], None],
     ) -> None:
         self.device, self.network, self.optimizer, self.num_classes = device, network, optimizer, num_classes
-        self.phase = ""
-        """The phase that is running, or was the last to run."""
+        self.phase = ""  # the phase that is running, or was the last to run
         self.shapes: Shapes = ()
         self._say, self._is_measuring = say, False
         self._step = self._interval = self._run = Measured()
@@ -137,8 +129,7 @@ class MemoryMeter:
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run, those that do not apply left out.
 
-        peak_allocated_bytes; peak_reserved_bytes (CUDA); peak_bytes_by_phase and bytes_by_kind (at the peak), mappings;
-        num_alloc_retries and num_ooms (CUDA); peak_resident_bytes of the process (CPU); memory_leak, a text.
+        Those of :class:`Measured`; peak_resident_bytes of the process (CPU); memory_leak, a text.
         """
         self._between()
         figures = self._run.figures()
@@ -161,18 +152,12 @@ class LeakWatch:
     """Compares the memory that steps end with.
 
     A step with a shape (B, S) that was not there before is not judged, since something may be kept for each shape.
-
-    Args:
-        live_bytes: counts what is allocated when it is called, except what may change at the end of a step.
-        list_live: lists it.
-        on_cuda: listing is slow there, so it is done late, and :data:`LEAK_BYTES` decides which growth counts instead
-            of :data:`SURVIVOR_BYTES`.
+    ``live_bytes`` leaves out what may change at the end of a step. On CUDA ``list_live`` is slow, so it is called late.
     """
 
     def __init__(self, live_bytes: Callable[[], int], list_live: Callable[[], Inventory], on_cuda: bool) -> None:
         self._live_bytes, self._list_live, self._on_cuda = live_bytes, list_live, on_cuda
-        self.leak: str | None = None
-        """What leaks, in words, once that is certain."""
+        self.leak: str | None = None  # what leaks, in words, once that is certain
         self._known: set[tuple[int, int]] = set()
         self._ends: dict[Shapes, int] = {}
         self._step = self._growing_steps = self._first_step = self._first_bytes = self._listed_bytes = 0

@@ -27,8 +27,7 @@ HELD: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 KINDS = (*HELD, ACTIVATIONS, LOGITS, WORKSPACE)
 
 CUDA_GRANULE_BYTES = 512  # CUDA's caching allocator rounds every size up to a multiple of it; no block is smaller
-_KEYS = itertools.count()
-"""Numbers of storages, each used once in a process: a storage keeps the number that an earlier tracker gave it."""
+_KEYS = itertools.count()  # of storages, each used once in a process: a storage keeps its number
 _KIND_OF_PHASE = {"build": PARAMETERS, "forward": ACTIVATIONS, "evaluation": ACTIVATIONS}
 
 
@@ -57,11 +56,8 @@ class Block:
 class StorageTracker(TorchDispatchMode):
     """While it is entered, follows every storage that operators touch on one type of device.
 
-    Args:
-        device_type: ``cpu`` or ``cuda``; storages elsewhere are not counted.
-        granule_bytes: sizes are rounded up to a multiple of it; see :data:`CUDA_GRANULE_BYTES`.
-        num_classes: C of logits (..., C), to tell logits from other activations; None: do not.
-        keep_trace: also record each allocation and free, in order, in ``trace``.
+    Sizes are rounded up to multiples of ``granule_bytes``. By ``num_classes``, C of logits (..., C), these are told
+    from other activations. With ``keep_trace`` each allocation and free is recorded in ``trace``.
     """
 
     def __init__(
@@ -75,8 +71,7 @@ class StorageTracker(TorchDispatchMode):
         self.bytes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.peak = Peak()
         self.peak_bytes_by_phase: dict[str, int] = {}
-        self.trace: list[tuple[int, int]] | None = [] if keep_trace else None
-        """(storage, + bytes allocated or − bytes freed)."""
+        self.trace: list[tuple[int, int]] | None = [] if keep_trace else None  # (storage, ± bytes)
         self._ignored: set[int | None] = set()
 
     def __enter__(self) -> Self:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
-from train.extras import Extra
-from train.launch import refuse
+from train.extras import Extra, refuse
 from train.records import UsageError
 
 if TYPE_CHECKING:
@@ -63,6 +62,8 @@ class Room(Extra):
             if launch.engine != "ddp":
                 file = "fsdp2_offload.yaml" if launch.engine == "fsdp2" else "deepspeed_zero3_offload.yaml"
                 how, remedy = f"the engine {launch.engine}", f"{file} keeps the state of sharded weights in host memory"
+            is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
+            early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
             remedy = f"it needs whole weights on every process. {remedy}; or use optimizer: adamw alone"
             refuse(
                 f"{how} in the launch file",
@@ -70,6 +71,7 @@ class Room(Extra):
                 ("optimizer_offload: true", own.optimizer_offload, remedy),
                 ("optimizer_in_backward: true", own.optimizer_in_backward, remedy),
                 (rounding, rounds, remedy),
+                ("fsdp_offload_params: true and mixed_precision: fp16", launch.offloads and is_fp16, early),
             )
         if own.optimizer_in_backward:
             _check_in_backward(config, launch)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from train.extras.host_memory import page_locked
+
 MASTER = "master_weight"  # in the state of a parameter of half precision: its fp32 original
 
 
@@ -50,7 +52,7 @@ class CudaLink(DirectLink):
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+        self._buffers = [page_locked(num_bytes) for _ in range(2)]
         self._slots: dict[int, tuple[Tensor, Any]] = {}
 
     def _buffer(self, slot: int, like: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from train.extras import Extra
-from train.launch import refuse
+from train.extras import Extra, refuse
 from train.records import one_line
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from train.batching import arithmetic_of
 from train.config import Config
-from train.launch import Launch, refuse
+from train.extras import refuse
+from train.launch import Launch
 from train.loss import ModelWithLoss
 from train.records import Run, UsageError, UserError
 from train.step import Engine
@@ -112,10 +113,8 @@ def engine_settings(
     """The configuration of ``deepspeed.initialize``, except for the batch size, which may not be known yet.
 
     Of ``micro_batch_size: auto`` no accumulation is known, and no number elsewhere agrees with it. ``environment`` is
-    where ``accelerate launch`` leaves the contents of its file.
-
-    Raises:
-        UsageError: two places contradict each other, or something was asked for that does not work with DeepSpeed.
+    where ``accelerate launch`` leaves the contents of its file. Raises UsageError where two places contradict each
+    other, or something was asked for that does not work with DeepSpeed.
     """
     path, optim = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config.optimization
     try:

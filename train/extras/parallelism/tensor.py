@@ -50,10 +50,7 @@ def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
     """Leaves this rank its part of the weights, on its device, and has the model work with it; before the optimizer.
 
     The model is the same on all ranks; whole weights become those of the first. Where its loss is in chunks the classes
-    are divided, too.
-
-    Raises:
-        UserError: the model has no plan, or cannot be divided among so many ranks.
+    are divided, too. Raises UserError if the model has no plan, or cannot be divided among so many ranks.
     """
     assert run.accelerator.torch_device_mesh is not None
     model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
