@@ -188,7 +188,6 @@ class NextToACard:
         from train.memory.devices import find_device
         from train.records import MicroBatch
 
-        monkeypatch.setattr(session, "Predictor", lambda: SimpleNamespace(start=lambda: None, predict=self.predict))
         monkeypatch.setattr(session, "this_device", lambda: find_device("l4"))
         monkeypatch.setattr(session, "free_host_bytes", lambda: free_host_bytes)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 22 * 2**30))
@@ -204,7 +203,8 @@ class NextToACard:
         self.run = run_for(config, launch=Launch(precision="bf16"))
         monkeypatch.setitem(self.run.accelerator.state._shared_state, "device", torch.device("cuda", 0))
         self.jobs: list[Any] = []
-        self.session = session.MemorySession(self.run, data)
+        predictor: Any = SimpleNamespace(predict=self.predict)
+        self.session = session.MemorySession(self.run, data, predictor)
 
     def predict(self, job: Any) -> Any:
         self.jobs.append(job)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config import option
 from train.extras import Extra
+from train.memory.predict import Predictor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,21 +46,21 @@ class Room(Extra):
     needs = ("meter",)
 
     def __init__(self) -> None:
+        self._predictor = Predictor()
         self._session: Any = None
 
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
         use_expandable_segments()
-        try:
+        with self._predictor:
+            if launch.rank == 0 and launch.copies == 1 and config.of(Options).predict_memory:
+                self._predictor.start()  # its imports take seconds, in which this process loads its own and the data
             yield
-        finally:
-            if self._session is not None:
-                self._session.close()
 
     def change_config(self, run: Run, data: PreparedData) -> Config:
         from train.memory.session import MemorySession
 
-        self._session = MemorySession(run, data)
+        self._session = MemorySession(run, data, self._predictor)
         return self._session.settle()
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:

@@ -39,24 +39,17 @@ MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
 
 class MemorySession:
-    """Memory of one run on one rank; starts the process that predicts, because its imports take seconds."""
+    """Memory of one run on one rank."""
 
-    def __init__(self, run: Run, data: PreparedData) -> None:
-        self._run, self._data = run, data
+    def __init__(self, run: Run, data: PreparedData, predictor: Predictor) -> None:
+        self._run, self._data, self._predictor = run, data, predictor
         self._own, self._device = run.config.of(Options), run.accelerator.device
-        self._predictor = Predictor()  # which starts with its first job
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
         self._is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
         # A rank's share of a layer or a sequence is not predicted.
         self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda")
         self._predicts = self._is_predictable and run.accelerator.is_main_process
-        if self._predicts and (self._own.predict_memory or self._is_open):
-            self._predictor.start()
-
-    def close(self) -> None:
-        """Ends the process that predicts."""
-        self._predictor.close()
 
     def _job(self, config: Config, **seen: Any) -> Job:
         """The step of ``config`` in this run; ``seen``: fields of the job that its data decides."""
@@ -161,7 +154,7 @@ class MemorySession:
                     said += f" allocated, {gib(self._prediction.reserved_bytes)} reserved"
             except UserError as error:
                 said += f", not predicted: {error}"
-        self.close()
+        self._predictor.close()
         run.outputs.say(said)
 
     def summary(self) -> dict[str, Any]:
