@@ -29,6 +29,11 @@ Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
 
 
+def deliver(loader: Callable[..., DataLoader[Any]], id_lists: Iterable[list[int]]) -> Iterator[Any]:
+    """What a DataLoader makes of each list; an extra may look after its processes."""
+    return iter(loader(sampler=id_lists))
+
+
 @dataclass(frozen=True)
 class Loading:
     """How examples are fetched and become a batch."""
@@ -37,6 +42,7 @@ class Loading:
     num_workers: int = 0
     pin_memory: bool = False
     rounds: Rounds = field(default_factory=lambda: Rounds())
+    deliver: Callable[..., Iterator[MicroBatch]] = deliver
 
 
 def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
@@ -151,8 +157,8 @@ def load(
 ) -> Iterator[MicroBatch]:
     """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
-    options: Any = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory, "sampler": id_lists}
-    return iter(DataLoader(fetch, batch_size=None, **options))
+    options: Any = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
+    return loading.deliver(functools.partial(DataLoader, fetch, batch_size=None, **options), id_lists)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from train.launch import Launch, target_device
 from train.records import DivergenceError, Progress, Run, StopRequest, UsageError, UserError
 
 if TYPE_CHECKING:
+    from train.data import PreparedData
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
@@ -104,6 +107,15 @@ class Room(Extra):
         assert self._watch is not None and self._signals is not None
         with self._signals.at_once(), self._watch.preparing():
             yield
+
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+        from train.extras.endurance.workers import deliver
+
+        if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
+            return data
+        rank = run.launch.rank
+        say = partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else run.outputs.note
+        return replace(data, loading=replace(data.loading, deliver=partial(deliver, say)))
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory

@@ -208,9 +208,17 @@ class RankWatch:
             try:
                 return question(self._store)
             except RuntimeError:
-                if time.monotonic() - since > self._timeout_seconds:
+                if time.monotonic() - since > self._timeout_seconds or self._store_has_ended():
                     raise
                 time.sleep(POLL_SECONDS)
+
+    def _store_has_ended(self) -> bool:
+        """Whether its host is there, but not the store: unlike a cable, that is not mended."""
+        try:
+            socket.create_connection((self._address, int(self._port)), STORE_SECONDS).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False
 
     def _watch(self) -> None:
         """The thread, over a connection of its own: the process group's may be waiting in a blocked collective.
