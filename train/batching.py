@@ -29,11 +29,6 @@ Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
 
 
-def deliver(loader: Callable[..., DataLoader[Any]], id_lists: Iterable[list[int]]) -> Iterator[Any]:
-    """What a DataLoader makes of each list; an extra may look after its processes."""
-    return iter(loader(sampler=id_lists))
-
-
 @dataclass(frozen=True)
 class Loading:
     """How examples are fetched and become a batch."""
@@ -42,7 +37,7 @@ class Loading:
     num_workers: int = 0
     pin_memory: bool = False
     rounds: Rounds = field(default_factory=lambda: Rounds())
-    deliver: Callable[..., Iterator[MicroBatch]] = deliver
+    deliver: Callable[..., Iterator[MicroBatch]] | None = None  # of an extra that looks after the processes
 
 
 def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
@@ -158,7 +153,8 @@ def load(
     """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
     options: Any = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
-    return loading.deliver(functools.partial(DataLoader, fetch, batch_size=None, **options), id_lists)
+    loader = functools.partial(DataLoader, fetch, batch_size=None, **options)
+    return loading.deliver(loader, id_lists) if loading.deliver else iter(loader(sampler=id_lists))
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ def test_signal_to_the_group_of_a_launcher_leaves_a_checkpoint_and_no_process(
     assert launcher.wait(60) != EXIT_DONE
     until(lambda: not processes_with(output))
     said = (tmp_path / "log").read_text()
+    assert (output / "stopped.json").exists(), said
     assert json.loads((output / "stopped.json").read_text())["signal"] in (number.name, "SIGTERM"), said
     newest = sorted((output / "checkpoints").glob("step-*"))[-1]
     assert verify(newest) is None
@@ -173,8 +174,10 @@ def test_worker_that_is_killed_at_any_moment_is_replaced(
 ) -> None:
     its = arguments(tmp_path, tmp_path / "run", workers)
     target, call = moments(workers)[moment]
-    if moment in ("rehearsing", "evaluating"):  # when its own processes are there
-        target, call = "train.evaluation:Evaluator.score", 1 if moment == "rehearsing" else 2
+    if moment == "rehearsing":  # when the first processes are there
+        target, call = moments(workers)["loading"][0], 1
+    if moment == "evaluating":
+        target, call = "train.evaluation:Evaluator.score", 2
     [end] = run(its, tmp_path / "logs", fault=at_call(target, one_worker_dies, call))
     assert end.status == EXIT_DONE, end.said
     assert "Traceback" not in end.said

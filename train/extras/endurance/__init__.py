@@ -173,11 +173,14 @@ class Room(Extra):
         return True
 
     def steps_to_keep(self, run: Run, progress: Progress) -> list[int]:
-        """The last step after which, as far as is known, everything was in order: what a rollback would go back to."""
+        """What two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
         options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
         if options.loss_spike_factor is not None:
             sound = min(sound, progress.interval.since_step)
-        return [sound] if options.max_rollbacks else []
+        from train import checkpoint
+
+        proved = [step for step in checkpoint.by_step(run.outputs.checkpoints) if step < sound]
+        return proved[-2:] if options.max_rollbacks else []
 
     def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Goes back, unless that was done as often as allowed."""
