@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
+    from train.extras.endurance.replicas import Replicas
     from train.extras.endurance.signals import Signals
+    from train.loop import Parts
     from train.state import TrainingState
     from train.step import Engine
 
@@ -69,6 +71,7 @@ class Room(Extra):
         self._config: Config | None = None
         self._saving: Saving | None = None
         self._recovering: Recovering | None = None
+        self._replicas: Replicas | None = None
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -132,8 +135,16 @@ class Room(Extra):
         self._recovering = Recovering(engine, run.outputs.say, *measures)
         return self._recovering
 
+    def ready(self, run: Run, parts: Parts) -> None:
+        from train.extras.endurance.replicas import Replicas
+
+        if run.launch.world_size > 1 and run.launch.has_whole_weights:
+            self._replicas = Replicas(parts.state.model, run.launch.world_size)
+
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
+        if self._replicas is not None:
+            self._replicas.compare(progress.step, is_saved=False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
@@ -169,6 +180,8 @@ class Room(Extra):
         if self._saving is None:
             assert self._watch is not None
             self._saving = Saving(run.config.of(Options).save_in_background, self._watch.gather)
+        if self._replicas is not None:
+            self._replicas.compare(progress.step, is_saved=True)
         self._saving.save(run, state, progress, wait)
         return True
 
