@@ -72,9 +72,8 @@ class TrainingState:
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         parts = self.parts(accelerator.process_index)
         held = {name: part for name, part in parts["model"].items() if name in trained} | parts["optimizer"]
-        floats = {name: part.tensor for name, part in held.items() if part.tensor.is_floating_point()}
         # Looking at each element takes forty times as long as the sum, which else only an overflow makes infinite.
-        found = [n for n, t in floats.items() if not t.sum().isfinite() and not t.isfinite().all()]
+        found = [n for n, p in held.items() if not p.tensor.sum().isfinite() and not p.tensor.isfinite().all()]
         if names := list(itertools.chain(*exchange(found, accelerator.num_processes))):
             what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
             remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."

@@ -90,5 +90,5 @@ def test_digest_tells_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> N
 
 def test_digest_of_tensors_that_begin_anywhere() -> None:
     whole = torch.randn(33)
-    assert digest([whole[1:]]) == digest([whole[1:].clone()])
+    assert digest([whole[1:]]) == digest([whole.clone()[1:]]) != digest([whole[:-1]])
     assert digest([whole[:32].view(4, 8).T]) == digest([whole[:32].view(4, 8).T.contiguous()])

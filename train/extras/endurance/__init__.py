@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
-    from train.extras.endurance.replicas import Replicas
     from train.extras.endurance.signals import Signals
     from train.loop import Parts
     from train.state import TrainingState
@@ -71,7 +70,7 @@ class Room(Extra):
         self._config: Config | None = None
         self._saving: Saving | None = None
         self._recovering: Recovering | None = None
-        self._replicas: Replicas | None = None
+        self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -112,7 +111,7 @@ class Room(Extra):
             yield
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
-        from train.extras.endurance.workers import deliver
+        from train.extras.endurance.signals import deliver
 
         if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
             return data
@@ -139,12 +138,11 @@ class Room(Extra):
         from train.extras.endurance.replicas import Replicas
 
         if run.launch.world_size > 1 and run.launch.has_whole_weights:
-            self._replicas = Replicas(parts.state.model, run.launch.world_size)
+            self._compare_replicas = Replicas(parts.state.model, run.launch.world_size).compare
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
-        if self._replicas is not None:
-            self._replicas.compare(progress.step, is_saved=False)
+        self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
@@ -180,8 +178,7 @@ class Room(Extra):
         if self._saving is None:
             assert self._watch is not None
             self._saving = Saving(run.config.of(Options).save_in_background, self._watch.gather)
-        if self._replicas is not None:
-            self._replicas.compare(progress.step, is_saved=True)
+        self._compare_replicas(progress.step, True)
         self._saving.save(run, state, progress, wait)
         return True
 

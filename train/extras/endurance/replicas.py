@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from train.records import UserError, exchange
 
 EVERY_STEPS = 100  # often enough to lose little, seldom enough to cost nothing
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # integers of as many bytes
 
 
 class Replicas:
@@ -22,7 +24,7 @@ class Replicas:
         """Raises UserError, on all ranks together, if one differs; looks before each save, and now and then."""
         if not is_saved and step - self._compared < EVERY_STEPS:
             return
-        self._compared, digests = step, exchange(digest(list(self._model.parameters())), self._num_processes)
+        self._compared, digests = step, exchange(digest(self._model.parameters()), self._num_processes)
         usual, count = Counter(digests).most_common(1)[0]
         others = [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]
         if others:
@@ -33,13 +35,10 @@ class Replicas:
             )
 
 
-@torch.no_grad()
-def digest(tensors: list[Tensor]) -> int:
+def digest(tensors: Iterable[Tensor]) -> int:
     """A number made of all bits: a sum of integers is exact, in whatever order a device adds."""
     sums = []
-    for tensor in tensors:
-        there = tensor.contiguous()
-        flat = (there.clone() if there.data_ptr() % 8 else there).view(-1).view(torch.uint8)
-        whole = len(flat) // 8 * 8
-        sums.append(flat[:whole].view(torch.int64).sum() + flat[whole:].sum())
+    for flat in (tensor.detach().contiguous().view(-1) for tensor in tensors):
+        fits = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+        sums.append(flat.view(torch.int64 if fits else BITS[flat.element_size()]).sum())  # the wide one 30 times faster
     return int(torch.stack(sums).sum())

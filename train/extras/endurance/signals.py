@@ -1,13 +1,20 @@
-"""Signals that ask a run to stop, so that it ends with a checkpoint."""
+"""Signals that ask a run to stop, so that it ends with a checkpoint; processes that load batches leave them to it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import Any
 
 from train.records import StopAtOnce, StopRequest
 
@@ -56,3 +63,62 @@ class Signals:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup wants that
                     stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             yield
+
+
+def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
+    """What ``loader`` makes of each list, in order; where its processes die, new ones load the rest.
+
+    Where they die before they have delivered anything, this process loads the rest itself.
+    """
+    ids, waiting, has_delivered = iter(id_lists), deque[Any](), False
+
+    def planned() -> Iterator[Any]:
+        for own in ids:
+            waiting.append(own)
+            yield own
+
+    batches, processes = _start(loader(sampler=planned(), worker_init_fn=_obey_parent))
+    try:
+        for batch in batches:
+            waiting.popleft()
+            has_delivered = True
+            yield batch
+        return
+    except Exception:
+        wait([process.sentinel for process in processes], 1.0)  # connections break a little before a process ends
+        ends = [process.exitcode for process in processes if process.exitcode is not None]
+        if not ends:
+            raise
+    del batches  # ends the other processes
+    how = ", ".join(signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends)
+    what_next = "new ones continue" if has_delivered else "this process loads the rest itself"
+    remedy = "If the host has no memory left, use fewer --dataloader_num_workers."
+    say(f"a process that loads batches ended ({how}): {what_next}. {remedy}")
+    rest = itertools.chain(waiting, ids)
+    yield from deliver(say, loader, rest) if has_delivered else loader(sampler=rest, num_workers=0)
+
+
+def _start(loader: Any) -> tuple[Iterator[Any], list[BaseProcess]]:
+    """Starts the processes of a DataLoader; they are born deaf to signals, because the run tells them what to do."""
+    others, handler = active_children(), signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    # torch's handler raises wherever the main thread stands when a process dies, even within an optimizer's update.
+    # Without it the death is seen where it matters: by whoever waits for a batch.
+    signal.signal(signal.SIGCHLD, handler)
+    return batches, [process for process in active_children() if process not in others]
+
+
+def _obey_parent(worker: int) -> None:
+    """Ends this process if its parent, and nobody else, sends SIGTERM: so torch and Python end one that lingers."""
+    parent = os.getppid()
+
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
