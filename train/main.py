@@ -127,7 +127,7 @@ def finish(run: Run, parts: Parts, progress: Progress) -> int:
     best = progress.best_step if run.config.output.load_best_model_at_end else None
     if best and outputs.load_best(parts.state, best):
         step = best
-    parts.state.refuse_nonfinite(run.accelerator, progress)
+    parts.state.refuse_nonfinite(run, progress)
     evaluations = [outputs.validations.get(step) or parts.evaluator.validation(step)]
     if data.examples.test is not None:
         evaluations.append(outputs.record_evaluation(run, parts.evaluator.split("test", data.examples.test, step)))

@@ -124,7 +124,7 @@ class Outputs:
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
-        state.refuse_nonfinite(self._accelerator, progress)
+        state.refuse_nonfinite(run, progress)
         if not any(run.extras.each("save", run, state, progress, wait)):
             checkpoint.write(self.checkpoints, state, progress, self._accelerator)
             self.rotate(run, progress)

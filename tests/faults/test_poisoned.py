@@ -193,4 +193,4 @@ def not_looked_at() -> Fault:
 def _not_looked_at(rank: int) -> None:
     from train.state import TrainingState
 
-    TrainingState.refuse_nonfinite = lambda self, accelerator, progress: None
+    TrainingState.refuse_nonfinite = lambda self, run, progress: None

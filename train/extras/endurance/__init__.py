@@ -165,7 +165,7 @@ class Room(Extra):
             )
         elif in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
             reason = (
-                f"no finite gradient in {in_a_row} steps in a row; the weights are unchanged. Look at the examples "
+                f"no finite gradient in {in_a_row} steps in a row; none of them changed a weight. Look at the examples "
                 "named in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
             )
         else:
