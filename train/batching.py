@@ -37,6 +37,7 @@ class Loading:
     num_workers: int = 0
     pin_memory: bool = False
     rounds: Rounds = field(default_factory=lambda: Rounds())
+    deliver: Callable[..., Iterator[MicroBatch]] | None = None  # of an extra that looks after the processes
 
 
 def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
@@ -151,8 +152,9 @@ def load(
 ) -> Iterator[MicroBatch]:
     """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
-    options: Any = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory, "sampler": id_lists}
-    return iter(DataLoader(fetch, batch_size=None, **options))
+    options: Any = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
+    loader = functools.partial(DataLoader, fetch, batch_size=None, **options)
+    return loading.deliver(loader, id_lists) if loading.deliver else iter(loader(sampler=id_lists))
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ def finish(run: Run, parts: Parts, progress: Progress) -> int:
     best = progress.best_step if run.config.output.load_best_model_at_end else None
     if best and outputs.load_best(parts.state, best):
         step = best
+    parts.state.refuse_nonfinite(run, progress)
     outputs.finishing = "the last evaluation"
     evaluations = [outputs.validations.get(step) or parts.evaluator.validation(step)]
     if data.examples.test is not None:

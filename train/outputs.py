@@ -145,6 +145,7 @@ class Outputs:
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
+        state.refuse_nonfinite(run, progress)
         if self.is_main:  # the rows before it first: a run that resumes from it would not write them again
             self._write_rows()
             with suppress(OSError):

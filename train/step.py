@@ -103,7 +103,7 @@ def optimizer_step(
                 part = part.to(accelerator.device)
                 loss = model(part.inputs, part.labels, num_targets=part.num_targets)
                 mark("backward")
-                engine.backward(loss, scale)
+                engine.backward(loss * (1 + 0 * loss.detach()), scale)  # NaN if the loss is infinite: on all ranks
             # Nothing of the graph is held while the gradient is clipped and used.
             loss_sum += loss.detach()
             del loss, part

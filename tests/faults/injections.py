@@ -212,7 +212,7 @@ def disk_is_slow() -> None:
     time.sleep(0.05)
 
 
-def _follow_windows() -> dict[str, int]:
+def follow_windows() -> dict[str, int]:
     """The number of the window that is being trained on, in the order of the data, from 0 and over all epochs."""
     from train.batching import Batches
 
@@ -235,7 +235,7 @@ def losses_of(window: int, value: float, last: int | None = None) -> Fault:
 def _losses_of(first: int, value: float, last: int, rank: int) -> None:
     from accelerate import Accelerator
 
-    now, backward = _follow_windows(), Accelerator.backward
+    now, backward = follow_windows(), Accelerator.backward
 
     def poisoned(self: Any, loss: torch.Tensor, **options: Any) -> None:
         backward(self, loss * value if first <= now["window"] <= last else loss, **options)
@@ -251,7 +251,7 @@ def shown_loss_of(window: int, factor: float) -> Fault:
 def _shown_loss_of(window: int, factor: float, rank: int) -> None:
     from train import step
 
-    now, plain = _follow_windows(), step.optimizer_step
+    now, plain = follow_windows(), step.optimizer_step
 
     def shown(*arguments: Any, **options: Any) -> Any:
         outcome = plain(*arguments, **options)

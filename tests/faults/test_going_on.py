@@ -185,10 +185,10 @@ def test_rotation_leaves_what_a_rollback_needs(tmp_path: Path, factor: int | Non
     output, flags = tmp_path / "run", ("--max_rollbacks", 1, "--num_epochs", 4)
     if factor is None:
         flags += ("--max_consecutive_nonfinite_steps", 4)
-        fault, back_to = losses_of(4, math.nan, last=7), 4
+        fault, back_to = losses_of(4, math.nan, last=7), 3
     else:
         flags += ("--loss_spike_factor", factor, "--log_every_steps", 3)
-        fault, back_to = shown_loss_of(7, 1000.0), 6
+        fault, back_to = shown_loss_of(7, 1000.0), 5
     end = go(tmp_path, *flags, fault=fault)
     assert end.status == EXIT_DONE, end.said
     assert [row["step"] for row in rows(output, "rollback")] == [back_to]

@@ -23,14 +23,15 @@ from faults.injections import (
     send_itself,
     several,
 )
-from faults.processes import run, started
+from faults.processes import Fault, run, started
 from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, write_recipe
 
 from train.checkpoint import verify
+from train.extras.endurance.signals import SECONDS_OF_ONE_INTERRUPT
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED
 
 STEPS = 6
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 MOMENTS = {
     "model": ("train.model:build_model", 1),
     "forward": ("train.loss:ModelWithLoss.forward", 3),
@@ -167,11 +168,40 @@ def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole:
 
 def test_second_interrupt_ends_at_once_and_costs_no_checkpoint(tmp_path: Path) -> None:
     its = arguments(write_recipe(tmp_path), tmp_path / "run", "--save_in_background", False)
-    [end] = run(its, tmp_path / "logs", fault=at_step(3, "middle", send_itself(signal.SIGINT, 2)))
+    [end] = run(its, tmp_path / "logs", fault=at_step(3, "middle", interrupt_again_later))
     assert end.status == EXIT_INTERRUPTED, end.said
     assert "Traceback" not in end.said
     assert "ended at once" in end.said
     assert good(tmp_path / "run") == ["step-00000002"]
+
+
+def interrupt_again_later() -> None:
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(SECONDS_OF_ONE_INTERRUPT + 0.1)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupt_that_the_launcher_passes_on_is_no_second_one(tmp_path: Path) -> None:
+    """A terminal sends it to the launcher and to the ranks, and the launcher sends it to the ranks."""
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    [end] = run(its, tmp_path / "logs", fault=at_step(3, "middle", send_itself(signal.SIGINT, 2)))
+    assert end.status == EXIT_STOPPED, end.said
+    assert good(tmp_path / "run")[-1] == "step-00000005"
+
+
+def test_run_that_shall_outlive_its_terminal_does(tmp_path: Path) -> None:
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    fault = several(started_by_nohup(), at_step(3, "middle", send_itself(signal.SIGHUP)))
+    [end] = run(its, tmp_path / "logs", fault=fault)
+    assert end.status == EXIT_DONE, end.said
+
+
+def started_by_nohup() -> Fault:
+    return _started_by_nohup
+
+
+def _started_by_nohup(rank: int) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def test_signal_before_anything_is_loaded_ends_the_process(tmp_path: Path) -> None:
@@ -194,6 +224,24 @@ def processes_of(output: Path) -> list[int]:
             if str(output).encode() in command:
                 found.append(int(entry.name))
     return found
+
+
+def test_launcher_that_dies_while_a_checkpoint_is_written_delays_no_stop(tmp_path: Path) -> None:
+    """With it goes the store through which ranks tell each other, in the background, that their parts are written."""
+    its = arguments(write_recipe(tmp_path), tmp_path / "run")
+    fault = at_call("train.checkpoint:write_parts", sleep_for_seconds)
+    with started(its, tmp_path / "logs", 2, fault) as job:
+        job.wait_until(lambda: list((tmp_path / "run").glob("checkpoints/.partial-*")))
+        job.store = None
+        for rank in (0, 1):
+            job.signal(signal.SIGTERM, rank)
+        ended = job.end(60.0)
+    assert [end.status for end in ended] == [EXIT_STOPPED] * 2, ended[0].said
+    assert good(tmp_path / "run") == ["step-00000003"]
+
+
+def sleep_for_seconds() -> None:
+    time.sleep(3)
 
 
 @pytest.mark.slow

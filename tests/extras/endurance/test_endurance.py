@@ -100,12 +100,20 @@ def test_loss_far_above_the_usual_is_a_divergence() -> None:
         assert (caught.value.sound_step, caught.value.progress) == (4, progress)
 
 
-def test_step_to_keep_is_the_last_sound_one() -> None:
+def test_steps_to_keep_are_the_last_that_a_sound_one_followed(tmp_path: Path) -> None:
     progress = Progress(step=9, consecutive_nonfinite_steps=2, interval=IntervalSums(since_step=5))
     kept = {"max_rollbacks": 1, "save_every_steps": 1}
-    assert Room().steps_to_keep(run_with(), progress) == []
-    assert Room().steps_to_keep(run_with(**kept), progress) == [7]
-    assert Room().steps_to_keep(run_with(**kept, loss_spike_factor=2.0), progress) == [5]
+    for step in range(1, 10):
+        (tmp_path / f"step-{step:08d}").mkdir()
+
+    def steps_to_keep(**values: Any) -> list[int]:
+        run = run_with(**values)
+        run.outputs.checkpoints = tmp_path
+        return Room().steps_to_keep(run, progress)
+
+    assert steps_to_keep() == []
+    assert steps_to_keep(**kept) == [5, 6]
+    assert steps_to_keep(**kept, loss_spike_factor=2.0) == [3, 4]
 
 
 def test_run_ends_where_no_rollback_is_left() -> None:

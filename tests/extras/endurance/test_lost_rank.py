@@ -127,16 +127,26 @@ def test_silent_neighbour_is_named_and_ends_a_rank_that_waits_for_it(
     assert len(told) == 1 and told[0].startswith("rank 1 (never came) is lost")
 
 
-def test_lost_store_means_the_host_of_rank_0(
-    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rank", "lost"),
+    [(0, "the launcher of this host, 127.0.0.1"), (1, "rank 0 is lost: the launcher of its host, 127.0.0.1")],
+)
+def test_lost_store_means_the_launcher_of_rank_0(
+    store: TCPStore,
+    watch: Callable[..., RankWatch],
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    lost: str,
 ) -> None:
     def broken(*arguments: object) -> None:
         raise RuntimeError("Broken pipe")
 
-    with watch(1) as second:
-        monkeypatch.setattr(second, "_call_roll", broken)
-        assert second.concludes(BROKEN)
-    assert "rank 0 is lost: the launcher of its host, 127.0.0.1" in told[0]
+    with watch(rank) as one:
+        one._came = {0, 1, 2}
+        monkeypatch.setattr(one, "_call_roll", broken)
+        assert one.concludes(BROKEN)
+    assert told[0].startswith(lost)
     assert told[0].endswith("Do this.")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Iterator, Mapping
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,6 +22,7 @@ from train.launch import Launch, target_device
 from train.records import DivergenceError, Progress, Run, StopRequest, UsageError, UserError
 
 if TYPE_CHECKING:
+    from train.data import PreparedData
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
@@ -68,6 +71,7 @@ class Room(Extra):
         self._saving: Saving | None = None
         self._is_unlocked = False
         self._recovering: Recovering | None = None
+        self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -117,6 +121,15 @@ class Room(Extra):
 
         run.outputs.note(*[WITHOUT] * self._is_unlocked)
 
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+        from train.extras.endurance.signals import deliver
+
+        if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
+            return data
+        rank = run.launch.rank
+        say = partial(print, f"rank {rank}:", file=sys.stderr, flush=True) if rank else run.outputs.note
+        return replace(data, loading=replace(data.loading, deliver=partial(deliver, say)))
+
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         if run.is_planned:  # a prediction is of a step that does not run out of memory
             return engine
@@ -132,8 +145,15 @@ class Room(Extra):
         self._recovering = Recovering(engine, run.outputs.say, *measures)
         return self._recovering
 
+    def ready(self, run: Run, parts: Parts) -> None:
+        from train.extras.endurance.replicas import Replicas
+
+        if run.launch.world_size > 1 and run.launch.has_whole_weights:
+            self._compare_replicas = Replicas(parts.state.model, run.launch.world_size).compare
+
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
+        self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
@@ -156,7 +176,7 @@ class Room(Extra):
             )
         elif in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
             reason = (
-                f"no finite gradient in {in_a_row} steps in a row; the weights are unchanged. Look at the examples "
+                f"no finite gradient in {in_a_row} steps in a row; none of them changed a weight. Look at the examples "
                 "named in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
             )
         else:
@@ -169,15 +189,19 @@ class Room(Extra):
         if self._saving is None:
             assert self._watch is not None
             self._saving = Saving(run.config.of(Options).save_in_background, self._watch.gather)
+        self._compare_replicas(progress.step, True)
         self._saving.save(run, state, progress, wait)
         return True
 
     def steps_to_keep(self, run: Run, progress: Progress) -> list[int]:
-        """The last step after which, as far as is known, everything was in order: what a rollback would go back to."""
+        """What two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
         options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
         if options.loss_spike_factor is not None:
             sound = min(sound, progress.interval.since_step)
-        return [sound] if options.max_rollbacks else []
+        from train import checkpoint
+
+        proved = [step for step in checkpoint.by_step(run.outputs.checkpoints) if step < sound]
+        return proved[-2:] if options.max_rollbacks else []
 
     def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Goes back, unless that was done as often as allowed."""

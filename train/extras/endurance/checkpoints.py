@@ -174,16 +174,22 @@ def _place_bytes(tensor: Tensor) -> int:
 
 
 def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
-    """Restores the newest intact checkpoint from before training diverged, and removes later ones; by all ranks.
+    """Restores an intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
     As the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1): weights, optimizer and schedule go back;
-    the order of the data continues behind the last step that was made. Returns where to continue; raises
+    the order of the data continues behind the last step that was made. The newest checkpoint is taken that a later
+    step has proved, else one that none has; but never where the last rollback went. Returns where to continue; raises
     DivergenceError where there is no checkpoint from before, UserError where none is intact or a later one stays.
     """
     outputs, lost = run.outputs, error.progress
 
     def choose() -> Path | None:
-        found, problems = checkpoint.newest_good(outputs.checkpoints, error.sound_step)
+        for until in (error.sound_step - 1, error.sound_step):
+            found, problems = checkpoint.newest_good(outputs.checkpoints, until)
+            if found is not None and _rollbacks_before(found) < lost.rollbacks:
+                found, problems = checkpoint.newest_good(outputs.checkpoints, int(found.name[5:]) - 1)
+            if found is not None:
+                break
         outputs.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
         try:
             if found is not None:
@@ -210,3 +216,8 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
         rollbacks=lost.rollbacks + 1,
         training_seconds=lost.training_seconds,
     )
+
+
+def _rollbacks_before(found: Path) -> int:
+    """How often the run had gone back when it wrote this checkpoint."""
+    return json.loads((found / checkpoint.STATE).read_text(encoding="utf-8"))["progress"]["rollbacks"]

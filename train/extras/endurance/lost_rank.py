@@ -208,9 +208,17 @@ class RankWatch:
             try:
                 return question(self._store)
             except RuntimeError:
-                if time.monotonic() - since > self._timeout_seconds:
+                if time.monotonic() - since > self._timeout_seconds or self._store_has_ended():
                     raise
                 time.sleep(POLL_SECONDS)
+
+    def _store_has_ended(self) -> bool:
+        """Whether its host is there, but not the store: unlike a cable, that is not mended."""
+        try:
+            socket.create_connection((self._address, int(self._port)), STORE_SECONDS).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False
 
     def _watch(self) -> None:
         """The thread, over a connection of its own: the process group's may be waiting in a blocked collective.
@@ -318,8 +326,8 @@ class RankWatch:
             ranks = ", ".join(map(str, never_came[:8]))
             lost = f"rank {ranks} (never came) is lost: not started, killed, or its host is gone"
         else:
-            host = f"the launcher of its host, {self._address}, through which all processes met"
-            lost = f"rank 0 is lost: {host}, no longer answers"
+            whose = "rank 0 is lost: the launcher of its" if self._rank else "the launcher of this"
+            lost = f"{whose} host, {self._address}, through which all processes met, no longer answers"
         return f"{lost}. {self._remedy()}"
 
     def _tell_of_late_ranks(self, store: Store) -> None:
@@ -334,7 +342,7 @@ class RankWatch:
 
 
 def follow_launcher() -> None:
-    """Has the kernel send this process SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
+    """Has this process send itself SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
 
     An orphan would train on, unseen, and hold its GPUs. Only on Linux, and only for a process that a launcher started:
     one that was started from a shell, perhaps with nohup, is meant to outlive it.
@@ -342,12 +350,17 @@ def follow_launcher() -> None:
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
     if sys.platform != "linux" or not any(name in os.environ for name in launchers):
         return
-    parent = os.getppid()
+    process, parent = os.getpid(), os.getppid()
+
+    def look(*_: object) -> None:
+        is_orphan = os.getppid() != parent or (parent == 1 and not _first_process_is_python())
+        if is_orphan and os.getpid() == process:  # its own processes inherit this
+            os.kill(process, signal.SIGTERM)
+
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-    # The kernel says nothing of a launcher that died before that call: this process has been handed to init then.
-    if os.getppid() != parent or (parent == 1 and not _first_process_is_python()):
-        os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGCONT, look)  # which reaches a process that is stopped, too
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGCONT)
+    look()  # the kernel says nothing of a launcher that died before
 
 
 def _first_process_is_python() -> bool:

@@ -1,30 +1,42 @@
-"""Signals that ask a run to stop, so that it ends with a checkpoint."""
+"""Signals that ask a run to stop, so that it ends with a checkpoint; processes that load batches leave them to it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import Any
 
 from train.records import StopAtOnce, StopRequest
 
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+SECONDS_OF_ONE_INTERRUPT = 2.0  # a launcher passes on the interrupt that the terminal has sent to both
+
 
 class Signals:
-    """Tells ``stop`` of SIGTERM, SIGINT and SIGUSR1. A second SIGINT ends the process at once."""
+    """Tells ``stop`` of SIGTERM, SIGINT, SIGHUP and SIGUSR1. A later second SIGINT ends the process at once."""
 
     def __init__(self, stop: StopRequest) -> None:
-        self._stop, self._is_at_once, self._process = stop, False, os.getpid()
+        self._stop, self._is_at_once, self._process, self._since = stop, False, os.getpid(), 0.0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker: the run tells it what to do
             if self._is_at_once and number == signal.SIGTERM:
                 os._exit(0)
             return
-        if self._stop and number == signal.SIGINT:
+        if not self._stop:
+            self._stop.received, self._since = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > SECONDS_OF_ONE_INTERRUPT:
             raise KeyboardInterrupt
-        self._stop.received = signal.Signals(number).name
         if self._is_at_once:
             raise StopAtOnce
 
@@ -47,6 +59,66 @@ class Signals:
     def listening(self) -> Iterator[None]:
         """Listens while the context is open."""
         with ExitStack() as stack:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+            for number in NUMBERS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup wants that
+                    stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             yield
+
+
+def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: Iterable[Any]) -> Iterator[Any]:
+    """What ``loader`` makes of each list, in order; where its processes die, new ones load the rest.
+
+    Where they die before they have delivered anything, this process loads the rest itself.
+    """
+    ids, waiting, has_delivered = iter(id_lists), deque[Any](), False
+
+    def planned() -> Iterator[Any]:
+        for own in ids:
+            waiting.append(own)
+            yield own
+
+    batches, processes = _start(loader(sampler=planned(), worker_init_fn=_obey_parent))
+    try:
+        for batch in batches:
+            waiting.popleft()
+            has_delivered = True
+            yield batch
+        return
+    except Exception:
+        wait([process.sentinel for process in processes], 1.0)  # connections break a little before a process ends
+        ends = [process.exitcode for process in processes if process.exitcode is not None]
+        if not ends:
+            raise
+    del batches  # ends the other processes
+    how = ", ".join(signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends)
+    what_next = "new ones continue" if has_delivered else "this process loads the rest itself"
+    remedy = "If the host has no memory left, use fewer --dataloader_num_workers."
+    say(f"a process that loads batches ended ({how}): {what_next}. {remedy}")
+    rest = itertools.chain(waiting, ids)
+    yield from deliver(say, loader, rest) if has_delivered else loader(sampler=rest, num_workers=0)
+
+
+def _start(loader: Any) -> tuple[Iterator[Any], list[BaseProcess]]:
+    """Starts the processes of a DataLoader; they are born deaf to signals, because the run tells them what to do."""
+    others, handler = active_children(), signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    # torch's handler raises wherever the main thread stands when a process dies, even within an optimizer's update.
+    # Without it the death is seen where it matters: by whoever waits for a batch.
+    signal.signal(signal.SIGCHLD, handler)
+    return batches, [process for process in active_children() if process not in others]
+
+
+def _obey_parent(worker: int) -> None:
+    """Ends this process if its parent, and nobody else, sends SIGTERM: so torch and Python end one that lingers."""
+    parent = os.getppid()
+
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()

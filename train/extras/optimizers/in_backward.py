@@ -41,7 +41,7 @@ class InBackward(Engine):
         groups = self._optimizer.param_groups
         self._order = float(self.config.optimization.grad_norm_type)
         self._norms: list[Tensor] = []
-        self._finite = torch.isfinite(loss.detach())  # () the loss and all gradients up to now; on the device
+        self._finite = torch.isfinite(loss.detach())  # () all gradients up to now; on the device
         handles = [p.register_post_accumulate_grad_hook(self._hook(g)) for g in groups for p in g["params"]]
         try:
             super().backward(loss, scale)
@@ -51,12 +51,11 @@ class InBackward(Engine):
                 handle.remove()
 
     def clip(self, model: nn.Module) -> float:
-        """The norm of all gradients, or NaN for a loss that is not finite; the step's one wait for the device."""
+        """The norm of all gradients; the step's one wait for the device."""
         norm = torch.zeros((), device=self._finite.device)
         if self._norms:
             norm = torch.linalg.vector_norm(torch.stack(self._norms), self._order)
-        value, finite = torch.stack([norm, self._finite.float()]).tolist()
-        return value if finite or not math.isfinite(value) else math.nan
+        return norm.item()
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
         return norm, not math.isfinite(norm)

@@ -1,0 +1,196 @@
+"""Updates that leave weights which are not numbers, and losses that are none: nothing of it counts as good."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.injections import at_call, die, follow_windows, several
+from faults.processes import KILLED, Ended, Fault, run
+from safetensors.torch import load_file
+from support import checkpoint_digests, write_recipe
+
+from train.figures import read_metrics
+from train.records import EXIT_DONE, EXIT_ERROR
+
+HUGE = 1e39  # more than a number of 32 bits can hold
+
+
+def trained(folder: Path, *flags: Any, ranks: int = 1, fault: Fault | None = None) -> list[Ended]:
+    its = ("--config", write_recipe(folder), "--output_dir", folder / "run", "--num_epochs", 4)
+    return run((*its, *flags), folder / "logs", ranks, fault)
+
+
+def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(folder / "run" / "metrics.jsonl") if row["kind"] == kind]
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step-*"))
+
+
+def assert_all_finite(folder: Path) -> int:
+    files = [*(folder / "run").rglob("*.safetensors")]
+    for path in files:
+        for name, tensor in load_file(path).items():
+            assert torch.isfinite(tensor).all(), f"{path}: {name}"
+    return len(files)
+
+
+def rate_of(step: int, rate: float, last: int | None = None) -> Fault:
+    """Another learning rate at the steps from ``step`` to ``last``, counted from 0."""
+    return partial(_rate_of, step, rate, step if last is None else last)
+
+
+def _rate_of(first: int, rate: float, last: int, rank: int) -> None:
+    import train.loop as loop
+
+    plain = loop.learning_rate_at
+
+    def changed(step: int, *rest: Any) -> float:
+        return rate if first <= step <= last else plain(step, *rest)
+
+    loop.learning_rate_at = changed
+
+
+def loss_without_bound(window: int) -> Fault:
+    """The loss of a window is infinite, and its gradients are not."""
+    return partial(_loss_without_bound, window)
+
+
+def _loss_without_bound(window: int, rank: int) -> None:
+    from train.loss import ModelWithLoss
+
+    now, plain = follow_windows(), ModelWithLoss.forward
+
+    def infinite(*arguments: Any, **options: Any) -> Any:
+        loss: Any = plain(*arguments, **options)
+        return loss + math.inf if now["window"] == window else loss
+
+    ModelWithLoss.forward = infinite
+
+
+@pytest.mark.parametrize(
+    ("ranks", "background"), [(1, True), pytest.param(1, False, marks=pytest.mark.slow), (2, True)]
+)
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, ranks: int, background: bool) -> None:
+    flags = ("--save_every_steps", 1, "--save_in_background", background)
+    for end in trained(tmp_path, *flags, ranks=ranks, fault=rate_of(4, HUGE)):
+        assert end.status == EXIT_ERROR, end.said
+        assert "Traceback" not in end.said
+    [said] = [line for line in trained_log(tmp_path).splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: step 5: ")
+    assert "not finite" in said
+    assert "learning rate" in said
+    assert "Resume from a checkpoint from before it" in said
+    assert steps(tmp_path)[-2:] == [3, 4]
+    assert not (tmp_path / "run" / "final").exists()
+    assert assert_all_finite(tmp_path)
+
+
+def trained_log(folder: Path) -> str:
+    return (folder / "logs" / "000.rank-0").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [(), ("--save_every_steps", 2)])
+@pytest.mark.parametrize(
+    "flags", [("--learning_rate", "1e38"), ("--dtype", "float16", "--learning_rate", "3e-3", "--num_epochs", 40)]
+)
+def test_learning_rates_that_are_too_large_end_the_run(tmp_path: Path, flags: Any, extra: Any) -> None:
+    [end] = trained(tmp_path, *flags, *extra)
+    assert end.status == EXIT_ERROR, end.said
+    assert "Traceback" not in end.said
+    assert_all_finite(tmp_path)
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rolls_back_to_a_checkpoint_that_a_later_step_has_proved(tmp_path: Path, ranks: int) -> None:
+    """Step 5 spoils the weights: 4 is the newest checkpoint, and nothing tells that it is not the cause."""
+    flags = ("--save_every_steps", 1, "--max_rollbacks", 1)
+    ended = trained(tmp_path, *flags, ranks=ranks, fault=once(rate_of(4, HUGE)))
+    assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+    [row] = rows(tmp_path, "rollback")
+    assert (row["step"], row["from_step"]) == (3, 5)
+    assert assert_all_finite(tmp_path)
+
+
+def once(fault: Fault) -> Fault:
+    """Until the run has gone back."""
+    return partial(_once, fault)
+
+
+def _once(fault: Fault, rank: int) -> None:
+    import train.extras.endurance.checkpoints as checkpoints
+    import train.loop as loop
+
+    plain, go_back = loop.learning_rate_at, checkpoints.go_back
+    fault(rank)
+
+    def healed(*arguments: Any) -> Any:
+        loop.learning_rate_at = plain
+        return go_back(*arguments)
+
+    checkpoints.go_back = healed
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_rollback_goes_further_back(tmp_path: Path, every: int) -> None:
+    flags = ("--save_every_steps", every, "--max_rollbacks", 2)
+    [end] = trained(tmp_path, *flags, fault=rate_of(6, HUGE, last=1000))
+    assert end.status == EXIT_ERROR, end.said
+    assert "Went back" in end.said
+    went = [int(line.partition("Went back to the checkpoint of step ")[2].split(",")[0]) for line in notes(end.said)]
+    assert went == ([5, 4] if every == 1 else [4, 2])
+    assert_all_finite(tmp_path)
+
+
+def notes(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "Went back" in line]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_infinite_loss_with_finite_gradients_is_a_step_that_is_skipped(tmp_path: Path, ranks: int) -> None:
+    flags = ("--save_every_steps", 1, "--save_total_limit", 100)
+    ended = trained(tmp_path, *flags, ranks=ranks, fault=loss_without_bound(4))
+    assert {end.status for end in ended} == {EXIT_DONE}, ended[0].said
+    [skipped] = rows(tmp_path, "skipped")
+    assert skipped["step"] == 5
+    assert len(skipped["examples"]) == 8
+    weights = [
+        {k: v for k, v in checkpoint_digests(tmp_path / "run", step).items() if k.startswith("model-")}
+        for step in (4, 5, 6)
+    ]
+    assert weights[0] == weights[1] != weights[2]
+    assert all(math.isfinite(row["loss"]) for row in rows(tmp_path, "train") if row["loss"] is not None)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["nonfinite_steps"] == 1
+
+
+def test_final_is_not_made_of_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """Of a checkpoint that an earlier version wrote, for one."""
+    [end] = trained(tmp_path, fault=several(rate_of(11, HUGE), at_call(FINAL, die), not_looked_at()))
+    assert (end.status, steps(tmp_path)) == (KILLED, [12])
+    [end] = trained(tmp_path)
+    assert end.status == EXIT_ERROR, end.said
+    assert "step 12: transformer.wte.weight is not finite" in end.said
+    assert not (tmp_path / "run" / "final").exists()
+
+
+FINAL = "train.outputs:Outputs.write_final"
+
+
+def not_looked_at() -> Fault:
+    """As if nobody looked at weights and moments."""
+    return _not_looked_at
+
+
+def _not_looked_at(rank: int) -> None:
+    from train.state import TrainingState
+
+    TrainingState.refuse_nonfinite = lambda self, run, progress: None

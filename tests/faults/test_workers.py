@@ -1,0 +1,262 @@
+"""Processes that load batches: signals to their group leave a checkpoint, and one that dies is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.injections import at_call, die, several
+from faults.processes import KILLED, Fault, run, started
+from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, write_recipe
+
+from train.checkpoint import verify
+from train.records import EXIT_DONE, EXIT_STOPPED
+
+STEPS = 6
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def arguments(folder: Path, output: Path, workers: int, *more: Any) -> tuple[Any, ...]:
+    every_two = ("--eval_every_steps", 2, "--save_every_steps", 2, "--dataloader_num_workers", workers)
+    return ("--config", write_recipe(folder), "--output_dir", output, *every_two, *more)
+
+
+def moments(workers: int) -> dict[str, tuple[str, int]]:
+    """What is about to be called when the signal comes, and for the how many-th time."""
+    loader = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
+    return {
+        "loading": (f"torch.utils.data.dataloader:{loader}._next_data", 6),
+        "rehearsing": ("train.memory.session:rehearse", 1),
+        "training": ("train.loss:ModelWithLoss.forward", 6),
+        "evaluating": ("train.evaluation:Evaluator.validation", 1),
+        "saving": ("train.checkpoint:write_parts", 1),
+        "finishing": ("train.outputs:Outputs.write_final", 1),
+    }
+
+
+def alone_in_a_group() -> Fault:
+    """A run as a launcher, a terminal or a supervisor starts it, with a process group of its own."""
+    return _alone_in_a_group
+
+
+def _alone_in_a_group(rank: int) -> None:
+    os.setpgid(0, 0)
+
+
+def to_all_in_the_group(number: int) -> Callable[[], None]:
+    """A signal from outside to this process and to those that it has started."""
+    return partial(_to_all_in_the_group, number)
+
+
+def _to_all_in_the_group(number: int) -> None:
+    # From another session: the group of the sender would get it, too.
+    subprocess.run(["/bin/kill", f"-{number}", "--", f"-{os.getpgrp()}"], start_new_session=True, check=True)
+    time.sleep(0.2)  # a process that dies of it is gone when the run continues
+
+
+def one_worker_dies() -> None:
+    """As if the kernel had ended it for want of memory."""
+    worker = active_children()[0]
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def intact(output: Path) -> list[str]:
+    folder = output / "checkpoints"
+    for path in folder.iterdir():
+        assert verify(path) is None, path
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    [end] = run(arguments(folder, folder / "run", 0), folder / "logs")
+    assert end.status == EXIT_DONE, end.said
+    return folder / "run"
+
+
+def stops_and_resumes(folder: Path, whole: Path, number: signal.Signals, moment: str, workers: int) -> None:
+    target, call = moments(workers)[moment]
+    its = arguments(folder, folder / "run", workers)
+    fault = several(alone_in_a_group(), at_call(target, to_all_in_the_group(number), call))
+    [end] = run(its, folder / "logs", fault=fault)
+    assert "Traceback" not in end.said, end.said
+    assert end.status == (EXIT_DONE if moment == "finishing" else EXIT_STOPPED), end.said
+    assert intact(folder / "run")
+    assert moment == "finishing" or json.loads((folder / "run" / "stopped.json").read_text())["signal"] == number.name
+    [end] = run(its, folder / "logs")
+    assert end.status == EXIT_DONE, end.said
+    assert checkpoint_digests(folder / "run", STEPS) == checkpoint_digests(whole, STEPS)
+
+
+@pytest.mark.parametrize("moment", ["loading", "training"])
+def test_sigterm_to_the_group_leaves_a_checkpoint(tmp_path: Path, whole: Path, moment: str) -> None:
+    stops_and_resumes(tmp_path, whole, signal.SIGTERM, moment, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("moment", moments(0))
+@pytest.mark.parametrize("workers", [0, 2, 8])
+def test_every_signal_to_the_group_leaves_a_checkpoint(
+    tmp_path: Path, whole: Path, workers: int, moment: str, number: signal.Signals
+) -> None:
+    stops_and_resumes(tmp_path, whole, number, moment, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("workers", [0, 2, 8])
+def test_signal_to_the_group_of_a_launcher_leaves_a_checkpoint_and_no_process(
+    tmp_path: Path, workers: int, number: signal.Signals
+) -> None:
+    """As a closed terminal sends it: the launcher passes on to two ranks what they have got already."""
+    output, launch_file = tmp_path / "run", ROOT / "accelerate_configs" / "ddp.yaml"
+    its = (*arguments(tmp_path, output, workers), "--num_epochs", 100000)
+    command = [*ACCELERATE_LAUNCH, "--config_file", launch_file, "--num_processes", 2, "train/main.py", *its]
+    with (tmp_path / "log").open("w") as log:
+        words = list(map(str, command))
+        launcher = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    until(lambda: list((output / "checkpoints").glob("step-*")))
+    os.killpg(launcher.pid, number)
+    assert launcher.wait(60) != EXIT_DONE
+    until(lambda: not processes_with(output))
+    said = (tmp_path / "log").read_text()
+    assert (output / "stopped.json").exists(), said
+    assert json.loads((output / "stopped.json").read_text())["signal"] in (number.name, "SIGTERM"), said
+    newest = sorted((output / "checkpoints").glob("step-*"))[-1]
+    assert verify(newest) is None
+    assert "DataLoader worker (pid" not in said
+
+
+def processes_with(output: Path) -> list[str]:
+    """Processes that have the folder on their command line."""
+    found = subprocess.run(["pgrep", "-f", str(output)], capture_output=True, text=True, check=False)
+    return found.stdout.split()
+
+
+def test_worker_that_is_killed_is_replaced(tmp_path: Path, whole: Path) -> None:
+    its = arguments(tmp_path, tmp_path / "run", 2)
+    [end] = run(its, tmp_path / "logs", fault=at_call("train.loss:ModelWithLoss.forward", one_worker_dies, 6))
+    assert end.status == EXIT_DONE, end.said
+    assert end.said.count("a process that loads batches ended (SIGKILL): new ones continue") == 1
+    assert "--dataloader_num_workers" in end.said
+    assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("moment", ["loading", "rehearsing", "evaluating", "saving"])
+def test_worker_that_is_killed_at_any_moment_is_replaced(
+    tmp_path: Path, whole: Path, moment: str, workers: int
+) -> None:
+    its = arguments(tmp_path, tmp_path / "run", workers)
+    target, call = moments(workers)[moment]
+    if moment == "rehearsing":  # when the first processes are there
+        target, call = moments(workers)["loading"][0], 1
+    if moment == "evaluating":
+        target, call = "train.evaluation:Evaluator.score", 2
+    [end] = run(its, tmp_path / "logs", fault=at_call(target, one_worker_dies, call))
+    assert end.status == EXIT_DONE, end.said
+    assert "Traceback" not in end.said
+    assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole, STEPS)
+
+
+@pytest.mark.slow
+def test_workers_that_always_die_are_done_without(tmp_path: Path, whole: Path) -> None:
+    """Because of one example, or of shared memory that is too small."""
+    its = arguments(tmp_path, tmp_path / "run", 1)
+    [end] = run(its, tmp_path / "logs", fault=workers_die())
+    assert end.status == EXIT_DONE, end.said
+    assert "this process loads the rest itself" in end.said
+    assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole, STEPS)
+
+
+def workers_die() -> Fault:
+    """Every worker, at its first example."""
+    return _workers_die
+
+
+def _workers_die(rank: int) -> None:
+    from train.batching import _Fetch
+
+    plain, run_itself = _Fetch.__getitem__, os.getpid()
+
+    def fetch(self: Any, ids: Any) -> Any:
+        if os.getpid() != run_itself:
+            die()
+        return plain(self, ids)
+
+    _Fetch.__getitem__ = fetch
+
+
+def test_error_of_an_example_is_not_taken_for_a_dead_worker(tmp_path: Path) -> None:
+    [end] = run(arguments(tmp_path, tmp_path / "run", 2), tmp_path / "logs", fault=at_call(COLLATE, fail, 3))
+    assert end.status not in (EXIT_DONE, EXIT_STOPPED)
+    assert "this example is broken" in end.said
+    assert "a process that loads batches" not in end.said
+
+
+COLLATE = "train.tasks.causal_lm:Task.collate"
+
+
+def fail() -> None:
+    raise ValueError("this example is broken")
+
+
+def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    its = (*arguments(tmp_path, tmp_path / "run", 2), "--num_epochs", 100000)
+    with started(its, tmp_path / "logs", fault=alone_in_a_group()) as job:
+        job.wait_until(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*")))
+        group = job.processes[0].pid
+        assert group is not None
+        job.signal(signal.SIGKILL)
+        assert job.end()[0].status == KILLED
+    until(lambda: not members(group), 20)
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group, *_ = entry.read_text().rpartition(")")[2].split()
+            found += [int(entry.parent.name)] if int(its_group) == group and state != "Z" else []
+    return found
+
+
+def test_run_that_fails_does_not_wait_for_its_workers(tmp_path: Path) -> None:
+    """They obey the one who started them, and nobody else; here Python's own way to end them."""
+    code = f"""
+        import sys, train.loop, train.main
+        def fail(*arguments): raise ValueError("a bug")
+        train.loop.advance = fail
+        sys.exit(train.main.main({[str(word) for word in arguments(tmp_path, tmp_path / "run", 2)]!r}))
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "a bug" in done.stderr
+    assert not processes_with(tmp_path / "run")
