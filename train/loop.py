@@ -125,7 +125,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
 
 
 def save(run: Run, parts: Parts, progress: Progress, loss_sum: Tensor, wait: bool) -> Progress:
-    """Writes a checkpoint, unless ``wait`` beside training; returns ``progress`` with the loss so far."""
+    """Writes a checkpoint, unless ``wait`` in the background; returns ``progress`` with the loss so far."""
     progress = with_loss(run, progress, loss_sum)
     run.outputs.save(run, parts.state, progress, wait)
     return progress

@@ -176,7 +176,7 @@ def test_the_command_lists_its_studies(capsys: pytest.CaptureFixture[str]) -> No
     assert study.main(["ablations"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: there is no study 'ablations': give sweep, ablation, learning_rate, batch_size.\n"
+        == "error: 'ablations' is not a study: give sweep, ablation, learning_rate, batch_size.\n"
     )
 
 

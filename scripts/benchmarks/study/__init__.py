@@ -24,6 +24,6 @@ def main(words: list[str]) -> int:
         return 0
     name, rest = ("sweep", words) if words[0].startswith("-") else (words[0], words[1:])
     if name not in MODULES:
-        print(f"error: there is no study {name!r}: give {', '.join(MODULES)}.", file=sys.stderr)
+        print(f"error: {name!r} is not a study: give {', '.join(MODULES)}.", file=sys.stderr)
         return 2
     return importlib.import_module(f"scripts.benchmarks.study.{MODULES[name]}").main(rest)

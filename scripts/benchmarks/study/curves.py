@@ -74,7 +74,7 @@ def run_page(found: dict[str, Any], said: Sequence[str], table: Rows, charts: Se
 
 
 def run_markdown(found: dict[str, Any], said: Sequence[str], table: Rows) -> str:
-    """The same in Markdown."""
+    """The page in Markdown."""
     lines = Table(table[0], "l" + "r" * (len(table[0]) - 2) + "l").lines(table[1:])
     head = [f"# {found['title']}", "", f"`python scripts/study.py {found['command']}`: {machine_line(found)}.", ""]
     return "\n".join([*head, *(f"- {sentence}" for sentence in said), "", *lines, ""])
