@@ -70,7 +70,7 @@ def test_run_equals_that_of_one_process_and_resumes_anywhere(recipe: Path, tmp_p
     flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9)
     run("cpu", recipe, tmp_path / "one", *flags, processes=1)
     said = run("fsdp2", recipe, tmp_path / "two", *flags, "--loss", "chunked")  # one process: all logits
-    assert "device: 2 × CPU, 1 threads each, fsdp2, precision fp32" in said
+    assert "device: 2 × CPU, 1 thread each, fsdp2, precision fp32" in said
     assert said.count("data: ") == 1  # one rank speaks
     assert largest_difference(final_weights(tmp_path / "one"), final_weights(tmp_path / "two")) < 2e-4  # Adam magnifies
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")

@@ -184,7 +184,7 @@ class Outputs:
             return evaluated if is_here else is_earlier and row.get("split") != "test"
 
         if self.is_main and (damaged := figures.keep_rows(self.metrics, belongs)):
-            self.note(f"{self.metrics}: a crash has damaged {damaged} line{'s' * (damaged > 1)}, left out from now on")
+            self.note(f"{self.metrics}: a crash has damaged {figures.several(damaged, 'line')}, left out from now on")
 
     def _move_other_steps_aside(self, step: int) -> None:
         """Moves aside later checkpoints, damaged or of a run that a person has gone back from, and what came of them.
@@ -283,7 +283,7 @@ class Outputs:
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_line_of(metrics)}")
         self.say(
-            f"{summary['steps']:,} step{'s' * (summary['steps'] != 1)}, {figures.count(summary['tokens'])} tokens in "
+            f"{figures.several(summary['steps'], 'step')}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
             f"peak memory {figures.gib(summary['peak_allocated_bytes'])}, first step after "
             f"{summary['seconds_to_first_step'] or 0:.1f} s"
@@ -299,7 +299,7 @@ class Outputs:
         self.note(f"model: {name}, {size}, sequences of up to {run.config.data.max_length:,} tokens")
         total, peak, per_epoch = goal.total_steps, goal.peak_learning_rate, parts.batches.steps_per_epoch
         epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
-        self.note(f"batch: {parts.arithmetic}; {total:,} step{'s' * (total > 1)} ({epochs})")
+        self.note(f"batch: {parts.arithmetic}; {figures.several(total, 'step')} ({epochs})")
         if (warmup := num_warmup_steps(total, optim)) > total:
             highest = learning_rate_at(total - 1, total, peak, optim)
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from train import tasks
+from train.figures import several
 from train.records import Corpus, Examples, UserError, column, one_line
 from train.tasks import stored_config
 
@@ -79,7 +80,7 @@ class Task(tasks.Task):
                 f"{where} (its labels: {', '.join(label_names[:20])}). Correct it, {more}or leave such records out "
                 "with --on_bad_record skip."
             )
-        note = f"skipped {is_known.count(False)} records with an unknown label, the first {where}"
+        note = f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}"
         return documents.select(np.flatnonzero(is_known)), (note,)
 
     def cut(

@@ -121,7 +121,7 @@ def test_run_equals_that_of_one_process_and_resumes_anywhere(
     flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9, *more)
     run("cpu", recipe, one, *flags, processes=1)
     said = run(file, recipe, two, *flags)
-    assert "device: 2 × CPU, 1 threads each, deepspeed, precision fp32" in said
+    assert "device: 2 × CPU, 1 thread each, deepspeed, precision fp32" in said
     assert said.count("data: ") == 1  # one rank speaks
     assert_same_run(one, two)
     summaries = [json.loads((output / "summary.json").read_text()) for output in (one, two)]

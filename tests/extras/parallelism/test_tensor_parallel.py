@@ -162,7 +162,7 @@ def test_run_from_the_launch_file_equals_that_of_one_process(llama_recipe: Path,
     one, two = tmp_path / "one", tmp_path / "two"
     run("cpu", llama_recipe, one, *flags, processes=1)
     said = run("tensor_parallel", llama_recipe, two, *flags)
-    assert "device: 2 × CPU, 1 threads each, ddp, tensor parallel 2, precision fp32" in said
+    assert "device: 2 × CPU, 1 thread each, ddp, tensor parallel 2, precision fp32" in said
     assert "2 examples per micro-batch × 4 accumulated × 1 process = 8 per step" in said
     assert_same_course(one, two)
     assert metrics(two)[-1]["examples"] == 5
