@@ -70,6 +70,18 @@ def test_a_damaged_final_is_written_again(
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_a_damaged_adapter_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It lies in a folder of its own in final/."""
+    pytest.importorskip("peft")
+    assert train(tmp_path, "--adapter", "lora") == EXIT_DONE
+    weights = tmp_path / "run" / "final" / "adapter" / "adapter_model.safetensors"
+    kept = checkpoint.digest(weights)
+    zero(weights)
+    assert train(tmp_path, "--adapter", "lora") == EXIT_DONE
+    assert "final/ is written again" in capsys.readouterr().out
+    assert checkpoint.digest(weights) == kept
+
+
 def test_final_is_there_whole_or_not_at_all(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer is what is written last."""
     run = again(whole, tmp_path)

@@ -121,14 +121,12 @@ def lock(path: Path) -> IO[str] | None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        holder = file.read()
         file.close()
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return None
         raise UserError(
-            f"{path.parent} is in use by {holder or 'another process'}. Wait for it, stop it, or give another "
-            "--output_dir."
+            f"{path.parent} is in use by {path.read_text() or 'another process'}. Wait for it, stop it, or give "
+            "another --output_dir."
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
