@@ -163,18 +163,25 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatc
 
 
 HOLDER = """
-    import sys
+    import platform, sys, time
     from pathlib import Path
     from train.figures import lock
+    node = platform.node
+
+    def slow_node():
+        print("held", flush=True)
+        time.sleep(float(sys.argv[2]))
+        return node()
+
+    platform.node = slow_node
     held = lock(Path(sys.argv[1]))
-    print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def hold(path: Path) -> subprocess.Popen[str]:
-    """Another process that has locked ``path``."""
-    words = [sys.executable, "-c", textwrap.dedent(HOLDER), str(path)]
+def hold(path: Path, seconds: float = 0.0) -> subprocess.Popen[str]:
+    """Another process that has locked ``path``, and takes so long to write its name into it."""
+    words = [sys.executable, "-c", textwrap.dedent(HOLDER), str(path), str(seconds)]
     process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -220,8 +227,11 @@ def test_a_file_system_that_syncs_files_alone(tmp_path: Path, monkeypatch: pytes
     assert list(checkpoint.by_step(tmp_path / "run" / "checkpoints")) == [2, 4]
 
 
-def test_a_locked_file_names_who_has_it(tmp_path: Path) -> None:
-    holder = hold(tmp_path / "lock")
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_a_locked_file_names_who_has_it(tmp_path: Path, seconds: float) -> None:
+    """Not the run before, which was killed, even if both were started at the same moment."""
+    (tmp_path / "lock").write_text("process 1 on elsewhere")
+    holder = hold(tmp_path / "lock", seconds)
     with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
         lock(tmp_path / "lock")
     holder.kill()

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
@@ -124,6 +125,7 @@ def lock(path: Path) -> IO[str] | None:
         file.close()
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return None
+        time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
         raise UserError(
             f"{path.parent} is in use by {path.read_text() or 'another process'}. Wait for it, stop it, or give "
             "another --output_dir."

@@ -33,11 +33,15 @@ def start_twice(its: tuple[Any, ...], folder: Path) -> None:
     jobs = [start(its, folder / f"logs-{number}", fault=fault) for number in range(2)]
     pids = [job.processes[0].pid for job in jobs]
     ended = [job.end()[0] for job in jobs]
-    assert sorted(str(end.status) for end in ended) == [str(EXIT_DONE), str(EXIT_ERROR)], [end.said for end in ended]
-    one = next(number for number in range(2) if ended[number].status == EXIT_DONE)
-    other = ended[1 - one].said
-    assert f"run is in use by process {pids[one]} on " in other, other
-    assert "Traceback" not in other and "step 1:" not in other
+    said = [end.said for end in ended]
+    assert EXIT_DONE in (statuses := [end.status for end in ended]), said
+    other = 1 - statuses.index(EXIT_DONE)
+    if statuses[other] == EXIT_DONE:  # on a busy machine one may begin when the other has ended
+        assert sum("nothing to do: " in text for text in said) == 1, said
+        return
+    assert statuses[other] == EXIT_ERROR, said
+    assert f"run is in use by process {pids[1 - other]} on " in said[other], said
+    assert "Traceback" not in said[other] and "step 2:" not in said[other], said
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.slow)])
