@@ -67,9 +67,9 @@ def _recorded(trace: Path, rank: int) -> None:
         complete(partial_folder, final, *rest)
         os.write(descriptor, str(int(final.name[5:])).encode())
 
-    def finished(outputs: Outputs, summary: Mapping[str, Any]) -> None:
-        finish(outputs, summary)
-        if outputs.is_main:
+    def finished(self: Outputs, summary: Mapping[str, Any]) -> None:
+        finish(self, summary)
+        if self.is_main:
             os.write(descriptor, b"done")
 
     checkpoint.complete, Outputs.finish = completed, finished
@@ -295,7 +295,7 @@ class Recording:
                 is_done = True
             else:
                 acknowledged = int(what)
-            if (kind == "change" and what < self._given) or (position % every and kind != "acknowledged"):
+            if (kind == "change" and int(what) < self._given) or (position % every and kind != "acknowledged"):
                 continue
             durable = {number: WHOLE for number, nodes in missing.items() if not nodes}
             pending = [number for number, nodes in missing.items() if nodes]

@@ -33,8 +33,8 @@ def start_twice(its: tuple[Any, ...], folder: Path) -> None:
     jobs = [start(its, folder / f"logs-{number}", fault=fault) for number in range(2)]
     pids = [job.processes[0].pid for job in jobs]
     ended = [job.end()[0] for job in jobs]
-    said = [end.said for end in ended]
-    assert EXIT_DONE in (statuses := [end.status for end in ended]), said
+    said, statuses = [end.said for end in ended], [end.status for end in ended]
+    assert EXIT_DONE in statuses, said
     other = 1 - statuses.index(EXIT_DONE)
     if statuses[other] == EXIT_DONE:  # on a busy machine one may begin when the other has ended
         assert sum("nothing to do: " in text for text in said) == 1, said
