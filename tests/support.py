@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.launch import Launch
 
@@ -56,6 +56,18 @@ def checkpoint_digests(output: Path, step: int) -> dict[str, str]:
     """Digests of a checkpoint's tensors, by file."""
     manifest = json.loads((output / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
     return {name: file["sha256"] for name, file in manifest["files"].items() if name != "state.json"}
+
+
+def final_files(output: Path) -> dict[str, str]:
+    """Digests of ``final/``."""
+    return json.loads((output / "summary.json").read_text())["final_files"]
+
+
+def log_of(output: Path) -> list[dict[str, Any]]:
+    """What of the log's rows does not depend on the process that wrote them, as times and peaks do."""
+    exact = ("kind", "step", "split", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "tokens_seen")
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines() if line]
+    return [{name: row.get(name) for name in exact} for row in rows]
 
 
 def run_for(config: Config, accelerator: Accelerator | None = None, launch: Launch = Launch()) -> records.Run:  # noqa: B008

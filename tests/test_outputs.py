@@ -71,6 +71,18 @@ def test_a_damaged_final_is_written_again(
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_a_damaged_adapter_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It lies in a folder of its own in final/."""
+    pytest.importorskip("peft")
+    assert train(tmp_path, "--adapter", "lora") == EXIT_DONE
+    weights = tmp_path / "run" / "final" / "adapter" / "adapter_model.safetensors"
+    kept = checkpoint.digest(weights)
+    zero(weights)
+    assert train(tmp_path, "--adapter", "lora") == EXIT_DONE
+    assert "final/ is written again" in capsys.readouterr().out
+    assert checkpoint.digest(weights) == kept
+
+
 def test_final_is_there_whole_or_not_at_all(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer is what is written last."""
     run = again(whole, tmp_path)
@@ -152,18 +164,25 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatc
 
 
 HOLDER = """
-    import sys
+    import platform, sys, time
     from pathlib import Path
     from train.extras.endurance.lock import lock
+    node = platform.node
+
+    def slow_node():
+        print("held", flush=True)
+        time.sleep(float(sys.argv[2]))
+        return node()
+
+    platform.node = slow_node
     held = lock(Path(sys.argv[1]))
-    print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def hold(path: Path) -> subprocess.Popen[str]:
-    """Another process that has locked ``path``."""
-    words = [sys.executable, "-c", textwrap.dedent(HOLDER), str(path)]
+def hold(path: Path, seconds: float = 0.0) -> subprocess.Popen[str]:
+    """Another process that has locked ``path``, and takes so long to write its name into it."""
+    words = [sys.executable, "-c", textwrap.dedent(HOLDER), str(path), str(seconds)]
     process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -219,8 +238,11 @@ def test_exit_hooks_run_with_several_ranks_too() -> None:
     assert (done.returncode, done.stdout.count("hook ran")) == (EXIT_USAGE, 1), done.stderr
 
 
-def test_a_locked_folder_names_who_has_it(tmp_path: Path) -> None:
-    holder = hold(tmp_path)
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_a_locked_folder_names_who_has_it(tmp_path: Path, seconds: float) -> None:
+    """Not the run before, which was killed, even if both were started at the same moment."""
+    (tmp_path / ".lock").write_text("process 1 on elsewhere")
+    holder = hold(tmp_path, seconds)
     with pytest.raises(UserError, match=f"is in use by process {holder.pid} on "):
         lock(tmp_path)
     holder.kill()

@@ -102,6 +102,7 @@ class Outputs:
 
     def keep_evaluated(self, progress: Progress) -> None:
         """Remembers an evaluation that the checkpoint of the same step was written before."""
+        self._sync_rows()
         if self.is_main:
             with suppress(UserError):  # a run that resumes evaluates again
                 figures.write_whole(self.folder / EVALUATED, json.dumps(asdict(progress)))
@@ -111,7 +112,7 @@ class Outputs:
         with suppress(*checkpoint.UNREADABLE):
             kept = Progress.of(json.loads((self.folder / EVALUATED).read_text(encoding="utf-8")))
             if (kept.step, kept.rollbacks) == (progress.step, progress.rollbacks) and not self._is_foreign():
-                return kept
+                return replace(kept, step_in_epoch=progress.step_in_epoch)  # the global batch may have changed
         return progress
 
     def _checkpoint_to_resume(self) -> Path | None:
@@ -146,11 +147,7 @@ class Outputs:
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
         state.refuse_nonfinite(run, progress)
-        if self.is_main:  # the rows before it first: a run that resumes from it would not write them again
-            self._write_rows()
-            with suppress(OSError):
-                figures.sync(self.metrics)
-                figures.sync(self.folder)
+        self._sync_rows()
         if not any(run.extras.each("save", run, state, progress, wait)):
             checkpoint.write(self.checkpoints, state, progress, self._accelerator)
             self.rotate(run, progress)
@@ -224,6 +221,14 @@ class Outputs:
             if self._unwritten == list(lines):
                 self.note(f"{error} Training continues, and these rows are written later if possible.")
 
+    def _sync_rows(self) -> None:
+        """Has the log on the disk before what lets a run resume behind its rows, which it would not write again."""
+        if self.is_main:
+            self._write_rows()
+            with suppress(OSError):
+                figures.sync(self.metrics)
+                figures.sync(self.folder)
+
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
         """Records an evaluation and prints it."""
         values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
@@ -264,20 +269,22 @@ class Outputs:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
         best = self.checkpoints / f"step-{step:08d}"
         if problem := self.from_main(lambda: checkpoint.verify(best)):
-            reason = f"the checkpoint of the best step, {step}, cannot be used ({problem})"
-            self.note(f"{reason}: final/ has the last weights")
+            self.note(f"the best checkpoint, of step {step}, cannot be used ({problem}): final/ has the last weights")
         else:
             state.restore_model(checkpoint.StoredBlocks(best))
         return not problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json``, with the digests of ``final/``, and says the last lines a person sees."""
+        self._sync_rows()
         if self.is_main:
             if self._unwritten:
                 figures.append(self.metrics, self._unwritten)
-            paths = [path for path in sorted(self.final.rglob("*")) if path.is_file() and path.suffix != ".md"]
-            # All but the model card, which people edit.
-            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
+            paths = sorted(self.final.rglob("*"))
+            for path in (*paths, self.final):  # extras have added to it
+                figures.sync(path)
+            digested = [path for path in paths if path.is_file() and path.suffix != ".md"]  # people edit the model card
+            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in digested}
             whole = figures.to_json({**summary, "final_files": files}, indent=2) + "\n"
             figures.write_whole(self.folder / "summary.json", whole)
         for split, metrics in summary["result"].items():

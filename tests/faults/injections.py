@@ -128,11 +128,11 @@ def _shown(path: str | Path) -> str:
 class Changes:
     """Counts what a process does to files under ``folder``, and calls ``act`` before each with its number, from 1.
 
-    Opening for writing, syncing, renaming, making and removing; and the middle of a file of tensors.
+    Opening for writing, truncating, syncing, renaming, making and removing; and the middle of a file of tensors.
     """
 
     def __init__(self, folder: Path, act: Callable[[int, str], None]) -> None:
-        self._folder, self._act, self._number = str(folder), act, 0
+        self._folder, self._act, self._number = folder, act, 0
 
     def count(self, what: str) -> None:
         """One more."""
@@ -153,7 +153,7 @@ class Changes:
 
         def sync(descriptor: int) -> None:
             path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-            if path.startswith(self._folder):
+            if self._is_inside(path):
                 self.count(f"sync {_shown(path)}")
             fsync(descriptor)
 
@@ -165,14 +165,18 @@ class Changes:
             path, _, flags = arguments
             if not (isinstance(path, str) and flags & (os.O_WRONLY | os.O_RDWR)):
                 return
-        elif event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir"):
-            path = os.fsdecode(arguments[0])
+        elif event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"):
+            path = arguments[0]
+            path = str(Path(f"/proc/self/fd/{path}").readlink()) if isinstance(path, int) else os.fsdecode(path)
             if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:  # relative to an open folder
                 path = str(Path(f"/proc/self/fd/{arguments[1]}").readlink() / path)
         else:
             return
-        if str(Path(path).absolute()).startswith(self._folder):
+        if self._is_inside(path):
             self.count(f"{event} {_shown(path)}")
+
+    def _is_inside(self, path: str) -> bool:
+        return Path(path).absolute().is_relative_to(self._folder)
 
 
 def counting_changes(folder: Path, log: Path) -> Fault:

@@ -107,7 +107,7 @@ def test_best_checkpoint_that_is_damaged_is_told_and_not_taken(tmp_path: Path) -
     damage(output / "checkpoints" / f"step-{best:08d}")
     end = go(tmp_path, *GETS_WORSE)
     assert end.status == EXIT_DONE, end.said
-    assert f"the checkpoint of the best step, {best}, cannot be used (model-00000.safetensors was altered)" in end.said
+    assert f"the best checkpoint, of step {best}, cannot be used (model-00000.safetensors was altered)" in end.said
     assert summary(output)["final_step"] == STEPS
     assert summary(output)["result"]["validation"]["loss"] == rows(output, "evaluation")[-1]["loss"]
 

@@ -27,7 +27,7 @@ from faults.injections import (
     several,
 )
 from faults.processes import FSDP2, KILLED, Ended, Fault, Job, started
-from support import checkpoint_digests, write_recipe
+from support import checkpoint_digests, final_files, log_of, write_recipe
 
 from train.checkpoint import verify
 from train.records import EXIT_DONE, EXIT_ERROR
@@ -216,3 +216,35 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
             its.assert_ended_as_the_whole(name)
             tried += 1
     assert tried >= 10
+
+
+WHOLE_RUNS = {"1 rank": ("1 rank", 1), "2 ranks": ("2 ranks", 5), "2 ranks, sharded": (SHARDED, 5)}
+"""Variants, and how many changes lie between those at which a run is killed."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "every"),
+    [("1 rank", 60), *(pytest.param(*which, marks=pytest.mark.slow) for which in WHOLE_RUNS.values())],
+)
+def test_killed_before_any_change_of_a_whole_run(tmp_path: Path, variant: str, every: int) -> None:
+    """From the lock to the summary; the first rank, which makes nearly all changes."""
+    ranks, flags, steps = (VARIANTS | VARIANTS_OF_SAVING)[variant]
+    more = ("--save_every_steps", 2, "--eval_every_steps", 2, "--save_total_limit", 1)
+    its = Runs(tmp_path, FSDP2 if variant == SHARDED else {}, ranks, (*flags, *more), steps)
+    log, tried = tmp_path / "changes", 0
+    assert [end.status for end in its.run("counted", counting_changes(tmp_path / "counted", log))] == [
+        EXIT_DONE
+    ] * ranks
+    for number in range(1, len(Path(f"{log}.0").read_text().splitlines()) + 1, every):
+        name = f"killed-{number}"
+        ended = its.run(name, on_rank(0, at_change(number, tmp_path / name)))
+        if ended[0].status == EXIT_DONE:  # now and then a run makes one change fewer
+            break
+        assert_died(ended, 0)
+        assert [end.status for end in its.run(name)] == [EXIT_DONE] * ranks
+        its.assert_ended_as_the_whole(name)
+        assert final_files(tmp_path / name) == final_files(its.whole)
+        assert log_of(tmp_path / name) == log_of(its.whole)
+        tried += 1
+    print(f"{variant}: {tried} kills")
+    assert tried >= 3

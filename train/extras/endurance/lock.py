@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import time
 from pathlib import Path
 from typing import IO
 
@@ -33,11 +34,11 @@ def lock(folder: Path) -> IO[str] | None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        holder = file.read() or "another process"
         file.close()
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return None
+        time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
+        holder = (folder / NAME).read_text(encoding="utf-8") or "another process"
         raise UserError(
             f"{folder} is in use by {holder}. Wait for it, stop it, or give another --output_dir."
         ) from None

@@ -1,0 +1,62 @@
+"""The same command started twice at the same moment: one trains, the other says who does, and nothing is harmed."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.injections import at_step
+from faults.processes import Fault, run, start
+from support import checkpoint_digests, final_files, log_of, write_recipe
+
+from train.records import EXIT_DONE, EXIT_ERROR
+
+STEPS = 6
+SECONDS_TO_START = 0.3
+
+
+def begin_at(moment: float) -> Fault:
+    """Waits until then."""
+    return partial(_begin_at, moment)
+
+
+def _begin_at(moment: float, rank: int) -> None:
+    time.sleep(max(0.0, moment - time.time()))
+
+
+def start_twice(its: tuple[Any, ...], folder: Path) -> None:
+    """Starts a command twice, and looks at what the processes say."""
+    fault = begin_at(time.time() + SECONDS_TO_START)
+    jobs = [start(its, folder / f"logs-{number}", fault=fault) for number in range(2)]
+    pids = [job.processes[0].pid for job in jobs]
+    ended = [job.end()[0] for job in jobs]
+    said, statuses = [end.said for end in ended], [end.status for end in ended]
+    assert EXIT_DONE in statuses, said
+    other = 1 - statuses.index(EXIT_DONE)
+    if statuses[other] == EXIT_DONE:  # on a busy machine one may begin when the other has ended
+        assert sum("nothing to do: " in text for text in said) == 1, said
+        return
+    assert statuses[other] == EXIT_ERROR, said
+    assert f"run is in use by process {pids[1 - other]} on " in said[other], said
+    assert "Traceback" not in said[other] and "step 2:" not in said[other], said
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.slow)])
+def test_started_twice_at_once(tmp_path: Path, times: int) -> None:
+    """In a new folder, and in that of a run which was killed, whose name is still in the lock."""
+    flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2, "--eval_every_steps", 2)
+    whole = tmp_path / "whole" / "run"
+    assert run((*flags, "--output_dir", whole), tmp_path / "logs")[0].status == EXIT_DONE
+    for number in range(times):
+        for was_killed in (False, True):
+            folder = tmp_path / f"{number}-{was_killed}"
+            its = (*flags, "--output_dir", folder / "run")
+            if was_killed:
+                run(its, tmp_path / "logs", fault=at_step(3, "begin"))
+            start_twice(its, folder)
+            assert checkpoint_digests(folder / "run", STEPS) == checkpoint_digests(whole, STEPS)
+            assert final_files(folder / "run") == final_files(whole)
+            assert log_of(folder / "run") == log_of(whole)
