@@ -62,6 +62,13 @@ def changed_config(config: Config, changes: Mapping[str, Any]) -> Config:
     return changed
 
 
+def global_batch_of(config: Config) -> int:
+    """Examples of an optimizer step of one process."""
+    from train.batching import arithmetic_of
+
+    return arithmetic_of(config, 1).global_batch_size
+
+
 def is_classifier(config: Config) -> bool:
     """Whether the task of ``config`` has classes of its own, not those of a vocabulary.
 

@@ -470,7 +470,7 @@ def test_vocabulary_without_data(tmp_path: Path) -> None:
     config = replace(question().config, architecture=stored)
     assert vocabulary_size(config) == 1234 and position_limit(config) == 777
     missing = replace(config, architecture=replace(stored, model=str(tmp_path / "nothing")))
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="no such folder"):
         vocabulary_size(missing)
 
 

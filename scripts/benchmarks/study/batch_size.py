@@ -19,7 +19,6 @@ from scripts.benchmarks import building
 from scripts.benchmarks.study.charts import COLOURS, drawn_svg
 from scripts.benchmarks.study.curves import write
 from scripts.benchmarks.study.trials import DONE, Outcome, Trial, conducted, interval, outcomes_of, parser_of, reached
-from train.batching import arithmetic_of
 from train.extras.report.charts import Chart
 from train.figures import count, duration, gib
 from train.records import UsageError
@@ -52,7 +51,7 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
         UsageError: the recipe counts epochs, or a size does not divide its examples.
     """
     config = building.parsed_config(words)
-    reference, steps = arithmetic_of(config, 1).global_batch_size, config.optimization.max_steps
+    reference, steps = building.global_batch_of(config), config.optimization.max_steps
     if steps is None:
         raise UsageError("batch_size: give --max_steps, the steps of the recipe's own batch.")
     cells: dict[str, tuple[str, ...]] = {}
@@ -73,7 +72,7 @@ def flags_of(config: Config, size: int, examples: int, scaling: str) -> tuple[st
     optim = config.optimization
     if size < 1 or examples % size:
         raise UsageError(f"--sizes: {size} does not divide the {examples:,} examples of a run.")
-    steps, own = examples // size, arithmetic_of(config, 1).global_batch_size
+    steps, own = examples // size, building.global_batch_of(config)
     warmup = [f"--warmup_steps={optim.warmup_steps * own // size}"] if optim.warmup_steps is not None else []
     return (
         *warmup,  # a ratio stays one
