@@ -96,8 +96,9 @@ class Outputs:
         aside = self.folder / f"previous-{number}"
         for path in paths:
             to = aside / path.relative_to(self.folder)
-            to.parent.mkdir(parents=True, exist_ok=True)
+            figures.make_folder(to.parent)
             path.rename(to)
+            figures.sync(to.parent)
         return aside
 
     def resume(self, state: TrainingState, best_of: str) -> Progress:
