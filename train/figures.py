@@ -131,8 +131,7 @@ def lock(path: Path) -> IO[str] | None:
             "another --output_dir."
         ) from None
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
+    print(f"process {os.getpid()} on {platform.node()}", end="", file=file, flush=True)
     return file
 
 
