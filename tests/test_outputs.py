@@ -238,6 +238,26 @@ def test_exit_hooks_run_with_several_ranks_too() -> None:
     assert (done.returncode, done.stdout.count("hook ran")) == (EXIT_USAGE, 1), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("resume", "into"), [("never", {"previous-1"}), ("STEP 2", {"previous-1", "previous-1/checkpoints"})]
+)
+def test_what_is_moved_aside_is_on_the_disk(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, into: set[str]
+) -> None:
+    """A file system that keeps what was taken from one folder and loses what was put into another would lose it."""
+    run, fsync, synced = again(whole, tmp_path), os.fsync, set()
+
+    def keep(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", keep)
+    from_step = str(run / "checkpoints" / "step-00000002")
+    assert train(tmp_path, "--resume", resume.replace("STEP 2", from_step)) == EXIT_DONE
+    assert list((run / "previous-1").rglob("step-00000004")) != []
+    assert {run / name for name in into} <= synced
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.2])
 def test_a_locked_folder_names_who_has_it(tmp_path: Path, seconds: float) -> None:
     """Not the run before, which was killed, even if both were started at the same moment."""

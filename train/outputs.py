@@ -82,8 +82,9 @@ class Outputs:
         aside = self.folder / f"previous-{number}"
         for path in paths:
             to = aside / path.relative_to(self.folder)
-            to.parent.mkdir(parents=True, exist_ok=True)
+            figures.make_folder(to.parent)
             path.rename(to)
+            figures.sync(to.parent)
         return aside
 
     def resume(self, state: TrainingState, best_of: str) -> Progress:
@@ -278,13 +279,9 @@ class Outputs:
         """Writes ``summary.json``, with the digests of ``final/``, and says the last lines a person sees."""
         self._sync_rows()
         if self.is_main:
-            if self._unwritten:
-                figures.append(self.metrics, self._unwritten)
-            paths = sorted(self.final.rglob("*"))
-            for path in (*paths, self.final):  # extras have added to it
-                figures.sync(path)
-            digested = [path for path in paths if path.is_file() and path.suffix != ".md"]  # people edit the model card
-            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in digested}
+            figures.append(self.metrics, self._unwritten)
+            paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
+            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
             whole = figures.to_json({**summary, "final_files": files}, indent=2) + "\n"
             figures.write_whole(self.folder / "summary.json", whole)
         for split, metrics in summary["result"].items():

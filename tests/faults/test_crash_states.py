@@ -78,8 +78,6 @@ class Crashes:
                 return list(self._problems(state, outputs))
             except Exception as error:
                 return [f"{type(error).__name__}: {error}"]
-            finally:
-                outputs.close()
 
     def _problems(self, state: State, outputs: Outputs) -> Iterator[str]:
         outputs.prepare()

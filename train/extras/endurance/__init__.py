@@ -218,7 +218,7 @@ class Room(Extra):
         return self._watch is None or self._watch.confirms_stop()
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """Of a disk that takes nothing more; empty where a rank is no longer there, of which one rank has then told."""
+        """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
         if self._config is None or not isinstance(error, OSError) or error.errno not in NOT_WRITABLE:

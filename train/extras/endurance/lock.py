@@ -22,7 +22,7 @@ WITHOUT = "output_dir: this file system has no locks. Take care that no other ru
 
 
 def lock(folder: Path) -> IO[str] | None:
-    """Locks ``folder`` until the file returned is closed or the process ends; None: there are no locks here.
+    """Locks ``folder`` until the file returned is closed or the process ends; None where the file system cannot lock.
 
     It is a POSIX lock, which NFS has too (not run there).
 

@@ -274,7 +274,7 @@ class RankWatch:
             os._exit(EXIT_ERROR)
 
     def _conclude(self, store: Store, is_stopping: bool = False) -> bool:
-        """Calls the roll and has one rank tell what it gave; whether some rank is no longer there."""
+        """Calls the roll and has one rank tell what it gave; whether some rank is gone."""
         with self._lock:
             if self._has_concluded:
                 return True

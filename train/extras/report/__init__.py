@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import option
 from train.extras import Extra
-from train.figures import without_secrets
+from train.figures import without_secrets, write_whole
 from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Room(Extra):
         sample = _sample(run, parts) if run.launch.has_whole_weights else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
-        (outputs.final / "README.md").write_text(model_card(run.config, task, summary), encoding="utf-8")
+        write_whole(outputs.final / "README.md", model_card(run.config, task, summary))
         if own.push_to_hub:
             _push(run, str(own.hub_model_id))
         outputs.say(f"report: {write_report(run.config, task, summary, sample)}")
