@@ -62,7 +62,7 @@ def test_the_core_grows_no_larger() -> None:
 
 
 def test_the_product_grows_no_larger() -> None:
-    """The goal is 16000 lines; this limit goes down with what is reached. It went up once, for runs that lose nothing."""
+    """The goal is 16000 lines; this limit goes down with what is reached. It went up once: runs lose nothing now."""
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh")]
     sizes = [len(lines(name)) for name in FILES] + [len(path.read_text().splitlines()) for path in scripts]
     assert sum(sizes) <= 17765
