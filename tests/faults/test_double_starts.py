@@ -44,7 +44,7 @@ def start_twice(its: tuple[Any, ...], folder: Path) -> None:
     assert "Traceback" not in said[other] and "step 2:" not in said[other], said
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, *(pytest.param(10, marks=pytest.mark.slow, id=f"more {n}") for n in range(5))])
 def test_started_twice_at_once(tmp_path: Path, times: int) -> None:
     """In a new folder, and in that of a run which was killed, whose name is still in the lock."""
     flags = ("--config", write_recipe(tmp_path), "--save_every_steps", 2, "--eval_every_steps", 2)
