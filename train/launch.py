@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.figures import several
 from train.records import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -275,7 +274,7 @@ def describe_device(accelerator: Any, launch: Launch) -> str:
 
     device, arithmetic = accelerator.device, arithmetic_in_use(accelerator)
     parts = [f"{accelerator.num_processes} × {device_name(device)}"]
-    parts += [f"{several(torch.get_num_threads(), 'thread')} each"] * (device.type == "cpu")
+    parts += [f"{(threads := torch.get_num_threads())} thread{'s' * (threads > 1)} each"] * (device.type == "cpu")
     parts += [str(launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]
     shown = {"no": "fp32", "tf32": "fp32 (products in TF32)"}.get(arithmetic, arithmetic)
     return f"device: {', '.join(filter(None, parts))}, precision {shown}"
