@@ -15,5 +15,5 @@ $bin/ruff check .
 $bin/ruff format --check .
 $bin/basedpyright --level error --pythonpath $bin/python & # next to the tests, which often wait
 types=$!
-$bin/python -m pytest -n 3 --dist loadfile "$@"
+$bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
 wait $types

@@ -19,6 +19,12 @@ LLAMA = (
     "  {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
     "num_key_value_heads: 2, tie_word_embeddings: true}"
 )
+LONG = ("faults", "scripts", "extras/endurance", "extras/parallelism")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few tests that take long come first, so that no process is left with them at the end."""
+    items.sort(key=lambda item: not str(item.path.relative_to(ROOT / "tests")).startswith(LONG))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -238,6 +238,7 @@ def _child(work: Work, variables: dict[str, str], log: Path, rank: int) -> None:
         os.dup2(descriptor, standard)
     os.environ.update(variables)
     multiprocessing.set_start_method("fork", force=True)  # as it is in a process that nobody has forked
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     status = 70
     try:
         status = work(rank)
