@@ -41,7 +41,7 @@ DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
 DTYPES |= {getattr(torch, f"{u}int{bits}"): f"{u or 'i'}{bits}".upper() for u in ("u", "") for bits in (8, 16, 32, 64)}
 """As safetensors calls them."""
 # What reading files raises that hold something else than they should.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
 """Bytes and digest by file; and by section and tensor its shape and where the block lies."""
 
@@ -180,7 +180,7 @@ def verify(checkpoint: Path) -> str | None:
             return f"it is the checkpoint of step {manifest['step']}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         return f"{MANIFEST} or {INDEX} cannot be read ({type(error).__name__})"
     return None
 
@@ -216,9 +216,9 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    found = hashlib.sha256()
+def digest(path: Path, kind: Callable[[], Any] = hashlib.sha256) -> str:
+    """SHA-256 of a file, or a digest of another kind."""
+    found = kind()
     with path.open("rb") as file:
         while block := file.read(2**22):
             found.update(block)
@@ -312,9 +312,8 @@ def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Seq
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Has a folder on the disk, and then gives it its name, in place of an old one."""
-    for path in (*partial.rglob("*"), partial):
-        sync(path)
+    """Gives a folder, whose files are on the disk, its name, in place of an old one."""
+    sync(partial)
     if final.exists():  # the same step again: after a run that stopped right here
         remove(final)
     partial.rename(final)

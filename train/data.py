@@ -67,7 +67,7 @@ def prepare_data(run: Run) -> PreparedData:
     task.check_tokenizer(tokenizer)
     fitting_config(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
 
-    examples = tokenize(corpus, task, tokenizer, lambda *of: run.extras.first("cached", *of) or of[1]())
+    examples = tokenize(corpus, task, tokenizer, run.extras.cached)
     task.check_metrics(examples.label_names)
     run.outputs.note(f"tokenizer: {spec}, {len(tokenizer):,} entries; {_sizes(examples, 'examples')}")
     collate = partial(task.collate, pad_id=pad_token_id(tokenizer))

@@ -202,7 +202,7 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # gloo's threads now and then abort the process while the interpreter winds down
+        # gloo's threads now and then abort the process while the interpreter winds down. Trackers end at exit.
         atexit._run_exitfuncs()
         os._exit(status)
     sys.exit(status)

@@ -252,18 +252,17 @@ class Outputs:
         self.say(f"stopped by {received or 'a signal to another process'} {where}: {again}.")
 
     def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``final/``: weights, configuration and tokenizer, as ``from_pretrained`` wants them; called by all ranks.
-
-        It appears when it is complete, in place of an earlier one.
-        """
+        """Makes ``final/`` for ``from_pretrained``; it appears whole, in place of an earlier one. By all ranks."""
         partial = self.folder / f"{checkpoint.PARTIAL}final"
         if self.is_main:
             checkpoint.make_empty(partial)
         state.save_pretrained(partial, keep=self.is_main)
         if self.is_main:
             tokenizer.save_pretrained(partial)
-            for path in filter(Path.is_file, partial.rglob("*")):  # safetensors lets nobody else read what it writes
-                path.chmod((self.folder / "config.yaml").stat().st_mode)
+            for path in partial.rglob("*"):
+                if path.is_file():  # safetensors lets nobody else read what it writes
+                    path.chmod((self.folder / "config.yaml").stat().st_mode)
+                figures.sync(path)
             checkpoint.put_in_place(partial, self.final)
 
     def load_best(self, state: TrainingState, step: int) -> bool:

@@ -246,6 +246,11 @@ class Extras:
             return self._stepping[0](micro_batches)
         return self.inside("stepping", micro_batches) if self._stepping else nullcontext()
 
+    def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset:
+        """What ``make`` gives, checked by an extra if one does."""
+        found = self.first("cached", cache, make)
+        return make() if found is None else found
+
     def mark(self, phase: str) -> None:
         """Tells each extra that a phase of the step begins."""
         for call in self._marks:
