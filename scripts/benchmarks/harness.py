@@ -109,6 +109,21 @@ def finish(options: Options, found: dict[str, Any], page: Callable[[dict[str, An
         write_page(path, page(found))
 
 
+def exit_status(action: Callable[[], None]) -> int:
+    """Does something that can be continued, and says what stops it; the status (see ``train.records``)."""
+    from train.records import EXIT_DONE, EXIT_INTERRUPTED, UserError
+
+    try:
+        action()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("stopped: run the same command again to continue", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
 def prepare_environment() -> None:
     """Sets what libraries read when they are imported: no network, quiet logs, one card."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -31,7 +31,7 @@ from scripts.benchmarks.study.request import Request, job_for, pages_of, read_re
 from scripts.benchmarks.study.tables import markdown
 from train.figures import count, gib
 from train.memory.predict import Job, Prediction, Predictor
-from train.records import EXIT_DONE, UserError
+from train.records import UserError
 
 FENCE = 1.25
 """Times the limit: a CPU cell that needs so much more than was predicted is stopped by its own allocator."""
@@ -43,23 +43,19 @@ CELL_TIMEOUT = 10
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the study of the command line and returns the exit status (see ``train.records``)."""
-    words = sys.argv[1:] if arguments is None else arguments
-    try:
-        if (path := pages_of(words)) is not None:
-            folder, sweep = path.parent, sweep_from(json.loads(path.read_text(encoding="utf-8")))
-            write_pages(folder, sweep)
-        else:
-            request = read_request(words)
-            folder, sweep = request.output, run(request)
-            write_pages(folder, sweep, with_figures=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("stopped: run the same command again to continue", file=sys.stderr)
-        return 130
+    return harness.exit_status(lambda: sweep_of(sys.argv[1:] if arguments is None else arguments))
+
+
+def sweep_of(words: list[str]) -> None:
+    """Measures, or reads an earlier study, and writes the pages."""
+    if (path := pages_of(words)) is not None:
+        folder, sweep = path.parent, sweep_from(json.loads(path.read_text(encoding="utf-8")))
+        write_pages(folder, sweep)
+    else:
+        request = read_request(words)
+        folder, sweep = request.output, run(request)
+        write_pages(folder, sweep, with_figures=True)
     print(f"{folder / 'index.html'} shows the result; sweep.md and sweep.json next to it hold the figures")
-    return EXIT_DONE
 
 
 def run(request: Request) -> Sweep:

@@ -133,27 +133,20 @@ def conducted(
         trials_of: the trials that the study's own flags and those of training ask for; may raise UsageError.
         write: makes the pages in a folder of the figures.
     """
-    try:
+
+    def study() -> None:
         own, words = parser.parse_known_args(list(map(argument, arguments)))
         trials, runs = trials_of(own, words), Trials(own.output_dir, words)
         print("\n".join(runs.plan(trials)), flush=True)
-        if not own.plan:
-            outcomes = [asdict(outcome) for outcome in runs.run(trials)]
-            flags = {k: v for k, v in vars(own).items() if k not in ("output_dir", "plan")}
-            found = {
-                "title": title,
-                "command": shlex.join([parser.prog.split()[-1], *arguments]),
-                "flags": flags,
-                "outcomes": outcomes,
-            }
-            write(own.output_dir, {**harness.about(), **found})
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("stopped: run the same command again to continue", file=sys.stderr)
-        return 130
-    return EXIT_DONE
+        if own.plan:
+            return
+        outcomes = [asdict(outcome) for outcome in runs.run(trials)]
+        flags = {k: v for k, v in vars(own).items() if k not in ("output_dir", "plan")}
+        command = shlex.join([parser.prog.split()[-1], *arguments])
+        found = {"title": title, "command": command, "flags": flags, "outcomes": outcomes}
+        write(own.output_dir, {**harness.about(), **found})
+
+    return harness.exit_status(study)
 
 
 class Trials:
