@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from support import ROOT, Run, write_recipe
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test file first imports a library
+# Read when a test file first imports a library:
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait would take the cores that other tests need
 # Scripts that tests start import from test files, which lie in folders like those of what they test.
 _FOLDERS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts})
 os.environ["PYTHONPATH"] = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])

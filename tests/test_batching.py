@@ -27,6 +27,16 @@ from train.extras.readers.stream import StreamBatches
 from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError
 from train.tasks import load_task
 
+
+def test_batch_stays_in_ordinary_memory_where_none_can_be_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    batch = MicroBatch({"input_ids": torch.ones(2, 3)}, torch.ones(2, 3), 6, (0, 1), 6)
+    assert batch.pin_memory() is batch
+
+
 COLLATE = partial(load_task("causal_lm")(Config()).collate, pad_id=1)
 LOADING = Loading(COLLATE)
 COUNT = 29

@@ -20,7 +20,7 @@ from test_main import STEPS
 from torch import Tensor
 
 from train.figures import read_metrics
-from train.records import EXIT_DONE
+from train.records import EXIT_DONE, EXIT_ERROR
 
 pytestmark = pytest.mark.distributed
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -120,6 +120,50 @@ def test_parameters_that_no_step_uses_do_not_keep_ranks_waiting(recipe: Path, tm
     assert "DDP looks for parameters without a gradient in each step: 2 tensors get no gradient" in done.stdout
     weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
     assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
+
+
+SOMETIMES = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head, self.second = nn.Embedding(300, 8), nn.Linear(8, 300), nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, input_ids, attention_mask=None):
+        self.calls += self.training
+        hidden = self.embedding(input_ids)
+        return {"logits": self.head(hidden if self.calls == 3 else hidden + self.second(hidden))}
+
+def build():
+    return Model()
+"""
+
+
+@pytest.mark.parametrize(
+    ("save_every_steps", "asked", "said", "newest"),
+    [
+        (1, False, "a step left parameters without a gradient (--find_unused_parameters)", 2),
+        (2, False, "a step left parameters without a gradient, which DDP waits for", 2),
+        (1, True, "", 4),
+    ],
+    ids=["seen before a save", "seen by DDP", "waited for"],
+)
+def test_parameters_that_some_steps_do_not_use_are_said_or_waited_for(
+    recipe: Path, tmp_path: Path, save_every_steps: int, asked: bool, said: str, newest: int
+) -> None:
+    model = tmp_path / "sometimes.py"
+    model.write_text(SOMETIMES)
+    flags = ["--model", f"{model}:build", "--model_config", "None", "--tokenizer", "bytes", "--rehearse", "False"]
+    flags += ["--max_steps", 4, "--num_epochs", "None", "--gradient_accumulation_steps", 1]
+    flags += ["--save_every_steps", save_every_steps, "--find_unused_parameters", asked]
+    words = ("train/main.py", "--config", recipe, "--output_dir", tmp_path / "run", *flags)
+    done = forked(*words, env=ENVIRONMENT)
+    assert done.returncode == (EXIT_DONE if asked else EXIT_ERROR), done.stderr[-3000:]
+    assert said in done.stderr and "Traceback" not in done.stderr
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept[-1] == f"step-{newest:08d}"  # the third update differs, unless it was waited for
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,9 @@ from train.config import Config
 from train.data import PreparedData
 from train.evaluation import Evaluator
 from train.launch import Launch
-from train.loss import ModelWithLoss
+from train.loss import ModelWithLoss, Scores
 from train.model import build_model
-from train.records import IGNORE, Corpus, UserError
+from train.records import IGNORE, Corpus, MicroBatch, UserError
 from train.step import Engine
 from train.tasks import load_task, pad_token_id, tokenize
 from train.tasks.sequence_classification import class_metrics
@@ -312,3 +313,16 @@ def test_class_metrics_are_refused_where_there_are_no_classes(metric_folder: str
     config = configured("causal_lm", metrics=(metric_folder,))
     with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
         prepared_data(config, TEXTS)
+
+
+def test_counts_are_exact_where_a_task_gives_losses_in_half_precision() -> None:
+    length = 1001  # which bf16 rounds to 1000
+    labels = torch.full((1, length), 4097)
+    scores = Scores(torch.ones(1, dtype=torch.bfloat16), labels.clone())
+    batch = MicroBatch({"input_ids": labels}, labels, length, (7,), length)
+    extras = SimpleNamespace(inside=lambda *_: nullcontext())
+    run: Any = SimpleNamespace(extras=extras, accelerator=SimpleNamespace(device=torch.device("cpu")))
+    engine: Any = SimpleNamespace(share=nullcontext)
+    model: Any = lambda inputs, labels, scored: scores  # noqa: E731
+    data: Any = None
+    assert Evaluator(run, model, engine, data).score(batch) == [(7, 1.0, length, length, 4097, 4097)]

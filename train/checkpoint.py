@@ -119,7 +119,7 @@ class StoredBlocks:
             if file not in self._files:
                 self._files[file] = safe_open(str(self._folder / file), framework="pt")
             if list(offsets) == begins and list(shape) == sizes:
-                return self._files[file].get_tensor(name)
+                return self._files[file].get_tensor(name).clone()  # as a view it would keep the file in use
             first, last = np.maximum(offsets, begins), np.minimum(np.add(offsets, shape), np.add(begins, sizes))
             if (first < last).all():
                 there = tuple(map(slice, (first - begins).tolist(), (last - begins).tolist()))
@@ -225,23 +225,31 @@ def digest(path: Path, kind: Callable[[], Any] = hashlib.sha256) -> str:
     return found.hexdigest()
 
 
-def write(folder: Path, state: TrainingState, progress: Progress, accelerator: Accelerator) -> None:
+def write(
+    folder: Path,
+    state: TrainingState,
+    progress: Progress,
+    accelerator: Accelerator,
+    approve: Callable[[], object] = lambda: None,
+) -> None:
     """Writes the checkpoint ``folder/step-NNNNNNNN``; it appears only when it is complete. Called by all ranks.
 
     Raises:
-        UserError: on every rank, if one of them could not write its part; earlier checkpoints are untouched then.
+        UserError: on every rank, if one could not write its part, or what ``approve`` raises, which all ranks call
+            when the parts are on the disk; earlier checkpoints are untouched then.
     """
     final, rank = folder / f"step-{progress.step:08d}", accelerator.process_index
     partial = folder / f"{PARTIAL}{final.name}"
     try:
         together(accelerator, lambda: make_empty(partial), rank == 0)
         written = together(accelerator, lambda: write_parts(partial, state.parts(rank), rank))
+        approve()
         values = values_of(state, progress)
         together(accelerator, lambda: complete(partial, final, values, written), rank == 0)
-    except OSError as error:
+    except (OSError, UserError) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        raise refusal(final, error) from None
+        raise (refusal(final, error) if isinstance(error, OSError) else error) from None
 
 
 def together(accelerator: Accelerator, action: Callable[[], Any], acts: bool = True) -> list[Any]:

@@ -77,6 +77,11 @@ class Architecture:
         """What messages call the model."""
         return self.model or str((self.model_config or {}).get("model_type"))
 
+    @property
+    def is_function(self) -> bool:
+        r"""Whether ``model`` is module:function. A folder, too, may have a colon in its name: ``C:\models\qwen``."""
+        return self.model is not None and ":" in self.model and not Path(self.model).exists()
+
 
 @dataclass(frozen=True)
 class Optimization:
@@ -359,7 +364,7 @@ def check(config: Config) -> None:
         raise UsageError("model and model_config both name a model: give one of them.")
     if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
-    if data.tokenizer is None and (model.model is None or ":" in model.model):
+    if data.tokenizer is None and (model.model is None or model.is_function):
         raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
     if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
         raise UsageError(f"output_dir: {output.output_dir!r} leads outside its folder: write the path without '..'.")

@@ -43,7 +43,8 @@ class PreparedData:
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split."""
-        optim, asked, copies = run.config.optimization, run.config.output.eval_batch_size, run.launch.evaluation_copies
+        optim, asked = run.config.optimization, run.config.output.eval_batch_size
+        copies = run.launch.tp_size * run.launch.cp_size  # with Ulysses each rank evaluates whole sequences
         size = asked or optim.micro_batch_size
         assert size != "auto"  # a number was chosen before anything is evaluated
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // copies)

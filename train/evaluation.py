@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from train.loss import Scores
+from train.loss import Scores, wide_dtype
 from train.optim import peak_learning_rate
 from train.records import IGNORE, BatchArithmetic, Evaluation, MicroBatch, Progress, Run, UserError, exchange
 
@@ -32,7 +32,8 @@ class Goal:
     peak_learning_rate: float
     metric: str
     greater_is_better: bool
-    best_of: str = ""  # the metric and a digest of the validation data: a best by anything else does not count
+    best_of: str = ""  # the metric and the data: a best by anything else does not count
+    data: str = ""  # a digest of the validation data
 
 
 def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic) -> Goal:
@@ -42,7 +43,7 @@ def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmeti
     grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
     total_steps = optim.max_steps or (optim.num_epochs or 1) * (steps_per_epoch or 1)
     peak = peak_learning_rate(optim, arithmetic.global_batch_size)
-    return Goal(total_steps, peak, metric, grows, best_of=f"{metric} on data {data.validation_digest}")
+    return Goal(total_steps, peak, metric, grows, f"{metric} on data {data.validation_digest}", data.validation_digest)
 
 
 class Evaluator:
@@ -53,7 +54,8 @@ class Evaluator:
 
     def validation(self, step: int) -> Evaluation:
         """Metrics on the validation split, the same on every rank."""
-        return self.split("validation", self._data.examples.validation, step)
+        found = self.split("validation", self._data.examples.validation, step)
+        return replace(found, data=self._data.validation_digest)
 
     def split(self, name: str, examples: datasets.Dataset, step: int) -> Evaluation:
         """Metrics of one pass over ``examples``, each counted once, the same on every rank."""
@@ -74,9 +76,10 @@ class Evaluator:
             scores: Scores = self._model(part.inputs, part.labels, scored=True)
             targets = part.labels != IGNORE
             correct = (scores.predictions == part.labels) & targets
-            sums = [t.reshape(len(targets), -1).sum(1).double() for t in (scores.loss_sums, targets, correct)]
-            first = [t.reshape(len(targets), -1)[:, 0].double() for t in (scores.predictions, part.labels)]
-            rows = torch.stack(sums + first, dim=1).tolist()
+            sums = [t.reshape(len(targets), -1).sum(1) for t in (scores.loss_sums, targets, correct)]
+            first = [t.reshape(len(targets), -1)[:, 0] for t in (scores.predictions, part.labels)]
+            # In fp32, which counts to 16 million (MPS has no fp64), or in fp64 if the losses are.
+            rows = torch.stack([t.to(wide_dtype(scores.loss_sums.dtype)) for t in sums + first], dim=1).tolist()
         # A batch that only keeps ranks in step has no ids.
         return [(example, *row) for example, row in zip(part.example_ids, rows, strict=False)]
 

@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces ``path`` in one move: readers see the old text or the new, never half; raises UserError on failure."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.partial")  # the same name each time: what a killed run left is replaced
     with writable(path):
         try:
             with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
@@ -91,9 +91,10 @@ def make_folder(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Has the system put a file, or the names in a folder, on the disk."""
-    if path.is_dir() and os.name == "nt":
+    is_windows = not hasattr(os, "O_DIRECTORY")  # which opens no folders, and syncs no files that are open to be read
+    if is_windows and path.is_dir():
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:  # FUSE and CIFS do so for files alone

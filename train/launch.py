@@ -9,8 +9,6 @@ import ctypes
 import math
 import os
 import platform
-import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,11 +41,6 @@ class Launch:
     def copies(self) -> int:
         """Ranks that are handed the same examples; neighbours."""
         return self.tp_size * self.cp_size * self.sp_size
-
-    @property
-    def evaluation_copies(self) -> int:
-        """Ranks that are handed the same examples to evaluate: with Ulysses each evaluates whole sequences."""
-        return self.tp_size * self.cp_size
 
     @property
     def dp_size(self) -> int:
@@ -133,12 +126,10 @@ def settle_precision(launch: Launch, config: Config, device: torch.device) -> tu
 
     ``accelerate launch`` says "no" where nobody chose, so its "no" is not a choice. DeepSpeed has settings of its own.
     """
-    import torch
-
     asked = config.optimization.mixed_precision
     is_open = asked is None and launch.precision == "no" and config.architecture.dtype == "float32"
     if is_open and device.type == "cuda" and launch.engine != "deepspeed":
-        found = automatic_precision(launch, config, torch.cuda.is_bf16_supported(including_emulation=False))
+        found = automatic_precision(launch, config, has_bf16(device))
     else:
         found = resolve_precision(asked or launch.precision, device)
     return replace(launch, precision=found[0]), found[1]
@@ -159,15 +150,22 @@ def resolve_precision(asked: str, device: torch.device) -> tuple[str, str | None
 
     accelerate itself would run fp32 on a CPU and still call it fp16. Raises UsageError if the device cannot do bf16.
     """
+    if asked == "bf16" and device.type in ("cuda", "mps") and not has_bf16(device):
+        raise UsageError(f"mixed_precision: {device_name(device)} has no bf16. Use fp16.")
+    if asked != "fp16" or device.type != "cpu":
+        return asked, None
+    if cpu_has_fast_bf16():
+        return "bf16", "precision: bf16 (this CPU has no fast fp16, but fast bf16)"
+    return "no", "precision: fp32 (this CPU has no fast fp16 or bf16)"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a card multiplies bf16 in hardware; Metal does from macOS 14 on."""
     import torch
 
-    if asked == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UsageError(f"mixed_precision: {torch.cuda.get_device_name()} has no bf16. Use fp16.")
-    if asked != "fp16" or device.type not in ("cpu", "mps"):
-        return asked, None
-    if device.type == "cpu" and cpu_has_fast_bf16():
-        return "bf16", "precision: bf16 (this CPU has no fast fp16, but fast bf16)"
-    return "no", f"precision: fp32 (this {device.type.upper()} has no fast fp16 or bf16)"
+    if device.type == "mps":
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def cpu_has_fast_bf16() -> bool:
@@ -285,12 +283,3 @@ def device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The highest use so far: by CUDA's own counter, or the largest resident set of the process."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

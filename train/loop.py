@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from train.evaluation import Goal, after_evaluation
-from train.launch import peak_bytes
 from train.optim import learning_rate_at, set_learning_rate
 from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, UserError, exchange
 from train.step import seed_step
@@ -83,8 +82,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
                 with run.extras.stepping(micro_batches):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
-                # Nothing of the steps before is lost.
-                if error.weights_intact and progress.step > saved:
+                if error.weights_intact and progress.step > saved:  # nothing of the steps before is lost
                     save(run, parts, progress, loss_sum, wait=True)
                 raise
             progress = advance(progress, outcome, time.perf_counter() - started)
@@ -112,11 +110,10 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             if saved != progress.step and (done or progress.best_step == progress.step):
                 progress = save(run, parts, progress, loss_sum, wait=done)
                 saved = progress.step
-            elif progress.evaluated_step == progress.step:
-                run.outputs.keep_evaluated(progress)
-            # Evaluating and saving are not training: their time does not count.
-            started = time.perf_counter()
+            started = time.perf_counter()  # evaluating and saving do not count as training
             if done or ends:
+                if not done:  # before the processes that load batches end, for which a launcher may not wait
+                    run.outputs.stopped(run.stop.received, progress.step)
                 return progress
         if progress.step_in_epoch == 0:
             raise UserError("the training data gave no batch in a whole epoch: it is empty.")
@@ -202,7 +199,6 @@ def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any])
         "nonfinite_steps": progress.nonfinite_steps,
         "tokens_per_second": sums.tokens / sums.seconds,
         "seconds_per_step": sums.seconds / sums.steps,
-        "peak_allocated_bytes": peak_bytes(run.accelerator.device),
         "padding_share": 1 - sums.tokens / sums.positions,
         "loss_scale": scaler.get_scale() if scaler is not None else None,
         "tokens_seen": progress.tokens_seen,

@@ -21,7 +21,6 @@ from train.figures import show_error
 from train.launch import Launch, check_launch, read_launch
 from train.records import (
     EXIT_DONE,
-    EXIT_ERROR,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
     EXIT_USAGE,
@@ -106,19 +105,16 @@ def train(run: Run) -> int:
     parts = Parts(data, batches, arithmetic, model, sizes, optimizer, engine, state, evaluator, goal)
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
-    progress = outputs.resume(state, goal.best_of)
+    progress = outputs.resume(state, goal)
     if is_done(run, goal, progress) and outputs.is_written(progress, goal.total_steps):
         return EXIT_DONE
     outputs.begin(goal.total_steps, progress)
     joined.each("starting", run, parts)
     progress = fit(run, parts, progress)
     outputs.bar.close()
-    if not is_done(run, goal, progress):
-        outputs.stopped(run.stop.received, progress.step)
-        return EXIT_STOPPED
 
     # Finish: final/ for from_pretrained, the summary, and what extras make of them.
-    return finish(run, parts, progress)
+    return finish(run, parts, progress) if is_done(run, goal, progress) else EXIT_STOPPED
 
 
 def finish(run: Run, parts: Parts, progress: Progress) -> int:
@@ -127,7 +123,7 @@ def finish(run: Run, parts: Parts, progress: Progress) -> int:
     best = progress.best_step if run.config.output.load_best_model_at_end else None
     if best and outputs.load_best(parts.state, best):
         step = best
-    parts.state.refuse_nonfinite(run, progress)
+    run.extras.each("finishing", run, parts.state, progress)
     outputs.finishing = "the last evaluation"
     evaluations = [outputs.validations.get(step) or parts.evaluator.validation(step)]
     if data.examples.test is not None:
@@ -148,9 +144,7 @@ def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: 
         run = start(config, launch, joined, stop)
         return train(run)
     except StopAtOnce:
-        # While data is prepared there is nothing to save. The signal may also mean that another rank has failed.
-        if run is None or not all(joined.each("confirms_stop")):
-            return EXIT_ERROR
+        assert run is not None  # its data was being prepared, so there is nothing to save
         run.outputs.stopped(stop.received, None)
         return EXIT_STOPPED
     except Exception as error:
@@ -198,6 +192,8 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
 
 
 if __name__ == "__main__":
+    for stream in sys.stdout, sys.stderr:  # where Windows writes to a file, it may lack a character of a model's text
+        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +117,7 @@ def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[Pr
     own, max_length, config = run.config.architecture, run.config.data.max_length, None
     if own.model is None:
         config = _new_config(own, task, tokenizer, max_length)
-    elif ":" not in own.model or Path(own.model).exists():
+    elif not own.is_function:
         config = stored_config(own)
     changes = run.extras.merged("change_model_config", run, config, max_length)
     _check_fit(config, tokenizer, max_length)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from train import checkpoint, figures
 from train.config import Config, dump
-from train.launch import peak_bytes
+from train.evaluation import Goal, after_evaluation
 from train.optim import learning_rate_at, num_warmup_steps
 from train.records import Evaluation, Progress, Run, UserError
 from train.state import TrainingState
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from train.loop import Parts
-
-EVALUATED = ".evaluated.json"
 
 
 def same_command(config: Config) -> str:
@@ -87,8 +86,8 @@ class Outputs:
             figures.sync(to.parent)
         return aside
 
-    def resume(self, state: TrainingState, best_of: str) -> Progress:
-        """Restores the checkpoint that ``--resume`` means, if there is one; a best not by ``best_of`` is forgotten.
+    def resume(self, state: TrainingState, goal: Goal) -> Progress:
+        """Restores the checkpoint that ``--resume`` means, if there is one; a best by another ``goal`` is forgotten.
 
         Raises:
             UserError: the checkpoint is damaged or belongs to another run.
@@ -98,22 +97,17 @@ class Outputs:
             progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
             self._resumed_from = found.resolve()
-            progress = self.from_main(lambda: self._evaluated(progress))
-        return self.with_its_best(progress, best_of)
+        progress = self.with_its_best(progress, goal.best_of)
+        return self.from_main(lambda: self._evaluated(progress, goal)) if found is not None else progress
 
-    def keep_evaluated(self, progress: Progress) -> None:
-        """Remembers an evaluation that the checkpoint of the same step was written before."""
-        self._sync_rows()
-        if self.is_main:
-            with suppress(UserError):  # a run that resumes evaluates again
-                figures.write_whole(self.folder / EVALUATED, json.dumps(asdict(progress)))
-
-    def _evaluated(self, progress: Progress) -> Progress:
-        """``progress`` of the checkpoint that is resumed from, with the evaluation that came after it."""
-        with suppress(*checkpoint.UNREADABLE):
-            kept = Progress.of(json.loads((self.folder / EVALUATED).read_text(encoding="utf-8")))
-            if (kept.step, kept.rollbacks) == (progress.step, progress.rollbacks) and not self._is_foreign():
-                return replace(kept, step_in_epoch=progress.step_in_epoch)  # the global batch may have changed
+    def _evaluated(self, progress: Progress, goal: Goal) -> Progress:
+        """``progress`` of the checkpoint that is resumed from, with an evaluation that the log has of its step."""
+        if self._is_foreign() or progress.evaluated_step == progress.step:
+            return progress
+        for row in figures.read_metrics(self.metrics):
+            if row["step"] == progress.step and row.get("data") == goal.data:
+                found = {name: math.nan if value is None else value for name, value in row.items()}
+                return after_evaluation(progress, goal, Evaluation("validation", progress.step, found))
         return progress
 
     def _checkpoint_to_resume(self) -> Path | None:
@@ -147,7 +141,6 @@ class Outputs:
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
-        state.refuse_nonfinite(run, progress)
         self._sync_rows()
         if not any(run.extras.each("save", run, state, progress, wait)):
             checkpoint.write(self.checkpoints, state, progress, self._accelerator)
@@ -169,7 +162,7 @@ class Outputs:
             self._move_other_steps_aside(progress.step)
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
             (self.folder / "stopped.json").unlink(missing_ok=True)
-            self.bar = tqdm(total=total_steps, initial=progress.step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            self.bar = tqdm(total=total_steps, initial=progress.step, unit="step", smoothing=0.1, **_bar_size())
         self.keep_log(progress, progress.rollbacks)
 
     def keep_log(self, progress: Progress, rollbacks: float = math.inf) -> None:
@@ -233,6 +226,7 @@ class Outputs:
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
         """Records an evaluation and prints it."""
         values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
+        values |= {"data": evaluation.data} if evaluation.data else {}
         self.record(run, "evaluation", evaluation.step, values)
         self.say(f"step {evaluation.step}: {evaluation.split}: {_line_of(evaluation.metrics)}")
         if evaluation.split == "validation":
@@ -288,8 +282,8 @@ class Outputs:
         self.say(
             f"{figures.several(summary['steps'], 'step')}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
-            f"peak memory {figures.gib(summary['peak_allocated_bytes'])}, first step after "
-            f"{summary['seconds_to_first_step'] or 0:.1f} s"
+            + (f"peak memory {figures.gib(peak)}, " if (peak := summary.get("peak_allocated_bytes")) else "")
+            + f"first step after {summary['seconds_to_first_step'] or 0:.1f} s"
         )
         self.say(f"model: {self.final}   metrics: {self.metrics}")
 
@@ -339,7 +333,6 @@ class Outputs:
             "training_seconds": progress.training_seconds,
             "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
             "seconds_to_first_step": self.first_step_at and self.first_step_at - started,
-            "peak_allocated_bytes": peak_bytes(run.accelerator.device),
             **{name: getattr(progress, name) for name in ("best_step", "best_metric", "nonfinite_steps", "rollbacks")},
             "label_names": list(data.examples.label_names),
             "notes": self.notes,
@@ -378,6 +371,14 @@ class Outputs:
         except checkpoint.UNREADABLE:
             return {}
         return summary
+
+
+def _bar_size() -> dict[str, Any]:
+    """Size of a progress bar: tqdm shows none on a terminal without columns, such as a notebook's may be."""
+    with suppress(OSError, ValueError):
+        if not os.get_terminal_size(sys.stderr.fileno()).columns:
+            return {"ncols": 120, "nrows": 24}
+    return {"dynamic_ncols": True}
 
 
 def _line_of(metrics: Mapping[str, Any]) -> str:

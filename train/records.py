@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,10 +26,6 @@ EXIT_INTERRUPTED = 130  # at once, by a second interrupt; the number that shells
 
 Mark: TypeAlias = Callable[[str], None]
 """Told the name of a phase of a step as it begins: forward, backward, clip, optimizer."""
-
-
-def unmarked(phase: str) -> None:
-    """Ignores the phases."""
 
 
 class UserError(Exception):
@@ -125,20 +122,20 @@ class MicroBatch:
     @property
     def shape(self) -> tuple[int, int]:
         """(B, S)."""
-        batch_size, length = self.inputs["input_ids"].shape
-        return batch_size, length
+        return tuple(self.inputs["input_ids"].shape)
 
     def to(self, device: torch.device) -> MicroBatch:
         """This batch on ``device``; asynchronous from pinned memory."""
         return self._each(lambda value: value.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
-        """This batch in page-locked memory; called by torch's DataLoader."""
-        return self._each(lambda value: value.pin_memory())
+        """This batch in page-locked memory, or as it is if no more can be locked; called by torch's DataLoader."""
+        with suppress(RuntimeError):
+            return self._each(lambda value: value.pin_memory())
+        return self
 
     def _each(self, change: Callable[[Any], Any]) -> MicroBatch:
-        inputs = {name: change(value) for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, labels=change(self.labels))
+        return replace(self, inputs={k: change(v) for k, v in self.inputs.items()}, labels=change(self.labels))
 
 
 @dataclass(frozen=True)
@@ -222,6 +219,7 @@ class Evaluation:
     step: int
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    data: str | None = None  # a digest of the validation split
 
 
 def column(examples: datasets.Dataset, name: str) -> np.ndarray:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from train.config import to_values
 from train.figures import write_whole
-from train.records import DivergenceError, Progress, Run, UserError, exchange
+from train.records import Run, UserError
 from train.tasks import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -65,19 +65,6 @@ class TrainingState:
             if isinstance(value, Tensor)
         }
         return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
-
-    def refuse_nonfinite(self, run: Run, progress: Progress) -> None:
-        """Raises DivergenceError, on all ranks together, if a trained weight or a moment is not finite."""
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        parts = self.parts(run.accelerator.process_index)
-        held = {name: part for name, part in parts["model"].items() if name in trained} | parts["optimizer"]
-        # Looking at each element takes forty times as long as the sum, which else only an overflow makes infinite.
-        found = [n for n, p in held.items() if not p.tensor.sum().isfinite() and not p.tensor.isfinite().all()]
-        if names := list(itertools.chain(*exchange(found, run.accelerator.num_processes))):
-            what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
-            remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."
-            sound = progress.step - progress.consecutive_nonfinite_steps - 1
-            raise DivergenceError(f"{what} {remedy}", progress, sound)
 
     def values(self) -> dict[str, Any]:
         """Everything except tensors, as JSON, the same on every rank: groups, numbers of the state, loss scaler."""

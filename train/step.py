@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.records import Mark, MicroBatch, StepOutcome, UserError, unmarked
+from train.records import Mark, MicroBatch, StepOutcome, UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,7 +29,7 @@ class Engine:
     copies = 1  # ranks that are handed the same examples
     loss_share = 1.0  # of a rank's summed loss, what is its own: ranks that share tensors compute the same
 
-    def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = unmarked) -> None:
+    def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = lambda phase: None) -> None:
         self.accelerator, self.config, self.mark = accelerator, config, mark
 
     @property
@@ -105,7 +105,7 @@ def optimizer_step(
                 mark("backward")
                 engine.backward(loss * (1 + 0 * loss.detach()), scale)  # NaN if the loss is infinite: on all ranks
             # Nothing of the graph is held while the gradient is clipped and used.
-            loss_sum += loss.detach()
+            loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
             del loss, part
             if accelerator.sync_gradients:
                 mark("clip")
@@ -115,10 +115,9 @@ def optimizer_step(
                 norm, skipped = engine.update(optimizer, norm)
             # Does nothing before the last micro-batch.
             optimizer.zero_grad()
-    max_norm = engine.config.optimization.max_grad_norm
-    clipped = not skipped and max_norm is not None and norm > max_norm
+    clipped = not skipped and norm > (engine.config.optimization.max_grad_norm or math.inf)
     targets, tokens, positions, stops = counts
-    return StepOutcome(loss_sum * engine.loss_share, targets, tokens, positions, norm, clipped, skipped, stops > 0)
+    return StepOutcome(loss_sum, targets, tokens, positions, norm, clipped, skipped, stops > 0)
 
 
 def count(micro_batches: Sequence[MicroBatch], stop_requested: bool) -> list[int]:

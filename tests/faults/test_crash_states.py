@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,13 @@ from unittest.mock import patch
 import pytest
 from accelerate import Accelerator
 from faults.crash_states import STRACE, Recording, State, Tree, can_record, contents, put, recorded
-from faults.injections import at_step
-from faults.processes import FSDP2, run
-from support import checkpoint_digests, final_files, log_of, write_recipe
+from faults.injections import at_step, several
+from faults.processes import FSDP2, Fault, run
+from support import checkpoint_digests, final_files, log_of, run_for, write_recipe
 
 from train.config import parse
+from train.data import prepare_data
+from train.evaluation import Goal
 from train.figures import read_metrics
 from train.outputs import Outputs
 from train.records import EXIT_DONE, Progress
@@ -64,7 +67,8 @@ class Crashes:
         self.accelerator = Accelerator(cpu=True)
         put(self.whole, self.place / "whole")
         self.rows = read_metrics(self.place / "whole" / "run" / "metrics.jsonl")
-        self.best_of = json.loads(self.whole["run/.evaluated.json"] or b"")["best_of"]
+        data = next(row["data"] for row in self.rows if row.get("split") == "validation")
+        self.goal = Goal(STEPS, 1e-3, "loss", greater_is_better=False, best_of=f"loss on data {data}", data=data)
         state = json.loads(self.whole[f"run/checkpoints/step-{STEPS:08d}/state.json"] or b"")
         self.stand_in: Any = SimpleNamespace(identity=state["identity"], restore=lambda blocks, values: None)
 
@@ -81,7 +85,7 @@ class Crashes:
 
     def _problems(self, state: State, outputs: Outputs) -> Iterator[str]:
         outputs.prepare()
-        progress = outputs.resume(self.stand_in, self.best_of)
+        progress = outputs.resume(self.stand_in, self.goal)
         if progress.step < (acknowledged := max(state.acknowledged, self.acknowledged_before)):
             yield f"step {progress.step} is resumed, but {acknowledged} was acknowledged"
         if outputs.is_complete(STEPS) and progress.step == STEPS:
@@ -239,3 +243,41 @@ def test_every_crash_state(crashes: Callable[[str], Crashes], variant: str, tmp_
 def visible(tree: Tree) -> frozenset[Any]:
     """A tree without what is still being written."""
     return frozenset((path, content) for path, content in tree.items() if "/." not in path)
+
+
+@pytest.mark.parametrize("limit", [20, pytest.param(None, marks=pytest.mark.slow)])
+def test_no_crash_state_of_the_data_cache_gives_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """What is tokenised is not synced, so anything may be left of it; it is looked at before it is used."""
+    cache, trace, place = tmp_path / "cache", tmp_path / "trace", tmp_path / "place"
+    its = ("--config", write_recipe(tmp_path), "--output_dir", tmp_path / "run", "--max_steps", 1)
+    [end] = run(its, tmp_path / "logs", fault=several(cached_in(cache), recorded(trace)))
+    assert end.status == EXIT_DONE, end.said
+    recording = Recording([Path(f"{trace}.0")], cache)
+    assert recording.whole() == contents(cache), "the recording is not complete"
+    states = list(recording.states(randomly=20))
+    assert len(states) > 100
+    states = random.Random(0).sample(states, limit or len(states))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", place / "cache")
+    config, found = parse([str(word) for word in its]), []
+    for state in [State(0, 0, False, recording.whole(), ""), *states]:
+        put(state.tree, place / "cache")
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            data = prepare_data(run_for(config))
+        splits: tuple[Any, ...] = data.examples.train, data.examples.validation
+        found.append((data.training_digest, data.validation_digest, *(split[:] for split in splits)))
+    print(len(states), "states of the data cache")
+    assert [state for state, loaded in zip(states, found[1:], strict=True) if loaded != found[0]] == []
+
+
+def cached_in(cache: Path) -> Fault:
+    """A run that keeps what it tokenises in ``cache``, which is there already."""
+    return partial(_cached_in, cache)
+
+
+def _cached_in(cache: Path, rank: int) -> None:
+    from datasets import config
+
+    cache.mkdir()
+    config.HF_DATASETS_CACHE = cache

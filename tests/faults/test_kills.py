@@ -6,6 +6,7 @@ The same means equal bytes of weights and optimizer, equal schedule and progress
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -47,6 +48,8 @@ VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
 SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
 QUICK = ("1 rank, packing", "2 ranks, packing")
+EVERY = 1 if os.environ.get("KILLS") == "all" else 4
+"""KILLS=all kills before each change to the disk, which takes minutes, instead of before one of four."""
 
 
 class Runs:
@@ -202,10 +205,10 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
     tried = 0
     for rank in range(its.ranks):
         changes = Path(f"{log}.{rank}").read_text().splitlines()
-        first, last = (
-            next(n for n, line in enumerate(changes, 1) if f"step-{s:08d}" in line) for s in (step, step + 1)
+        first, last = (  # none under DDP for the other rank: the first writes everything
+            next((n for n, line in enumerate(changes, 1) if f"step-{s:08d}" in line), 0) for s in (step, step + 1)
         )
-        for number in range(first, last, 3 if variant == SHARDED else 1):  # the others take each
+        for number in range(first, last, 3 * EVERY if variant == SHARDED else EVERY):
             name = f"killed-{rank}-{number}"
             folder = its.folder / name / "checkpoints"
             ended = its.run(name, on_rank(rank, at_change(number, folder)))
@@ -215,15 +218,30 @@ def test_killed_before_any_change_to_the_disk(runs: Callable[[str], Runs], varia
             assert [end.status for end in its.run(name)] == [EXIT_DONE] * its.ranks
             its.assert_ended_as_the_whole(name)
             tried += 1
-    assert tried >= 10
+    print(f"{variant}: {tried} kills")
+    assert tried >= 3
 
 
-WHOLE_RUNS = [*(("1 rank", first, 4) for first in (1, 2, 3, 4)), ("2 ranks", 1, 5), (SHARDED, 1, 5)]
+def test_files_that_killed_runs_were_writing_do_not_stay(tmp_path: Path) -> None:
+    its, output = Runs(tmp_path, {}, 1, ("--eval_every_steps", 2), STEPS), tmp_path / "killed"
+    for number in (1, 2, 3):
+        [ended] = its.run("killed", at_call("pathlib:Path.replace", die, number))
+        assert ended.status == KILLED
+        assert hidden(output) - {".lock"}
+    assert [end.status for end in its.run("killed")] == [EXIT_DONE]
+    assert hidden(output) == hidden(its.whole) == {".lock"}
+
+
+def hidden(output: Path) -> set[str]:
+    return {path.name for path in output.rglob(".*")}
+
+
+WHOLE_RUNS = [*(("1 rank", 1 + n, 4 * EVERY) for n in range(4)), ("2 ranks", 1, 5 * EVERY), (SHARDED, 1, 5 * EVERY)]
 """Variants, and the changes at which a run is killed: the first, and how many lie between two."""
 
 
 @pytest.mark.parametrize(
-    ("variant", "first", "every"), [("1 rank", 5, 60), *(pytest.param(*w, marks=pytest.mark.slow) for w in WHOLE_RUNS)]
+    ("variant", "first", "every"), [("1 rank", 5, 40), *(pytest.param(*w, marks=pytest.mark.slow) for w in WHOLE_RUNS)]
 )
 def test_killed_before_any_change_of_a_whole_run(tmp_path: Path, variant: str, first: int, every: int) -> None:
     """From the lock to the summary; the first rank, which makes nearly all changes."""
@@ -236,7 +254,9 @@ def test_killed_before_any_change_of_a_whole_run(tmp_path: Path, variant: str, f
     ] * ranks
     for number in range(first, len(Path(f"{log}.0").read_text().splitlines()) + 1, every):
         name = f"killed-{number}"
-        ended = its.run(name, on_rank(0, at_change(number, tmp_path / name)))
+        # A rank that is killed before it has told the store of itself counts as one that never came, after a minute.
+        with its.started(name, on_rank(0, at_change(number, tmp_path / name)), timeout_seconds=60) as job:
+            ended = job.end()
         if ended[0].status == EXIT_DONE:  # now and then a run makes one change fewer
             break
         assert ended[0].status == KILLED, ended[0].said
@@ -246,6 +266,7 @@ def test_killed_before_any_change_of_a_whole_run(tmp_path: Path, variant: str, f
         its.assert_ended_as_the_whole(name)
         assert final_files(tmp_path / name) == final_files(its.whole)
         assert log_of(tmp_path / name) == log_of(its.whole)
+        assert hidden(tmp_path / name) == hidden(its.whole)
         tried += 1
     print(f"{variant}: {tried} kills")
     assert tried >= 3

@@ -191,6 +191,6 @@ def not_looked_at() -> Fault:
 
 
 def _not_looked_at(rank: int) -> None:
-    from train.state import TrainingState
+    import train.extras.endurance.checkpoints as checkpoints
 
-    TrainingState.refuse_nonfinite = lambda self, run, progress: None
+    checkpoints.nonfinite = lambda *of_a_state: []

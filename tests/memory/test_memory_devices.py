@@ -155,10 +155,24 @@ def test_every_card_is_known_in_full(name: str) -> None:
     assert 10 < rate / device.memory_bytes_per_second < 500  # operations per byte
 
 
-@pytest.mark.parametrize("text", ["M2", "Apple M3 Max", "m1-pro"])
-def test_apples_chips_are_not_predicted_and_the_message_says_what_to_do(text: str) -> None:
-    with pytest.raises(UsageError, match=r"Apple's GPUs \(MPS\) take is not predicted.*--device cpu"):
+@pytest.mark.parametrize("text", ["M2", "Apple M3 Max", "m1-pro", "mps"])
+def test_apples_chips_need_the_memory_that_they_may_take(text: str) -> None:
+    with pytest.raises(UsageError, match=r"part of the machine's memory.*'mps 16GiB'"):
         find_device(text)
+
+
+@pytest.mark.parametrize("text", ["mps 16GiB", "MPS:16 gib", "mps-16GiB"])
+def test_apples_gpu_of_a_size_is_planned_without_a_context(text: str) -> None:
+    assert find_device(text) == Device("mps 16GiB", 16 * GIB)
+    assert target_of(find_device(text)).device_type == find_device(text).kind == "mps"
+
+
+def test_this_device_is_apples_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in; not run on a Mac."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
+    assert this_device() == find_device("mps") == Device("mps", 12 * GIB)
 
 
 def test_an_amd_card_is_planned_with_its_own_memory_and_no_number_of_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -398,6 +399,7 @@ def test_job_of_a_configuration() -> None:
     masked = question(task="masked_lm", micro_batch_size=32, eval_batch_size=2).config
     job = job_of(masked, Target("cpu"), 8000)
     assert (job.padded, job.accumulates, job.eval_batch_size) == (True, False, 2)
+    assert job.num_targets == math.ceil(0.15 * job.micro_batch_size * job.length)
     assert not job_of(masked, Target("cpu"), 8000, padded=False).padded
     assert not job_of(question(task="masked_lm").config, Target("cpu"), 8000).padded
     job = job_of(question(micro_batch_size=8).config, Target("cpu"), 8000, 0, None, 4)

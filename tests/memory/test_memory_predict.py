@@ -28,7 +28,7 @@ from train.extras.meter.tracker import (
 )
 from train.memory.building import build, run_of
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
-from train.records import Mark, UserError, unmarked
+from train.records import Mark, UserError
 from train.step import Engine
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -38,6 +38,8 @@ BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_at
 OWN_KEYS = {"num_key_value_heads": 4}
 LONGFORMER = {**BERT, "model_type": "longformer", "attention_window": 32, "max_position_embeddings": 520}
 T5 = {"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 2, "d_ff": 128, "d_kv": 32}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+QWEN_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 CPU = Target("cpu")
 H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
@@ -90,7 +92,7 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
         found = [getattr(module, "_gradient_checkpointing_func", None) for module in network.modules()]
         offloaded = next(function for function in found if isinstance(function, OffloadedInputs))
         offloaded.transfers = {torch.device("cpu"): elsewhere}  # pyright: ignore[reportAttributeAccessIssue]
-    marks: list[Mark] = [unmarked]
+    marks: list[Mark] = [lambda phase: None]
     engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, lambda phase: marks[-1](phase)))
     engine.step(model, optimizer, window)
     with StorageTracker("cpu") as tracker:
@@ -151,6 +153,10 @@ CASES: dict[str, Job] = {
     "classified by parts, padded": job(
         LONGFORMER, task="sequence_classification", num_labels=3, padded=True, length=512
     ),
+    "experts": job(MIXTRAL),
+    "experts, bf16 autocast": job(MIXTRAL, mixed_precision="bf16"),
+    "experts, fp16 weights": job(MIXTRAL, dtype="float16"),
+    "experts, their router's loss": job({**QWEN_MOE, "output_router_logits": True}, gradient_checkpointing="full"),
     "classified at the end of the text": job(T5, task="sequence_classification", num_labels=3, padded=True),
 }
 
@@ -369,7 +375,7 @@ def test_a_torch_of_another_layout_is_said_plainly() -> None:
         "from train.memory import fake_cuda\n"
         "def missing(name): raise AttributeError('undefined symbol')\n"
         "fake_cuda._library = missing\n"
-        "try: fake_cuda.install((9, 0))\n"
+        'try: fake_cuda.install("cuda", (9, 0))\n'
         "except fake_cuda.CannotStandInError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -153,6 +153,21 @@ def test_run_says_predicted_beside_measured(recipe: Path, run_main: Run, tmp_pat
     assert sum(found["bytes_by_kind"].values()) == found["peak_allocated_bytes"]
 
 
+def test_logits_are_told_by_the_vocabulary_of_the_model(llama_recipe: Path, run_main: Run, tmp_path: Path) -> None:
+    """It has 600 entries, the tokenizer 259."""
+    model = json.dumps({"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                        "num_attention_heads": 2, "vocab_size": 600})  # fmt: skip
+    options = ("--model_config", model, "--loss", "full", "--max_steps", 1, "--output_dir", tmp_path / "run")
+    assert run_main("--config", llama_recipe, *options).returncode == 0
+    assert summary_of(tmp_path / "run")["bytes_by_kind"]["logits and loss"] >= 2 * 4 * 600 * 64
+
+
+def test_without_a_measurement_none_is_shown(recipe: Path, run_main: Run, tmp_path: Path) -> None:
+    done = run_main("--config", recipe, "--measure_memory", "False", "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "tokens) is not measured" in done.stdout and "0.0 MiB" not in done.stdout
+
+
 def test_auto_takes_what_is_predicted_to_fit(recipe: Path, run_main: Run, tmp_path: Path) -> None:
     flags = ("--micro_batch_size", "auto", "--global_batch_size", 7)
     done = run_main("--config", recipe, *flags, "--output_dir", tmp_path / "run")

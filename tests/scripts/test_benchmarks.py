@@ -12,14 +12,14 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import transformers
 from support import ROOT
 
-from scripts.benchmarks import architectures, building, harness
+from scripts.benchmarks import architectures, building, command_line, harness
 from scripts.benchmarks.accuracy_cases import small
 from scripts.benchmarks.study.cells import sweep_from
 from scripts.benchmarks.study.page import page as study_page
@@ -109,6 +109,63 @@ def test_a_script_runs_from_any_folder(path: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--write" in done.stdout and "--output_dir" in done.stdout
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flags(harness.Options):
+    """Of every kind."""
+
+    number: int = 3
+    share: float = 0.5
+    """A share of
+    100 %."""
+    limit: int | None = None
+    kind: Literal["a", "b"] = "a"
+    kinds: tuple[Literal["x", "y"], ...] | None = None
+    names: tuple[str, ...] = ("one",)
+    speed: bool = True
+
+
+def read(*words: str) -> Flags:
+    return command_line.read(Flags, "tried.py", "What it does.", words)
+
+
+def test_flags_are_read_by_their_types(tmp_path: Path) -> None:
+    assert read() == Flags()
+    words = ["--number=5", "--share", "2", "--limit", "7", "--kind", "b", "--kinds", "x", "y", "--names", "--no-speed"]
+    assert read(*words) == Flags(number=5, share=2.0, limit=7, kind="b", kinds=("x", "y"), names=(), speed=False)
+    assert read("--limit", "None", "--write", "--output-dir", str(tmp_path), "--no_speed", "--speed") == Flags(
+        write=True, output_dir=tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--numbers", "3"], "unrecognized arguments: --numbers 3"),
+        (["--num", "3"], "unrecognized arguments"),
+        (["--number", "x"], "argument --number: 'x' is not a valid int"),
+        (["--number", "None"], "'None' is not a valid int"),
+        (["--kind", "c"], "argument --kind: 'c' is not one of a, b"),
+        (["--kinds", "x", "z"], "argument --kinds: 'z' is not one of x, y"),
+    ],
+)
+def test_a_wrong_flag_ends_with_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(*words)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_help_shows_what_stands_under_each_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and "What it does." in text
+    assert "--share X A share of 100 %. (default: 0.5)" in text
+    assert "--kind a|b (default: a)" in text and "Measure nothing: write the page" in text
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

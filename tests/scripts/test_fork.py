@@ -153,7 +153,9 @@ def test_the_smallest_fork_has_nothing_of_an_extra(forked: Callable[..., Path]) 
     folder = forked("--only")
     assert not (folder / "train" / "memory").exists() and not (folder / "tests" / "memory").exists()
     assert all(path.is_file() for path in (folder / "train" / "extras").iterdir())
-    assert not list((folder / "recipes").glob("*.yaml"))  # all of them read text or make a tokenizer
+    kept = [path.name for path in (folder / "recipes").glob("*.yaml")]
+    assert kept == ["modernbert_base_8k_t4.yaml"]  # all others read text or make a tokenizer
+    assert parse(["--config", str(folder / "recipes" / kept[0])]).data.max_length == 8192
     assert not (folder / "scripts" / "quickstart.sh").exists()
     assert "Extras: none." in (folder / "README.md").read_text()
     for path in (folder / "tests").rglob("*.py"):
@@ -170,6 +172,16 @@ def test_recipes_lose_the_keys_of_what_is_gone(forked: Callable[..., Path]) -> N
     assert parse(["--config", str(folder / "recipes" / "quickstart.yaml")]).data.dataset == "stdlib"
     assert not (folder / "tests" / "extras" / "activations").exists()
     assert (folder / "tests" / "extras" / "readers").exists()
+
+
+def test_a_recipe_stays_behind_with_what_makes_it_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fork.main([str(tmp_path / "new"), "--without", "adapters", "long_sequences", "optimizers"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert said == [
+        "recipes/llama_3.1_8b_80gib.yaml needs optimizers: left out",
+        "recipes/llama_3.1_8b_qlora_64k_24gib.yaml needs adapters: left out",
+        "recipes/qwen3_0.6b_131k_24gib.yaml needs long_sequences: left out",
+    ]
 
 
 def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

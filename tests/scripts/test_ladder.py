@@ -1,5 +1,6 @@
 """The search for the longest sequence: what it tries, what it keeps, and a real step in a process of its own."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,11 +9,25 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks import ladder_search, rungs
+from scripts.benchmarks import building, ladder, ladder_search, rungs
 from train.config import Config, from_values, to_values
 from train.memory.devices import find_device
 from train.memory.predict import Job, Target
 from train.memory.question import job_of
+from train.records import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder_search, "committed_lengths", lambda device: {})
+
+
+def planned(seconds_per_token: float = 1e-6, host_bytes: int = 0) -> Any:
+    """What the planner says of a step."""
+    prediction = SimpleNamespace(peak_bytes=1, seconds=1.0)
+    return SimpleNamespace(
+        prediction=prediction, needed_bytes=1, host_bytes=host_bytes, seconds_per_token=seconds_per_token, fits=True
+    )
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -55,7 +70,14 @@ def test_search_ends_close_to_the_longest(longest: int, error_of_guess: float) -
         tries.append({"length": length, "outcome": "ok" if length <= longest else "oom"})
         assert len(tries) < 40
     found = max(row["length"] for row in tries if row["outcome"] == "ok")
-    assert found <= longest < max(found * ladder_search.CLOSE, found + 2048)
+    assert found <= longest < max(found * ladder_search.CLOSE[-1], found + 2048)
+
+
+def test_the_first_look_at_a_rung_takes_two_tries_where_the_plan_is_right() -> None:
+    tries: list[dict[str, Any]] = []
+    while (length := ladder_search.next_length(tries, 100 * 1024, ladder_search.CLOSE[0])) is not None:
+        tries.append({"length": length, "outcome": "ok" if length <= 102 * 1024 else "oom"})
+    assert [row["length"] // 1024 for row in tries] == [100, 105]
 
 
 def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,21 +88,19 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         limit = 12_000 if mode == "trainer" else 40_000
         return {"outcome": "ok", "seconds": 1.0} if job.length <= limit else {"outcome": "oom"}
 
-    prediction = SimpleNamespace(peak_bytes=1, seconds=1.0)
-    outcome = SimpleNamespace(prediction=prediction, host_bytes=0, seconds_per_token=1e-6, fits=True)
     monkeypatch.setattr(ladder_search, "tried_apart", tried)
-    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: outcome)
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
     monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 32 * 1024)
     path, device = tmp_path / "ladder.json", find_device("h200")
 
     class Clock:
-        """Time is over after three readings that follow the first."""
+        """Time is over after some readings."""
 
         readings = 0
 
         def perf_counter(self) -> float:
             self.readings += 1
-            return 0.0 if self.readings < 6 else 1e9
+            return 0.0 if self.readings < 12 else 1e9
 
     monkeypatch.setattr(ladder_search, "time", Clock())
     assert not ladder_search.Search(device, ladder_search.Results(path), {}, speed=False).run(["0.5b"])
@@ -93,17 +113,15 @@ def test_a_later_call_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len({row["length"] for row in tries}) == len(tries)  # nothing tried twice
     best = {row["rung"]: row["length"] for row in results.tries if row["outcome"] == "ok"}
     assert set(best) == {ladder_search.TRAINER, *(rung.name for rung in rungs.rungs_of("0.5b"))}
-    assert best[ladder_search.TRAINER] <= 12_000 < best[ladder_search.TRAINER] * ladder_search.CLOSE + 1024
+    assert best[ladder_search.TRAINER] <= 12_000 < best[ladder_search.TRAINER] * ladder_search.CLOSE[-1] + 1024
     assert len(lengths) == len(results.tries)
     assert any("| 40,960 | oom" in line_of(row) or row["outcome"] == "ok" for row in results.tries)
     assert any("Trainer's default" in line for line in ladder_search.tables(results.tries))
 
 
 def test_slow_steps_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prediction = SimpleNamespace(peak_bytes=1, seconds=1e4)
-    outcome = SimpleNamespace(prediction=prediction, host_bytes=0, seconds_per_token=1.0, fits=True)
     monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: pytest.fail("it was made"))
-    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: outcome)
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=1.0))
     monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 4096)
     results = ladder_search.Results(tmp_path / "ladder.json")
     assert ladder_search.Search(find_device("h200"), results, {}, speed=False).run(["1b"])
@@ -113,8 +131,7 @@ def test_slow_steps_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_host_memory_bounds_what_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def outcome(rung: Any, device: Any, length: int, predictions: Any) -> Any:
-        prediction = SimpleNamespace(peak_bytes=1, seconds=1.0)
-        return SimpleNamespace(prediction=prediction, host_bytes=length * 2**20, seconds_per_token=1e-6, fits=True)
+        return planned(host_bytes=length * 2**20)
 
     monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: {"outcome": "ok", "seconds": 1.0})
     monkeypatch.setattr(ladder_search, "outcome_at", outcome)
@@ -141,3 +158,129 @@ def test_a_failing_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     row = ladder_search.tried_apart(broken, "template", 120)
     assert row["outcome"] == "error"
     assert "nothing" in row["message"]
+
+
+# ---- cards and calls -------------------------------------------------------------------------------------------------
+
+
+def test_the_search_starts_from_the_committed_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"model": "1b", "rung": "nothing", "length": 2048}, {"model": "1b", "rung": "tiled MLP", "error": "no"}]
+    for name, more in (("rtx-4090", {}), ("h100", {}), ("h100-24", {"total_bytes": 24 * 2**30})):
+        found = {"device": name.removesuffix("-24"), "rows": [{**rows[0], "rung": name}, *rows], **more}
+        (tmp_path / f"ladder-predicted-{name}.json").write_text(json.dumps(found))
+    h100 = find_device("h100")
+    assert rungs.committed_lengths(h100, tmp_path) == {("1b", "h100"): 2048, ("1b", "nothing"): 2048}
+    held = building.held_to(h100, 24)
+    assert ("1b", "h100-24") in rungs.committed_lengths(held, tmp_path)
+    assert ("1b", "rtx-4090") in rungs.committed_lengths(find_device("rtx-3090"), tmp_path)
+    assert rungs.committed_lengths(find_device("t4"), tmp_path) == {}
+
+    monkeypatch.setattr(ladder_search, "committed_lengths", lambda device: {("1b", "nothing"): 7 * 1024})
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 3 * 1024)
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
+    monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: {"outcome": "oom"})
+    results = ladder_search.Results(None)
+    ladder_search.Search(h100, results, {}, speed=False).run(["1b"])
+    first = {row["rung"]: row["length"] for row in reversed(results.tries)}
+    assert first["nothing"] == first[ladder_search.TRAINER] == 7 * 1024 and first["tiled MLP"] == 3 * 1024
+
+
+def test_the_committed_ladders_are_found_for_their_cards() -> None:
+    assert rungs.committed_lengths(find_device("h200"))["8b", "tiled MLP"] > 1_000_000
+    assert rungs.committed_lengths(find_device("rtx-4090"))["8b", "QLoRA instead"] > 100_000
+
+
+def test_a_measurement_that_would_not_end_in_time_waits_for_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = SimpleNamespace(now=0.0), []
+
+    def tried(job: Job, *_: Any) -> dict[str, Any]:
+        made.append(job.length)
+        clock.now += 150.0
+        return {"outcome": "oom"}
+
+    monkeypatch.setattr(ladder_search, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 100 * 1024)
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=50 / (100 * 1024)))
+    monkeypatch.setattr(ladder_search, "tried_apart", tried)
+    limits: dict[str, Any] = {"budget_seconds": 420, "speed": False}
+    results = ladder_search.Results(None)
+    assert not ladder_search.Search(find_device("h200"), results, {}, **limits).run(["1b"])
+    assert len(made) == 2 and clock.now == 300.0  # 120 s are left, and the next would take 145
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned(seconds_per_token=150 / (100 * 1024)))
+    clock.now = 0.0
+    assert not ladder_search.Search(find_device("h200"), results, {}, **{**limits, "budget_seconds": 100}).run(["1b"])
+    assert len(made) == 3  # the first of a call is made in any case
+
+
+def test_each_rung_is_tried_before_any_is_measured_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder_search, "predicted_longest", lambda *_: 100 * 1024)
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
+    monkeypatch.setattr(
+        ladder_search, "tried_apart", lambda job, *_: {"outcome": "ok" if job.length <= 102 * 1024 else "oom"}
+    )
+    results = ladder_search.Results(None)
+    assert ladder_search.Search(find_device("h200"), results, {}, speed=False).run(["0.5b"])
+    rows = [row["rung"] for row in results.tries]
+    last_rung_first_seen = rows.index(rungs.rungs_of("0.5b")[-1].name)
+    assert all(rows[:last_rung_first_seen].count(name) <= 2 for name in rows)
+    assert len(results.of("longest", "0.5b: nothing")) > 2
+
+
+def test_one_length_with_each_rung(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ladder_search, "outcome_at", lambda *_: planned())
+    monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: {"outcome": "ok", "seconds": 2.0})
+    path = tmp_path / "ladder.json"
+    assert ladder_search.Search(find_device("h200"), ladder_search.Results(path), {}).at(["0.5b"], 131072)
+    results = ladder_search.Results(path)
+    assert [row["rung"] for row in results.tries] == [rung.name for rung in rungs.rungs_of("0.5b")]
+    assert {(row["kind"], row["length"]) for row in results.tries} == {("at", 131072)}
+    monkeypatch.setattr(ladder_search, "tried_apart", lambda *_: pytest.fail("it is known"))
+    assert ladder_search.Search(find_device("h200"), results, {}).at(["0.5b"], 131072)
+    assert "## Each rung at one length" in ladder_search.tables(results.tries)
+
+
+def test_a_card_is_held_to_a_smaller_one_in_the_process_that_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    h100 = find_device("h100")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", fractions.append)
+    monkeypatch.setattr("train.memory.devices.this_device", lambda: h100)
+    building.hold_card()
+    assert fractions == []  # nobody asked
+    monkeypatch.setenv(building.CAP, "24")
+    building.hold_card()
+    held = building.held_to(h100, 24)
+    assert fractions == [pytest.approx((24 * 2**30 - h100.context_bytes) / h100.total_bytes)]
+    assert held.name == "h100, held to 24 GiB" and held.total_bytes == 24 * 2**30
+    question = rungs.question_of(rungs.rungs_of("0.5b")[0], held, 4096)
+    assert question.has_known_speed and question.room_bytes == int(24 * 2**30 * 0.98)
+    for wrong in (0.1, 80):
+        with pytest.raises(UsageError, match=f"--cap_gib {wrong:g}: give GiB"):
+            building.held_to(h100, wrong)
+
+
+def test_a_capped_ladder_is_predicted_and_its_page_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"model": "0.5b", "rung": "nothing", "settings": {}, "length": 4096, "needed_bytes": 1, "peak_bytes": 1,
+           "host_bytes": 0, "bytes_by_kind": {}}  # fmt: skip
+    monkeypatch.setattr(ladder, "predicted_ladder", lambda options, device: [row])
+    monkeypatch.delenv(building.CAP, raising=False)
+    words = ["--device", "h100", "--cap_gib", "24", "--write", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["ladder.py", *words])
+    assert ladder.main() == 0
+    path = tmp_path / "ladder-predicted-h100-held-to-24-gib.json"
+    text = path.with_suffix(".md").read_text()
+    assert "# The ladder, predicted for h100, held to 24 GiB" in text and "24.0 GiB of which 23.5 may be taken" in text
+    assert ladder.page(json.loads(path.read_text())) == text
+    monkeypatch.delenv(building.CAP)
+    monkeypatch.setattr("sys.argv", ["ladder.py", "--device", "t4", "--cap_gib", "24"])
+    assert ladder.main() == 2 and "--cap_gib 24" in capsys.readouterr().err
+
+
+def test_a_card_without_bf16_takes_fp16() -> None:
+    bf16 = rungs.Rung("0.5b", "all", {**rungs.NOTHING, "dtype": "bfloat16"})
+    config = rungs.question_of(bf16, find_device("t4"), 4096).config
+    assert (config.optimization.mixed_precision, config.architecture.dtype) == ("fp16", "float32")
+    config = rungs.question_of(bf16, find_device("l4"), 4096).config
+    assert (config.optimization.mixed_precision, config.architecture.dtype) == ("bf16", "bfloat16")

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from train.step import Engine
     from train.tasks import Task
 
-NAMES = "readers long_sequences adapters activations losses parallelism optimizers meter memory endurance report"
+NAMES = "readers long_sequences adapters activations losses parallelism optimizers meter gradients "
+NAMES += "memory endurance report"
 ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
 """Where each is, in the order in which they change a run."""
 
@@ -180,9 +181,8 @@ class Extra:
         """Where to continue after training has diverged; None: the run ends."""
         return None
 
-    def confirms_stop(self) -> bool:
-        """Whether a request to stop was meant for the run, not the sign of a rank that failed."""
-        return True
+    def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
+        """``final/`` comes next, made of ``state``."""
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """What to tell a person about ``error``; empty if that was done; None if this extra does not know."""

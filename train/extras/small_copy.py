@@ -6,17 +6,15 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from train.config import Config
 from train.loss import cross_entropy, logits_of
 from train.tasks import Task, load_task, pad, task_names
-
-if TYPE_CHECKING:
-    from train.config import Config
 
 # Of small copies: what widths are divided by, and how many layers stay; the first that works is taken.
 SCALES = tuple((factor, layers) for layers in (8, 2, 999) for factor in (32, 16, 8, 4, 2, 1))

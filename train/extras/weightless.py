@@ -1,10 +1,11 @@
-"""A copy of a model without its weights, on which extras try what it allows."""
+"""A copy of a model without its weights, on which extras try what it allows; and compiled models as they were."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> s
             return trial(without_weights(model).eval())
     except Exception as error:  # models fail in their own ways
         return f"trying it failed ({type(error).__name__}: {one_line(error, 200)})"
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside it compiled layers of ``model`` run as if they were not.
+
+    For a sample, in which each token is another shape; and for code that watches operators, because torch would never
+    compile a function that it first met meanwhile.
+    """
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def without_weights(model: nn.Module, device: str = "cpu", real: torch.dtype | None = None) -> Any:

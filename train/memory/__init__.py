@@ -11,19 +11,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra
+from train.launch import Launch
 from train.memory.predict import Predictor
+from train.records import Run, StopRequest, UserError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.batching import Batches
-    from train.config import Config
     from train.data import PreparedData
-    from train.launch import Launch
     from train.loop import Parts
-    from train.records import Run, StopRequest
     from train.tasks import Task
 
 
@@ -68,7 +67,6 @@ class Room(Extra):
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], vocabulary: int) -> None:
         from train.extras.small_copy import obstacle_to_task
-        from train.records import UserError
 
         if run.is_planned or not run.config.of(Options).check_model:
             return  # real numbers next to a plan's fake ones have damaged the heap (torch 2.13)

@@ -247,11 +247,11 @@ def _predictions(question: Question, processes: int = 1) -> Iterator[Predictions
     def announce(number: int, job: Job) -> None:
         line = f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens, "
         line += f"checkpointing {job.values['gradient_checkpointing']}, loss {job.values['loss']}"
-        print(f"\r\033[K{line[:99]}", end="", file=sys.stderr, flush=True)
+        print(f"\r{line[:79]:79}", end="", file=sys.stderr, flush=True)
 
     with ExitStack() as stack:
         if on_terminal:  # the line goes when all is predicted
-            stack.callback(print, "\r\033[K", end="", file=sys.stderr, flush=True)
+            stack.callback(print, f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
         predictors = [stack.enter_context(Predictor()) for _ in range(processes)]
         yield Predictions(predictors, announce if on_terminal else None)
 

@@ -12,9 +12,8 @@ import yaml
 
 from train.figures import count, duration, gib
 from train.memory.plan import Outcome, Plan
-from train.memory.predict import ROOT
+from train.memory.predict import ROOT, STAGE
 from train.memory.question import MARGIN, OFFLOAD, STAND_IN, Question, Setting
-from train.memory.zero import STAGE
 
 
 def plan_text(question: Question, plan: Plan, command: str | None, longest: bool = False) -> str:
@@ -100,7 +99,9 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
     name, notes = question.device.name, list(outcome.prediction.notes)
     if outcome.job.padded:
         notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
-    if question.on_cpu:
+    if question.device.kind == "mps":
+        notes.append("Apple's GPUs have not been compared with predictions yet")
+    elif question.on_cpu:
         notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
     elif not question.has_known_speed:
         notes.append(f"the speed of {name} is unknown: settings are ranked by rates of {STAND_IN}")
@@ -137,6 +138,7 @@ def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
         "room_bytes": question.room_bytes,
         "context_bytes": question.device.context_bytes,
         "nccl_bytes": question.nccl_bytes,
+        "host_bytes": outcome.host_bytes,
         "setting": asdict(outcome.setting),
         "max_length": outcome.job.length,
         "prediction": asdict(prediction),
@@ -153,7 +155,8 @@ def command(question: Question, setting: Setting, words: Sequence[str], said: di
         changes.pop("mixed_precision", None)  # then the launcher alone chooses it
     kept = without_flags(words, set(changes))
     flags = [word for name, value in changes.items() if value is not None for word in (f"--{name}", str(value))]
-    launch = launcher_words(question.on_cpu, question.world_size, setting.sharding, setting.mixed_precision or "no")
+    on_cpu, precision = question.device.kind == "cpu", setting.mixed_precision or "no"
+    launch = launcher_words(on_cpu, question.world_size, setting.sharding, precision)
     return shlex.join(["accelerate", "launch", *launch, "train/main.py", *kept, *flags])
 
 

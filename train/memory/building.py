@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from transformers.initialization import no_init_weights
 
 from train import extras
 from train.config import Config
 from train.launch import Launch, accelerator_options, init_gloo, resolve_precision, shard_by_layer
 from train.memory import ranks
+from train.memory.fakes import fake_adapters
 from train.memory.predict import Job
+from train.model import build_model
+from train.optim import build_optimizer, parameter_groups
+from train.outputs import Outputs
 from train.records import Run, StopRequest
-
-if TYPE_CHECKING:
-    from accelerate.optimizer import AcceleratedOptimizer
-    from torch import nn
+from train.tasks import load_task
 
 
 class _Tokenizer:
@@ -54,11 +60,6 @@ class EightBitState(torch.optim.Optimizer):
 
 def run_of(job: Job, config: Config) -> Run:
     """A run of ``config`` as rank 0 of the job's ranks sees it, before anything is built; nothing is written."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    from train.outputs import Outputs
-
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     device = torch.device(job.target.device_type)
@@ -81,13 +82,6 @@ def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, Acc
 
     If ``initialised``, with real weights; not for fake ones, as some initialisations repeat until the data is right.
     """
-    from transformers.initialization import no_init_weights
-
-    from train.memory.fakes import fake_adapters
-    from train.model import build_model
-    from train.optim import build_optimizer, parameter_groups
-    from train.tasks import load_task
-
     labels = [str(number) for number in range(job.num_labels)]
     tokenizer: Any = _Tokenizer(job)
     with ExitStack() as stack:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from dataclasses import dataclass
 
+import psutil  # comes with accelerate
+
 from train.extras.meter.cards import CARDS, find_card
-from train.records import UsageError, UserError
+from train.records import UsageError
 
 _GIB = 2**30
 _MIB = 2**20
@@ -23,6 +24,11 @@ class Device:
     context_bytes: int = 0  # of a process on one device: the CUDA context and kernels, outside of the allocator
     compute_capability: tuple[int, int] | None = None  # (major, minor); None: no CUDA device, or unknown
     memory_bytes_per_second: float | None = None  # bandwidth of the device's memory by the data sheet; None: unknown
+
+    @property
+    def kind(self) -> str:
+        """As torch calls the type of device."""
+        return next((kind for kind in ("cpu", "mps") if self.name.startswith(kind)), "cuda")
 
 
 _KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]  # others only tell products apart
@@ -50,11 +56,14 @@ def find_device(text: str) -> Device:
     """The device of a name such as ``h200``, ``a100-80``, ``RTX 4090`` or ``cpu``, or of a size such as ``24GiB``.
 
     Case, dashes, spaces and the maker's words do not matter. A size is taken as the memory that is reported (GiB:
-    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``cpu`` is this machine. Raises UsageError for any other.
+    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``mps 16GiB`` is Apple's, with what Metal recommends to
+    take at most. ``cpu`` and ``mps`` are this machine's. Raises UsageError for any other.
     """
-    if size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE):
-        unit = "GiB" if size[2] else "GB"
-        name, total_bytes = f"{float(size[1]):g}{unit}", int(float(size[1]) * (_GIB if size[2] else 1e9))
+    if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE):
+        unit = "GiB" if size[3] else "GB"
+        name, total_bytes = f"{float(size[2]):g}{unit}", int(float(size[2]) * (_GIB if size[3] else 1e9))
+        if size[1]:
+            return Device(f"mps {name}", total_bytes)
         context_bytes = _context_bytes(None)
         if total_bytes <= context_bytes:
             raise UsageError(
@@ -63,12 +72,13 @@ def find_device(text: str) -> Device:
             )
         return Device(name, total_bytes, context_bytes)
     if text.strip().lower() == "cpu":
-        return _cpu()
-    if re.match(r"(apple\s*)?m[1-9]\b", text.strip(), re.IGNORECASE):
-        raise UsageError(
-            f"device {text!r}: what Apple's GPUs (MPS) take is not predicted. Plan for the CPU of that machine "
-            "(--device cpu), or for a card of the memory that it may use, such as 16GiB."
-        )
+        return Device(name="cpu", total_bytes=psutil.virtual_memory().total)
+    if re.match(r"(apple\s*)?m([1-9]|ps)\b", text.strip(), re.IGNORECASE):
+        import torch
+
+        if text.strip().lower() == "mps" and torch.backends.mps.is_available():
+            return Device("mps", torch.mps.recommended_max_memory())
+        raise UsageError(f"device {text!r}: Apple's GPUs take part of the machine's memory. Say how much: 'mps 16GiB'.")
     names = {_compact(name): name for name in _KNOWN} | _OTHER_NAMES
     wanted = _compact(text)
     if wanted not in names:
@@ -85,11 +95,11 @@ def find_device(text: str) -> Device:
 
 
 def this_device() -> Device:
-    """The current CUDA device with the memory and capability that it reports; this machine's CPU without one."""
+    """The current CUDA device with the memory and capability that it reports; else this machine's MPS, or its CPU."""
     import torch
 
     if not torch.cuda.is_available():
-        return _cpu()
+        return find_device("mps" if torch.backends.mps.is_available() else "cpu")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     card, is_nvidia = find_card(properties.name), torch.version.hip is None  # AMD counts its chips differently
     capability, bandwidth = (properties.major, properties.minor) if is_nvidia else None, card and card.bytes_per_second
@@ -104,16 +114,6 @@ def nccl_buffer_bytes(group_size: int) -> int:
     864). All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
     """
     return {1: 0, 2: 544}.get(group_size, 688) * _MIB
-
-
-def _cpu() -> Device:
-    try:
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        raise UserError(
-            "device 'cpu': this system does not report the size of its memory. Give the size instead, such as 16GiB."
-        ) from None
-    return Device(name="cpu", total_bytes=total_bytes)
 
 
 def _compact(text: str) -> str:

@@ -19,7 +19,7 @@ _WIDTH = 100
 class Situation:
     """Where a run stood when its memory was full."""
 
-    phase: str  # loading, forward, backward, clip, optimizer or evaluation
+    phase: str  # forward, backward, clip, optimizer or evaluation; empty outside a step
     micro_batch_shape: tuple[int, int] | None  # (B, S) of the micro-batch: examples, tokens
     bytes_by_kind: dict[str, int]  # at the predicted peak
     predicted_peak_bytes: int | None
@@ -209,7 +209,8 @@ def post_mortem(message: str, situation: Situation) -> str:
     """
     oom, shape = parse_oom(message), situation.micro_batch_shape
     batch = "" if shape is None else f", micro-batch of {shape[0]:,} × {shape[1]:,} (examples × tokens)"
-    lines = [f"Out of memory in {situation.phase}{batch}.", *_kinds(situation.bytes_by_kind)]
+    where = f"in {situation.phase}" if situation.phase else "outside a step"
+    lines = [f"Out of memory {where}{batch}.", *_kinds(situation.bytes_by_kind)]
     if oom is not None:
         cause, account, remedies = _account(oom, message, situation)
         lines += account

@@ -18,32 +18,38 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train.memory.predict import CannotStandInError
+from train.records import one_line
 
-_CUDA = 1  # c10::DeviceType::CUDA
+_NUMBERS = {"CUDA": 1, "MPS": 13}  # of c10::DeviceType
 _NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70  # more than the classes have virtual functions
+_DEVICE_COUNT = 15  # position in c10::impl::DeviceGuardImplInterface; before it are questions for a device or a stream
 _TABLE_HEADER = 2  # words before the first entry of a C++ table of virtual functions: offset to top, type information
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # positions in at::AcceleratorHooksInterface, after its two destructors
 
 _kept: list[Any] = []  # memory that C++ points to from now on
 
 
-def install(capability: tuple[int, int]) -> None:
-    """Makes this process believe in one idle CUDA device of the given compute capability.
+def install(device_type: str, capability: tuple[int, int]) -> None:
+    """Makes this process believe in one idle device: of CUDA, with the given compute capability, or MPS.
 
     Raises CannotStandInError if this build of torch is not laid out as expected.
     """
-    if not _kept and torch.cuda.is_available():
+    if not _kept and torch.get_device_module(device_type).is_available():
         return
     try:
         if not _kept:
-            _install_tables()
-        _install_answers(capability)
-        _check()
+            _install_tables(device_type.upper())
+        if device_type == "cuda":
+            _install_answers(capability)
+        else:
+            mps: Any = torch.backends.mps
+            mps.is_available = mps.is_built = mps.is_macos_or_newer = lambda *version: True
+        _check(device_type)
     except Exception as error:  # a symbol that is not there, an operator that refuses, a table of another shape
+        where, why = f"torch {torch.__version__} on {sys.platform}", f"{type(error).__name__}: {one_line(error, 200)}"
         raise CannotStandInError(
-            f"torch {torch.__version__} on {sys.platform} cannot be made to plan for a CUDA device that is not there "
-            f"({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no message'}). Plan on a "
-            "machine with a CUDA device, or for the CPU with --device cpu."
+            f"{where} cannot be made to plan for a {device_type.upper()} device that is not there ({why}). Plan on a "
+            "machine with such a device, or for the CPU with --device cpu."
         ) from None
 
 
@@ -56,21 +62,26 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _install_tables() -> None:
+def _install_tables(kind: str) -> None:
     answer = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
-    zero, one = answer(lambda this: 0), answer(lambda this: 1)
-    _kept.extend([zero, one])
-    if not torch.backends.cuda.is_built():
+    zero, one, device = answer(lambda this: 0), answer(lambda this: 1), answer(lambda this: _NUMBERS[kind])
+    _kept.extend([zero, one, device])
+    if not getattr(torch.backends, kind.lower()).is_built():
         # FakeTensorMode exchanges a guard that counts no device for one that does nothing; a CPU build has none at
-        # all, so this one, which answers 0 to everything, comes first.
-        table = (ctypes.c_void_p * _NUM_GUARD_METHODS)(*[_address(zero)] * _NUM_GUARD_METHODS)
+        # all, so this one comes first. Of MPS it stays, and says which device it is for and that there is one.
+        answers = [zero] * _NUM_GUARD_METHODS
+        if kind == "MPS":
+            answers[:_DEVICE_COUNT], answers[_DEVICE_COUNT] = [device] * _DEVICE_COUNT, one
+        table = (ctypes.c_void_p * _NUM_GUARD_METHODS)(*map(_address, answers))
         guard = (ctypes.c_void_p * 4)(ctypes.addressof(table))
         _kept.extend([table, guard])
         register = _library("c10")._ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
         register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
-        register(_CUDA, ctypes.addressof(guard))
-    torch._C._ensureCUDADeviceGuardSet()
-    hooks_of = _library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
+        register(_NUMBERS[kind], ctypes.addressof(guard))
+    if kind == "CUDA":
+        torch._C._ensureCUDADeviceGuardSet()
+    name = f"get{kind}Hooks"
+    hooks_of = getattr(_library("torch_cpu"), f"_ZN2at6detail{len(name)}{name}Ev")
     hooks_of.argtypes, hooks_of.restype = [], ctypes.c_void_p
     hooks = ctypes.cast(hooks_of(), ctypes.POINTER(ctypes.c_void_p))
     old = ctypes.cast(hooks[0], ctypes.POINTER(ctypes.c_void_p))  # pyright: ignore[reportArgumentType]
@@ -108,17 +119,17 @@ def _install_answers(capability: tuple[int, int]) -> None:
             vars(module)["amp_definitely_not_available"] = lambda: False
 
 
-def _check() -> None:
-    """One forward, backward and scaled update, of which every type and device must be CUDA's."""
+def _check(device: str) -> None:
+    """One forward, backward and scaled update, of which every type and device must be right."""
     with FakeTensorMode():
-        weight = torch.nn.Parameter(torch.empty(8, 4, device="cuda"))
-        scaler = torch.amp.GradScaler("cuda")
+        weight = torch.nn.Parameter(torch.empty(8, 4, device=device))
+        scaler = torch.amp.GradScaler(device)
         optimizer = torch.optim.AdamW([weight], fused=True)
-        with torch.autocast("cuda", torch.float16):
-            out = torch.empty(2, 4, device="cuda") @ weight.T
+        with torch.autocast(device, torch.float16):
+            out = torch.empty(2, 4, device=device) @ weight.T
         scaler.scale(out.float().sum()).backward()
         scaler.unscale_(optimizer)
         optimizer.step()
         gradient, found = weight.grad, (out.dtype, out.device.type, scaler.is_enabled())
-    if gradient is None or gradient.dtype != torch.float32 or found != (torch.float16, "cuda", True):
+    if gradient is None or gradient.dtype != torch.float32 or found != (torch.float16, device, True):
         raise RuntimeError(f"a trial step gave {found} and a gradient {gradient}")

@@ -68,6 +68,8 @@ class FakeTracker(StorageTracker):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What ``func`` gives, with its numbers where they are known."""
+        if func is aten._grouped_mm.default:  # torch's own shape function refuses fp32 and fp16
+            return _grouped_product(*args, **kwargs)
         return follow(func, args, kwargs, super().call)
 
     def _scalar(self, func: Any, tensor: Tensor) -> Any:
@@ -78,6 +80,12 @@ class FakeTracker(StorageTracker):
             if tensor.dtype is torch.bool:
                 return not getattr(tensor, "_is_rare", False)  # all(): yes; any(): no
             return 1.0 if tensor.is_floating_point() else 1
+
+
+def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, **_: Any) -> Tensor:
+    """The products of experts, whose rows end at ``ends`` (E,): of (N, H) and (E, H, K), or of (K, N) and (N, H)."""
+    groups = [] if first.ndim != second.ndim else [len(first if ends is None or first.ndim == 3 else ends)]
+    return first.new_empty(*groups, first.shape[-2], second.shape[-1])
 
 
 def _added_in_place(func: Any, args: Any, kwargs: Any) -> Any:

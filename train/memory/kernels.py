@@ -153,13 +153,15 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         enable_gqa: bool = False,
     ) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        if query.device.type != "cuda":
+        if (device := query.device.type) not in ("cuda", "mps"):
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled(device):
             query, key, value = (_autocast(t) for t in (query, key, value))
             attn_mask = None if attn_mask is None else _autocast(attn_mask)
         shares_heads = enable_gqa and query.shape[1] != key.shape[1]
-        kernel = attention_kernel(query, attn_mask, dropout_p, capability, prefers_cudnn, shares_heads)
+        kernel = "math"  # MPS has no other that trains
+        if device == "cuda":
+            kernel = attention_kernel(query, attn_mask, dropout_p, capability, prefers_cudnn, shares_heads)
         used.add(kernel)
         if kernel == "math":
             run = aten._scaled_dot_product_attention_math
@@ -186,7 +188,7 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
 
 def _autocast(tensor: Tensor) -> Tensor:
     casts = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype("cuda")) if casts else tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if casts else tensor
 
 
 # ---- buffers inside kernels ------------------------------------------------------------------------------------------

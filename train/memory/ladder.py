@@ -9,13 +9,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train.figures import gib
+from train.memory.predict import Job
 from train.records import UserError
-
-if TYPE_CHECKING:
-    from train.memory.predict import Job
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ Every n layers is selective: recomputing attention saves little memory and, at l
 
 
 def ladder_on(device_type: str) -> tuple[Recompute, ...]:
-    """:data:`LADDER` on a device. A CPU has no other memory to offload to."""
-    if device_type != "cpu":
+    """:data:`LADDER` on a device. A CPU, and MPS, have no other memory to offload to."""
+    if device_type == "cuda":
         return LADDER
     return tuple(dict.fromkeys(replace(way, gradient_checkpointing_offload=False) for way in LADDER))
 
@@ -174,7 +172,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         CHUNKED: not job.num_labels and job.values["loss"] == "full",
         MICRO_BATCH: job.micro_batch_size > 1 and not job.values["optimizer_in_backward"],
         CHECKPOINTING: job.values["gradient_checkpointing"] != "full",
-        OPTIMIZER_OFFLOAD: is_plain and job.target.device_type != "cpu",
+        OPTIMIZER_OFFLOAD: is_plain and job.target.device_type == "cuda",
         EIGHT_BIT: is_plain,
         ADAFACTOR: is_adamw,
         MAX_LENGTH: job.length > 1,

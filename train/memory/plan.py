@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from train.memory.ladder import Recompute, largest_fitting
-from train.memory.predict import Job, Prediction, Predictor
+from train.memory.predict import MOMENTS, Job, Prediction, Predictor
 from train.memory.question import CHECKPOINTING, OFFLOAD, Question, Setting, position_limit, replace_length
-from train.memory.zero import MOMENTS
 from train.records import UserError
 
 EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept

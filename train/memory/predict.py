@@ -17,21 +17,21 @@ import traceback
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from train.records import UserError
-
-if TYPE_CHECKING:
-    from train.records import MicroBatch
+from train.records import IGNORE, MicroBatch, UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+STAGE = {"zero2": 2, "zero3": 3}  # of ZeRO, by the job's sharding
+HALF = {"fp16": "float16", "bf16": "bfloat16"}
+MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 1, "adafactor": 0}  # per parameter; Adafactor's are few
 
 
 @dataclass(frozen=True)
 class Target:
     """The device that a prediction is for, as far as memory and time depend on it."""
 
-    device_type: str  # cpu or cuda
+    device_type: str  # cpu, cuda or mps
     capability: tuple[int, int] = (9, 0)
     prefers_cudnn: bool = False  # whether torch tries cuDNN's attention before flash
     flops_per_second: dict[str, float] = field(default_factory=dict)  # by precision: no, fp16, bf16
@@ -175,8 +175,6 @@ def random_batch(job: Job, size: int) -> MicroBatch:
     """A micro-batch of the job's shape on the CPU."""
     import torch
 
-    from train.records import IGNORE, MicroBatch
-
     shape, high = (size, job.length), job.vocab_size
     inputs: dict[str, Any] = {name: torch.randint(3, high, shape) for name in job.input_names}
     if (end := job.special_tokens[1]) is not None:  # of every text one, as some classifiers want
@@ -192,7 +190,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         documents = Documents.of(lengths)
         inputs |= {"position_ids": documents.position_ids(), "documents": documents}
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
-    num_targets = job.num_targets or labels.numel()
+    num_targets = -(-job.num_targets * size // job.micro_batch_size) if job.num_targets else labels.numel()
     labels.view(-1)[num_targets:] = IGNORE
     return MicroBatch(inputs, labels, num_targets, tuple(range(size)), size * job.length)
 

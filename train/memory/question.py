@@ -11,8 +11,7 @@ from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch, automatic_precision, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on
-from train.memory.predict import Job, Target
-from train.memory.zero import HALF, STAGE
+from train.memory.predict import HALF, STAGE, Job, Target
 from train.records import UsageError, UserError
 
 BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
@@ -28,8 +27,8 @@ PRECISIONS = ("no", "fp16", "bf16")
 
 def target_of(device: Device) -> Target:
     """``device`` as a prediction needs it, with no rates where its speed is unknown."""
-    if device.name == "cpu":
-        return Target("cpu")
+    if device.kind != "cuda":
+        return Target(device.kind)
     capability = device.compute_capability or find_device(STAND_IN).compute_capability or (8, 0)
     return Target(
         device_type="cuda",
@@ -59,16 +58,18 @@ def job_of(
     task, size = load_task(config.data.task), _micro_batch_size(config, world_size)
     if padded is None:
         padded = not task.is_causal and size > 1 and not config.get("packing")
+    share, length = config.get(task.target_share or "", 1.0), config.data.max_length
     return Job(
         values=to_values(config),
         target=target,
         task=config.data.task,
         vocab_size=vocab_size,
         micro_batch_size=size,
-        length=config.data.max_length,
+        length=length,
         accumulates=arithmetic_of(config, world_size).global_batch_size > size * world_size,
         num_labels=num_labels,
         padded=padded,
+        num_targets=None if share == 1 else math.ceil(share * size * length),
         eval_batch_size=config.output.eval_batch_size or size,
         world_size=world_size,
     )
@@ -121,7 +122,7 @@ def _model_says(config: Config, name: str) -> int | None:
     if given is None:
         from train.tasks import stored_config
 
-        is_stored = architecture.model is not None and ":" not in architecture.model
+        is_stored = architecture.model is not None and not architecture.is_function
         return getattr(stored_config(architecture).get_text_config(), name, None) if is_stored else None
     if name in given:
         return given[name]
@@ -170,7 +171,8 @@ class Question:
 
     @property
     def on_cpu(self) -> bool:
-        return self.device.name == "cpu"
+        """Or on another device that has no memory of its own."""
+        return self.device.kind != "cuda"
 
     @property
     def has_known_speed(self) -> bool:
@@ -208,7 +210,7 @@ class Question:
     @property
     def last_resorts(self) -> list[tuple[tuple[Recompute, ...], str]]:
         """Ways to recompute, and the sharding with them, that are tried where nothing else fits, least saving first."""
-        ways = tuple(w for w in ladder_on(self.device.name) if w.gradient_checkpointing_offload or w.tiled_mlp)
+        ways = tuple(w for w in ladder_on(self.device.kind) if w.gradient_checkpointing_offload or w.tiled_mlp)
         found = [(ways, self.shardings[-1])]
         if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
             found += [(CHECKPOINTING, OFFLOAD), (ways, OFFLOAD)]

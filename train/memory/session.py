@@ -7,17 +7,20 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from train.batching import arithmetic_of
+from train.batching import Batches, arithmetic_of
 from train.config import Config
+from train.data import PreparedData
 from train.evaluation import reshard
 from train.extras.host_memory import free_host_bytes
 from train.figures import gib
+from train.loop import Parts
 from train.memory import Options
 from train.memory.devices import this_device
 from train.memory.explain import Situation, explain, post_mortem
@@ -27,13 +30,6 @@ from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, job_of, target_of
 from train.records import BatchArithmetic, MicroBatch, Run, UserError
-
-if TYPE_CHECKING:
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    from train.batching import Batches
-    from train.data import PreparedData
-    from train.loop import Parts
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 
@@ -48,7 +44,7 @@ class MemorySession:
         self._prediction: Prediction | None = None
         self._is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
         # A rank's share of a layer or a sequence is not predicted.
-        self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda")
+        self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda", "mps")
         self._predicts = self._is_predictable and run.accelerator.is_main_process
 
     def _job(self, config: Config, **seen: Any) -> Job:
@@ -103,8 +99,10 @@ class MemorySession:
             return found.reserved_bytes
 
         def choose_here() -> dict[str, Any]:
-            # What is free of the device; of a CPU, this process's share of what is available.
+            # What is free of the device; of a CPU, this process's share of what is available. MPS shares with the host.
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
+            if self._device.type == "mps":
+                free = min(free, torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
             room = int(min(free, (self._own.memory_budget_gib or math.inf) * 2**30) * (1 - MARGIN))
             chosen, line = choose(name, ways, needs, room)
             self._run.outputs.say(line)
@@ -140,10 +138,10 @@ class MemorySession:
         if self._own.rehearse and run.launch.engine != "deepspeed":
             rehearse(run, parts, [self._longest] * (2 if parts.arithmetic.accumulation_steps > 1 else 1))
             size, length = self._longest.shape
-            figures: dict[str, Any] = {"tokens_per_second": 0.0, "peak_allocated_bytes": 0}
-            run.extras.by_name["meter"].measured(run, figures)
-            peak = gib(figures["peak_allocated_bytes"])
-            said = f"memory: the longest step ({size} × {length:,} tokens) peaks at {peak}"
+            meter: Any = run.extras.by_name["meter"]
+            meter.measured(run, figures := {"tokens_per_second": 0.0})  # and so forgotten before the first step
+            peak = f"peaks at {gib(figures['peak_allocated_bytes'])}" if meter.meter is not None else "is not measured"
+            said = f"memory: the longest step ({size} × {length:,} tokens) {peak}"
             if figures.get("peak_reserved_bytes"):
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
         if self._predicts and self._own.predict_memory:
@@ -175,7 +173,7 @@ class MemorySession:
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         predicted, changes = self._cheaper_settings(shape)
         situation = Situation(
-            phase=fault.phase if fault else getattr(meter, "phase", "") or "outside a step",
+            phase=fault.phase if fault else getattr(meter, "phase", ""),
             micro_batch_shape=shape,
             bytes_by_kind=predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {}),
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,

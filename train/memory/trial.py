@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from train.config import Config, from_values
-from train.extras.meter.tracker import CUDA_GRANULE_BYTES, GRADIENTS, WORKSPACE, tag_gradients, tag_held
-from train.memory import fake_cuda, ranks, uses_expandable_segments, zero
+from train.extras.meter.tracker import CUDA_GRANULE_BYTES, GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
+from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import replay
 from train.memory.building import build, run_of
 from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
-from train.memory.predict import Job, Prediction, Target, random_batch
+from train.memory.predict import STAGE, Job, Prediction, Target, random_batch
 from train.memory.session import make_optimizer_state
 from train.model import parameter_counts
+from train.records import Run
 from train.step import Engine
-
-if TYPE_CHECKING:
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    from train.records import Run
 
 
 def predict(job: Job) -> Prediction:
@@ -34,8 +30,8 @@ def predict(job: Job) -> Prediction:
     """
     started = time.perf_counter()
     config, notes = _known(job)
-    if job.target.device_type == "cuda":
-        fake_cuda.install(job.target.capability)
+    if job.target.device_type != "cpu":
+        fake_cuda.install(job.target.device_type, job.target.capability)
         if config.get("gradient_checkpointing_offload") and not torch.cuda.is_initialized():
             ranks.still_streams()
     run, costs = run_of(job, config), _costs_on(job.target)
@@ -85,7 +81,7 @@ def predict(job: Job) -> Prediction:
 
 def _known(job: Job) -> tuple[Config, list[str]]:
     """The configuration to predict, and where it is not quite the one that was asked for."""
-    config, notes = from_values(zero.engine_values(job.values) if job.sharding in zero.STAGE else job.values), []
+    config, notes = from_values(ranks.engine_values(job.values) if job.sharding in STAGE else job.values), []
     attention = config.architecture.attn_implementation
     if attention not in (None, "sdpa", "eager"):
         config = config.changed(attn_implementation="sdpa")
@@ -110,7 +106,6 @@ def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[F
     tracker = FakeTracker(
         job.target.device_type,
         granule_bytes=CUDA_GRANULE_BYTES if on_cuda else 1,
-        num_classes=job.num_labels or job.vocab_size,
         keep_trace=on_cuda,
         costs=costs,
     )
@@ -125,6 +120,7 @@ def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[F
 def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """What :func:`train.memory.building.build` gives, as a step in the middle of a run finds it."""
     model, optimizer, network = build(job, run)
+    tracker.num_classes = num_classes_of(network, job.num_labels, job.vocab_size)
     tag_held(tracker, network, optimizer.optimizer)
     tag_gradients(tracker, network.parameters())
     _hold_buffers(tracker, job, network)
@@ -142,8 +138,8 @@ def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, Acceler
 def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module) -> None:
     """Counts what ZeRO's engine, DDP's reducer and cuBLAS hold, none of which fake tensors go through."""
     trained, num_trained = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[0]
-    if job.sharding in zero.STAGE:
-        held = zero.held_bytes(job.values, num_trained, job.world_size)
+    if job.sharding in STAGE:
+        held = ranks.engine_bytes(job.values, num_trained, job.world_size)
         if job.sharding == "zero3" and job.accumulates:  # FSDP2, which shards here, keeps them in the weights' type
             held[GRADIENTS] -= -(-num_trained // job.world_size) * next(network.parameters()).element_size()
         for kind, num_bytes in held.items():

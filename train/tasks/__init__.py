@@ -66,6 +66,7 @@ class Task:
     pipeline_tag: ClassVar[str | None] = None  # of the Hub's model cards
     is_causal: ClassVar[bool] = False  # tokens must not see later ones; padding at the end then needs no mask
     labelled: ClassVar[bool] = False  # documents need a label
+    target_share: ClassVar[str | None] = None  # the option with the share of positions that are targets; None: all
     # Options that examples depend on; those cached under other values are not reused.
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
     # Columns of an example; ``length``, the positions a model sees, is one of them.

@@ -23,6 +23,7 @@ class Task(tasks.Task):
     title = "masked language"
     pipeline_tag = "fill-mask"
     auto_class = "AutoModelForMaskedLM"
+    target_share = "mlm_probability"
     example_columns = ("tokens", "special", "length", "vocab_size", "mask_id")
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:

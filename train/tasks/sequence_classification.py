@@ -50,11 +50,11 @@ class Task(tasks.Task):
                 f"{self.config.get('label_column', 'label')!r}; classification needs two or more. Is it the right "
                 "--label_column?"
             )
-        names, model = tuple(str(label) for label in sorted(labels)), self.config.architecture.model
-        if model is None or ":" in model:
+        names, architecture = tuple(str(label) for label in sorted(labels)), self.config.architecture
+        if architecture.model is None or architecture.is_function:
             return names
         # Its head is trained for these numbers; under others it would be a permuted one.
-        known = tuple(name for _, name in sorted((stored_config(self.config.architecture).id2label or {}).items()))
+        known = tuple(name for _, name in sorted((stored_config(architecture).id2label or {}).items()))
         return known if set(names) <= set(known) else names
 
     def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:

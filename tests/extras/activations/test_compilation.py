@@ -14,8 +14,9 @@ from test_main import train as train_run
 from test_model import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
 
-from train.extras.activations.compilation import Compilation, check_compiler, compile_layers, uncompiled
+from train.extras.activations.compilation import Compilation, check_compiler, compile_layers
 from train.extras.losses.in_head import use_loss_in_head
+from train.extras.weightless import uncompiled
 from train.loss import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_USAGE, UsageError, UserError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from train import checkpoint
 from train.extras.endurance import checkpoints
 from train.extras.endurance.checkpoints import NO_ROOM, Saving
-from train.records import Progress, Run, UserError
+from train.records import DivergenceError, Progress, Run, UserError
 from train.state import TrainingState
 
 
@@ -125,6 +126,62 @@ def test_last_checkpoint_is_there_when_saving_returns(run: Run, outputs: Notes, 
     assert names(outputs) == ["step-00000001", "step-00000002"]
     assert outputs.rotated == [1, 2]
     assert saving.checkpoints_in_background == len(saving.stalls_seconds) == 1
+
+
+PLACES = [
+    ("model", "weight", 0),
+    ("model", "bias", 1),
+    ("optimizer", "weight.exp_avg", 3),
+    ("optimizer", "bias.exp_avg_sq", 0),
+]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("section", "name", "place"), PLACES)
+def test_weight_or_moment_that_is_not_finite_is_named_and_nothing_is_written(
+    run: Run,
+    outputs: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    name: str,
+    place: int,
+    value: float,
+    in_background: bool,
+) -> None:
+    monkeypatch.setattr(checkpoints, "PIECE", 2)
+    state = trained_state()
+    state.parts(0)[section][name].tensor.view(-1)[place] = value
+    with pytest.raises(DivergenceError, match=f"^step 7: {name} is not finite any more") as caught:
+        Saving(in_background).save(run, state, Progress(step=7, consecutive_nonfinite_steps=2), wait=False)
+    assert (caught.value.sound_step, names(outputs)) == (4, [])
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_is_finite_is_saved_however_large_and_what_is_not_trained_whatever_it_is(
+    run: Run, outputs: Notes, in_background: bool
+) -> None:
+    state = trained_state()
+    state.model.register_buffer("mask", torch.full((2,), -math.inf))
+    with torch.no_grad():
+        state.model.get_parameter("weight").fill_(3e38)  # the sum overflows
+        state.model.get_parameter("bias").requires_grad_(False).fill_(math.nan)
+    saving, expected = Saving(in_background), {k: v.clone() for k, v in state.model.state_dict().items()}
+    saving.save(run, state, Progress(step=1), wait=False)
+    saving.finish(run)
+    stored = checkpoint.StoredBlocks(outputs.checkpoints / "step-00000001")
+    for name, tensor in expected.items():
+        found = stored.block("model", name, (0,) * tensor.ndim, tuple(tensor.shape))
+        assert torch.equal(found.view(torch.int32), tensor.view(torch.int32))
+
+
+def trained_state() -> TrainingState:
+    """With moments."""
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    network(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return TrainingState(network, optimizer, {})
 
 
 def test_without_room_for_a_copy_training_waits_and_says_so_once(

@@ -20,7 +20,7 @@ from train.extras import Extras
 from train.extras.endurance import ROLL_CALL, Room, refuse_strangers
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
-from train.records import DivergenceError, IntervalSums, Progress, Run, StopRequest, UsageError, UserError
+from train.records import DivergenceError, IntervalSums, Progress, Run, StopAtOnce, StopRequest, UsageError, UserError
 from train.step import Engine
 
 MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
@@ -134,7 +134,8 @@ def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
     with room.open(Config(), Launch(), StopRequest()):
         with room.preparing():
             pass
-        assert room.confirms_stop()
+        with pytest.raises(StopAtOnce), room.preparing():
+            signal.raise_signal(signal.SIGTERM)
         assert room.failed(None, RuntimeError("Connection closed by peer")) is None
     assert signal.getsignal(signal.SIGTERM) is before
 

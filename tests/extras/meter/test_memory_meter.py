@@ -12,7 +12,9 @@ import torch
 from accelerate import Accelerator
 from support import run_for
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -217,7 +219,7 @@ def test_evaluation_is_measured_once_for_each_larger_shape(training: Training, f
     held = sum(t.nbytes for t in (*training.network.parameters(), *training.network.buffers()))
     assert first["peak_allocated_bytes"] > held + 2 * 64 * VOCABULARY * 4
     assert first["peak_bytes_by_phase"] == {"evaluation": first["peak_allocated_bytes"]}
-    assert training.meter.last_shape == (2, 64) and training.meter.phase == "evaluation"
+    assert (training.meter.phase, training.meter.last_shape) == ("", None)  # what fails next, does so outside of it
     assert training.evaluate(batch(2, 128))["peak_allocated_bytes"] > first["peak_allocated_bytes"]
 
 
@@ -431,7 +433,11 @@ class CudaTraining:
 
 
 @pytest.fixture
-def fake_cuda() -> Iterator[None]:
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # The storages of fake tensors lie on "meta", as do those of what other tests have compiled.
+    objects, earlier = gc.get_objects, {id(t): t for t in gc.get_objects() if issubclass(type(t), Tensor)}
+    monkeypatch.setattr(gc, "get_objects", lambda: [found for found in objects() if id(found) not in earlier])
+    monkeypatch.setattr("train.extras.meter.cuda.list_tensors", lambda _: list_tensors(torch.device("meta")))
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -545,6 +551,14 @@ def test_live_tensors_are_listed_by_shape_and_views_once():
     found, size = after - before, 3 * 17 * 4
     assert found["(3, 17) float32", size] + found["(17, 3) float32", size] == 6
     assert len(views) == 4 and product.requires_grad
+
+
+def test_fake_tensors_that_compiled_functions_leave_are_not_live():
+    sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    mode, source = FakeTensorMode(shape_env=ShapeEnv()), ConstantSource("left")
+    left = mode.from_tensor(torch.zeros(8, 1234), symbolic_context=sizes, source=source)
+    assert left.device == CPU and not isinstance(left.shape[0], int)
+    assert not [shape for shape, _ in list_tensors(CPU) if "1234" in shape]
 
 
 @pytest.mark.gpu

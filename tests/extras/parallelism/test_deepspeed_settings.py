@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from train.config import Architecture, Config, Data, Optimization
+from train.data import PreparedData
 from train.extras.parallelism import Room
 from train.extras.parallelism.deepspeed_engine import DeepSpeed, deepspeed_plugin, engine_settings
 from train.extras.parallelism.sequences import Ulysses, part_of_sequences
@@ -153,10 +154,17 @@ def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, con
         Room.check(config, launch)
 
 
-def test_ranks_that_share_sequences_evaluate_different_examples() -> None:
-    launch = replace(SEQUENCES, world_size=4, rank=3)
-    assert (launch.dp_size, launch.dp_rank, launch.evaluation_copies) == (2, 1, 1)
-    assert replace(TWO, tp_size=2).evaluation_copies == 2
+def test_ranks_that_share_sequences_evaluate_different_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "train.data.evaluation_batches",
+        lambda examples, loading, arithmetic, rank: parts.append((arithmetic.world_size, rank)),
+    )
+    data: Any = PreparedData(*[None] * 5)  # pyright: ignore[reportArgumentType]
+    for launch in (replace(SEQUENCES, world_size=4, rank=3), replace(TWO, tp_size=2, rank=1)):
+        data.evaluation_batches(SimpleNamespace(config=Config(), launch=launch), None)
+    assert parts == [(4, 3), (1, 0)]
+    assert replace(SEQUENCES, world_size=4, rank=3).dp_rank == 1
 
 
 def test_want_of_deepspeed_is_said_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

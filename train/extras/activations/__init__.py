@@ -7,18 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra, missing, refuse
-from train.records import UsageError, UserError
+from train.launch import Launch, target_device
+from train.records import Run, StopRequest, UsageError, UserError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.config import Config
-    from train.launch import Launch
     from train.loop import Parts
     from train.loss import ModelWithLoss
-    from train.records import Run, StopRequest
     from train.tasks import Task
 
 
@@ -75,7 +73,6 @@ class Room(Extra):
             yield
             return
         from train.extras.activations.compilation import Compilation, check_compiler
-        from train.launch import target_device
 
         check_compiler(target_device())
         self._compilation = Compilation()
@@ -117,7 +114,7 @@ class Room(Extra):
             self._compilation.tell = run.outputs.note
 
     def sampling(self, network: nn.Module) -> AbstractContextManager[Any]:
-        from train.extras.activations.compilation import uncompiled
+        from train.extras.weightless import uncompiled
 
         return uncompiled(network)
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,16 +50,6 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     for layer in layers:
         layer.compile(backend=backend)
     return len(layers)
-
-
-def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Inside it compiled layers of ``model`` run as if they were not.
-
-    For a sample, in which each token is another shape; and for code that watches operators, because torch would never
-    compile a function that it first met meanwhile.
-    """
-    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 class Compilation(logging.Handler):

@@ -52,9 +52,8 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     if not offload:
         return
     offloaded = None
-    for module in model.modules():
-        checkpoint = vars(module).get("_gradient_checkpointing_func")  # where transformers' own switch puts it
-        if checkpoint is not None:
+    for module in model.modules():  # where transformers' own switch puts it
+        if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
             offloaded = offloaded or OffloadedInputs(checkpoint)
             vars(module)["_gradient_checkpointing_func"] = offloaded
 
@@ -210,8 +209,7 @@ class _Resting:
         assert self._on_device is not None
         whole = self._on_device
         self.leave()
-        before = self._before() if self._before is not None else None
-        if before is not None:
+        if self._before is not None and (before := self._before()) is not None:
             before.fetch()
         return whole
 

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra
-from train.records import UsageError
+from train.launch import Launch
+from train.records import Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.config import Config
-    from train.launch import Launch
-    from train.records import Run
     from train.state import TrainingState
     from train.tasks import Task
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import Config, option
 from train.extras import Extra
+from train.extras.endurance.lock import WITHOUT, lock
+from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error
 from train.launch import Launch, target_device
-from train.records import DivergenceError, Progress, Run, StopRequest, UsageError, UserError
+from train.records import DivergenceError, Progress, Run, StopAtOnce, StopRequest, UsageError, UserError
 
 if TYPE_CHECKING:
     from train.data import PreparedData
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
-    from train.extras.endurance.signals import Signals
     from train.loop import Parts
     from train.state import TrainingState
     from train.step import Engine
@@ -83,9 +84,8 @@ class Room(Extra):
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
-        from train.extras.endurance.lock import lock
+        from train.extras.endurance.checkpoints import Saving
         from train.extras.endurance.lost_rank import RankWatch, follow_launcher
-        from train.extras.endurance.signals import Signals
 
         self._config, remedy = config, partial(how_to_resume, config)
         refuse_strangers(os.environ, launch.world_size)
@@ -93,13 +93,12 @@ class Room(Extra):
         self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
         with self._signals.listening(), RankWatch(launch, seconds, remedy, show_error) as self._watch:
             held = lock(Path(config.output.output_dir)) if launch.rank == 0 else None
+            self._saving = Saving(config.of(Options).save_in_background, self._watch.gather)
             self._is_unlocked = launch.rank == 0 and held is None
-            try:
-                yield
-            finally:
-                if held is not None:
-                    held.close()
-                if self._saving is not None:
+            with held or nullcontext():
+                try:
+                    yield
+                finally:
                     self._saving.wait(SECONDS_FOR_A_LAST_CHECKPOINT)
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
@@ -113,17 +112,15 @@ class Room(Extra):
     @contextmanager
     def preparing(self) -> Iterator[None]:
         assert self._watch is not None and self._signals is not None
-        with self._signals.at_once(), self._watch.preparing():
-            yield
-
-    def starting(self, run: Run, parts: Parts) -> None:
-        from train.extras.endurance.lock import WITHOUT
-
-        run.outputs.note(*[WITHOUT] * self._is_unlocked)
+        try:
+            with self._signals.at_once(), self._watch.preparing():
+                yield
+        except StopAtOnce:
+            if self._watch.confirms_stop():
+                raise
+            raise UserError("") from None  # a launcher ends the other ranks because one has failed, which is told
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
-        from train.extras.endurance.signals import deliver
-
         if not data.loading.num_workers or not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends one
             return data
         rank = run.launch.rank
@@ -148,6 +145,7 @@ class Room(Extra):
     def ready(self, run: Run, parts: Parts) -> None:
         from train.extras.endurance.replicas import Replicas
 
+        run.outputs.note(*[WITHOUT] * self._is_unlocked)
         if run.launch.world_size > 1 and run.launch.has_whole_weights:
             self._compare_replicas = Replicas(parts.state.model, run.launch.world_size).compare
 
@@ -184,11 +182,7 @@ class Room(Extra):
         raise DivergenceError(f"step {progress.step}: {reason}", progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
-        from train.extras.endurance.checkpoints import Saving
-
-        if self._saving is None:
-            assert self._watch is not None
-            self._saving = Saving(run.config.of(Options).save_in_background, self._watch.gather)
+        assert self._saving is not None
         self._compare_replicas(progress.step, True)
         self._saving.save(run, state, progress, wait)
         return True
@@ -213,9 +207,11 @@ class Room(Extra):
             self._saving.finish(run)
         return go_back(run, state, error)
 
-    def confirms_stop(self) -> bool:
-        """False where a launcher ends the other ranks because one has failed."""
-        return self._watch is None or self._watch.confirms_stop()
+    def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
+        from train.extras.endurance import checkpoints
+
+        held = checkpoints.trained_tensors(state, run.accelerator.process_index)
+        checkpoints.refuse_nonfinite(run, progress, lambda: checkpoints.nonfinite(held))
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""

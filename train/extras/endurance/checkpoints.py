@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +22,7 @@ from train.records import DivergenceError, Progress, Run, UserError, exchange
 from train.state import Part, TrainingState
 
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
+PIECE = 2**19  # elements, which the cache still holds when they are read again
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
 
 
@@ -51,8 +55,10 @@ class Saving:
         """
         started = time.perf_counter()
         self.finish(run)
-        if wait or not self._in_background or not self._begin(run, state, progress):
-            checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator)
+        # After a failure nothing is left to the background: the store that its ranks meet by may be gone.
+        in_background = self._in_background and not (wait or self._last_failed)
+        if not in_background or not self._begin(run, state, progress):
+            self._write_now(run, state, progress)
             self._last_failed = False
             run.outputs.rotate(run, progress)
         if not wait:
@@ -93,6 +99,8 @@ class Saving:
             if NO_ROOM not in run.outputs.notes:
                 run.outputs.note(NO_ROOM)
             return False
+        copies, sums = copied(parts, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
+        refuse_nonfinite(run, progress, lambda: nonfinite(trained_tensors(state, rank), sums))
         self.checkpoints_in_background += 1
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
         self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
@@ -102,8 +110,7 @@ class Saving:
             self._forgive(run, error)
             return True
         self._own_part_is_done.clear()
-        buffer = self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors))
-        self._error, work = None, (copied(parts, buffer), checkpoint.values_of(state, progress), rank)
+        self._error, work = None, (copies, checkpoint.values_of(state, progress), rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
         try:
@@ -111,6 +118,17 @@ class Saving:
         except RuntimeError:  # as many threads as the system allows: written at once, while others' threads wait
             self._write(*work)
         return True
+
+    def _write_now(self, run: Run, state: TrainingState, progress: Progress) -> None:
+        """Writes while training waits; another thread looks at weights and moments meanwhile."""
+        held = trained_tensors(state, run.accelerator.process_index)
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                found = pool.submit(nonfinite, held).result
+            except RuntimeError:  # as many threads as the system allows
+                found = partial(nonfinite, held)
+            refuse = partial(refuse_nonfinite, run, progress, found)
+            checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator, refuse)
 
     def _buffer_of(self, size_bytes: int, on_card: bool) -> Tensor:
         """Host memory for a copy of so many bytes; next to a card it is page-locked, and used again."""
@@ -149,23 +167,53 @@ class Saving:
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
-def copied(parts: Mapping[str, Mapping[str, Part]], buffer: Tensor) -> dict[str, dict[str, Part]]:
-    """``parts`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue."""
-    place = 0
+def trained_tensors(state: TrainingState, rank: int) -> dict[str, Tensor]:
+    """What this rank would save of trained weights and moments, by name."""
+    parts = state.parts(rank)
+    trained = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
+    return {n: p.tensor for s in parts for n, p in parts[s].items() if s == "optimizer" or n in trained}
 
-    def copy(tensor: Tensor) -> Tensor:
+
+def nonfinite(held: Mapping[str, Tensor], sums: Mapping[str, Tensor] | None = None) -> list[str]:
+    """The tensors that have an element that is not finite; ``sums`` are theirs, where they are known."""
+    # Looking at each element takes forty times as long as the sum, which else only an overflow makes infinite.
+    # Tensors of bytes are integers, or of a type that cannot be added.
+    sums = sums or {name: tensor.sum() for name, tensor in held.items() if tensor.itemsize > 1}
+    return [n for n in held if n in sums and not sums[n].isfinite() and not held[n].isfinite().all()]
+
+
+def refuse_nonfinite(run: Run, progress: Progress, found: Callable[[], list[str]]) -> None:
+    """Raises DivergenceError, on all ranks together, if one has ``found`` tensors that are not finite."""
+    if names := list(itertools.chain(*exchange(found(), run.accelerator.num_processes))):
+        what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
+        remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."
+        sound = progress.step - progress.consecutive_nonfinite_steps - 1
+        raise DivergenceError(f"{what} {remedy}", progress, sound)
+
+
+def copied(
+    parts: Mapping[str, Mapping[str, Part]], buffer: Tensor
+) -> tuple[dict[str, dict[str, Part]], dict[str, Tensor]]:
+    """``parts`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue; and their sums."""
+    place, sums = 0, {}
+
+    def copy(name: str, tensor: Tensor) -> Tensor:
         nonlocal place
         host = buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place += _place_bytes(tensor)
-        return host.copy_(tensor, non_blocking=True)
+        for to, piece in zip(host.view(-1).split(PIECE), tensor.reshape(-1).split(PIECE), strict=True):
+            to.copy_(piece, non_blocking=True)
+            if piece.itemsize > 1:  # those of one byte are integers, or of a type that cannot be added
+                sums[name] = sums.get(name, 0) + piece.sum()
+        return host
 
     copies = {
-        section: {name: replace(part, tensor=copy(part.tensor)) for name, part in named.items()}
+        section: {name: replace(part, tensor=copy(name, part.tensor)) for name, part in named.items()}
         for section, named in parts.items()
     }
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return copies
+    return copies, sums
 
 
 def _place_bytes(tensor: Tensor) -> int:
@@ -186,15 +234,16 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     def choose() -> Path | None:
         for until in (error.sound_step - 1, error.sound_step):
             found, problems = checkpoint.newest_good(outputs.checkpoints, until)
-            if found is not None and _rollbacks_before(found) < lost.rollbacks:
-                found, problems = checkpoint.newest_good(outputs.checkpoints, int(found.name[5:]) - 1)
+            if found is not None:
+                state_of_it = json.loads((found / checkpoint.STATE).read_text(encoding="utf-8"))
+                if state_of_it["progress"]["rollbacks"] < lost.rollbacks:  # the last one went there
+                    found, problems = checkpoint.newest_good(outputs.checkpoints, int(found.name[5:]) - 1)
             if found is not None:
                 break
         outputs.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
         try:
-            if found is not None:
-                for later in reversed([p for p in checkpoint.by_step(outputs.checkpoints).values() if p > found]):
-                    checkpoint.remove(later)
+            for later in [p for p in reversed(checkpoint.by_step(outputs.checkpoints).values()) if found and p > found]:
+                checkpoint.remove(later)
         except OSError as problem:
             raise UserError(f"a checkpoint in {outputs.checkpoints} cannot be removed: {problem.strerror}.") from None
         return found
@@ -216,8 +265,3 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
         rollbacks=lost.rollbacks + 1,
         training_seconds=lost.training_seconds,
     )
-
-
-def _rollbacks_before(found: Path) -> int:
-    """How often the run had gone back when it wrote this checkpoint."""
-    return json.loads((found / checkpoint.STATE).read_text(encoding="utf-8"))["progress"]["rollbacks"]

@@ -30,8 +30,9 @@ class Replicas:
         if others:
             raise UserError(
                 f"step {step}: the weights of rank {', '.join(map(str, others))} differ from those of other ranks, and "
-                "must not: a device or its memory may be faulty, or your code treats ranks differently. Nothing is "
-                "saved; the newest checkpoint is from when all were equal."
+                "must not: a device or its memory may be faulty, your code may treat ranks differently, or a step left "
+                "parameters without a gradient (--find_unused_parameters). Nothing is saved; the newest checkpoint is "
+                "from when all were equal."
             )
 
 

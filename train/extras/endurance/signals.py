@@ -10,15 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing import active_children
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
 from train.records import StopAtOnce, StopRequest
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+NUMBERS = [n for n in signal.Signals if n.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")]  # Windows: the first two
 SECONDS_OF_ONE_INTERRUPT = 2.0  # a launcher passes on the interrupt that the terminal has sent to both
 
 
@@ -60,7 +58,7 @@ class Signals:
         """Listens while the context is open."""
         with ExitStack() as stack:
             for number in NUMBERS:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup wants that
+                if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup wants that
                     stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             yield
 
@@ -77,7 +75,7 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
             waiting.append(own)
             yield own
 
-    batches, processes = _start(loader(sampler=planned(), worker_init_fn=_obey_parent))
+    batches = _start(loader(sampler=planned(), worker_init_fn=_obey_parent))
     try:
         for batch in batches:
             waiting.popleft()
@@ -85,6 +83,7 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
             yield batch
         return
     except Exception:
+        processes = batches._workers  # also those that died before the last had started
         wait([process.sentinel for process in processes], 1.0)  # connections break a little before a process ends
         ends = [process.exitcode for process in processes if process.exitcode is not None]
         if not ends:
@@ -98,10 +97,9 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
     yield from deliver(say, loader, rest) if has_delivered else loader(sampler=rest, num_workers=0)
 
 
-def _start(loader: Any) -> tuple[Iterator[Any], list[BaseProcess]]:
+def _start(loader: Any) -> Any:
     """Starts the processes of a DataLoader; they are born deaf to signals, because the run tells them what to do."""
-    others, handler = active_children(), signal.getsignal(signal.SIGCHLD)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    handler, mask = signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         batches = iter(loader)
     finally:
@@ -109,7 +107,7 @@ def _start(loader: Any) -> tuple[Iterator[Any], list[BaseProcess]]:
     # torch's handler raises wherever the main thread stands when a process dies, even within an optimizer's update.
     # Without it the death is seen where it matters: by whoever waits for a batch.
     signal.signal(signal.SIGCHLD, handler)
-    return batches, [process for process in active_children() if process not in others]
+    return batches
 
 
 def _obey_parent(worker: int) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra
-from train.records import UsageError
+from train.launch import Launch
+from train.records import MicroBatch, Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.config import Config
     from train.data import PreparedData
-    from train.launch import Launch
-    from train.records import MicroBatch, Run
     from train.tasks import Task
 
 
@@ -50,7 +48,7 @@ class Room(Extra):
         own, model, length = config.of(Options), config.architecture, config.data.max_length
         if own.rope_scaling_factor is not None and own.rope_scaling == "none":
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
-        if model.model is not None and ":" in model.model and (own.rope_scaling != "none" or own.sliding_window):
+        if model.is_function and (own.rope_scaling != "none" or own.sliding_window):
             raise UsageError("rope_scaling and sliding_window change a transformers config; module:function has none.")
         if own.packing and model.attn_implementation == "eager":
             raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PretrainedConfig
 
 from train.records import UserError
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 def extend(config: PretrainedConfig, scaling: str, factor: float | None, window: int | None, max_length: int) -> None:

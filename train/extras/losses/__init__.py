@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra
-from train.records import UsageError
+from train.launch import Launch
+from train.records import Run, UsageError
 
 if TYPE_CHECKING:
-    from train.config import Config
-    from train.launch import Launch
     from train.loss import ModelWithLoss
-    from train.records import Run
 
 
 @dataclass(frozen=True)
@@ -48,26 +46,24 @@ class Room(Extra):
             )
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
-        from train.extras.losses.in_head import choose_loss, describe_loss, place_of, use_loss_in_head
-        from train.extras.losses.objective import objective_of
+        from train.extras.losses import in_head, objective
 
-        asked, objective = run.config.of(Options).loss, objective_of(run.config)
-        place = place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision, run.launch.tp_size > 1)
-        kind = choose_loss(asked, model, place, objective, True if run.is_planned else None)
-        objective.set_in(model)
+        asked, terms, accelerator = run.config.of(Options).loss, objective.objective_of(run.config), run.accelerator
+        place = in_head.place_of(model.model, accelerator.device, accelerator.mixed_precision, run.launch.tp_size > 1)
+        kind = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
+        terms.set_in(model)
         if kind != "full":
-            use_loss_in_head(model, kind, objective)
+            in_head.use_loss_in_head(model, kind, terms)
         # Whether a package of another machine sums in fp32 is not known here.
-        return [] if run.is_planned else [describe_loss(kind, objective, asked)]
+        return [] if run.is_planned else [in_head.describe_loss(kind, terms, asked)]
 
     def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
-        from train.extras.losses.in_head import obstacle_to_loss_in_head, use_loss_in_head
-        from train.extras.losses.objective import objective_of
+        from train.extras.losses import in_head, objective
 
         def chunk() -> bool:
-            if model.loss_in_head is not None or obstacle_to_loss_in_head(model) is not None:
+            if model.loss_in_head is not None or in_head.obstacle_to_loss_in_head(model) is not None:
                 return False
-            use_loss_in_head(model, "chunked", objective_of(run.config))
+            in_head.use_loss_in_head(model, "chunked", objective.objective_of(run.config))
             return True
 
         return [("the loss never holds all logits from now on", chunk)]

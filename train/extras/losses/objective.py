@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from train.config import Config
 from train.extras.losses import Options
 from train.loss import ModelWithLoss, cross_entropy, cross_entropy_sum, wide_dtype
 from train.records import IGNORE, UserError
 from train.tasks import Task
-
-if TYPE_CHECKING:
-    from train.config import Config
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import option
 from train.extras import Extra
-from train.records import exchange
+from train.records import MicroBatch, Run, exchange
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
     from train.loop import Parts
-    from train.records import MicroBatch, Run
     from train.tasks import Task
 
 
@@ -57,13 +56,14 @@ class Room(Extra):
 
     def ready(self, run: Run, parts: Parts) -> None:
         device, own = run.accelerator.device, run.config.of(Options)
-        if own.measure_memory and device.type in ("cpu", "cuda"):
-            from train.extras.meter.cpu import CpuMeter
-            from train.extras.meter.cuda import CudaMeter
+        meter_of = {"cpu": "CpuMeter", "cuda": "CudaMeter", "mps": "MpsMeter"}
+        if own.measure_memory and device.type in meter_of:
+            from train.extras.meter.tracker import num_classes_of
 
-            classes = len(parts.data.examples.label_names) or len(parts.data.tokenizer)
-            kind = CudaMeter if device.type == "cuda" else CpuMeter
-            self.meter = kind(device, parts.state.model, parts.optimizer.optimizer, classes, run.outputs.say)
+            names, model = parts.data.examples.label_names, parts.state.model
+            classes = num_classes_of(model, len(names), len(parts.data.tokenizer))
+            kind = getattr(import_module(f"train.extras.meter.{device.type}"), meter_of[device.type])
+            self.meter = kind(device, model, parts.optimizer.optimizer, classes, run.outputs.say)
         if own.memory_snapshot and device.type == "cuda":
             self._record_history(run)
 
@@ -103,8 +103,13 @@ class Room(Extra):
             flops, tokens = map(sum, zip(*exchange(self._work, run.accelerator.num_processes), strict=True))
             self._work, per_token = [0.0, 0.0], flops / tokens if tokens else None
         values["mfu"] = mfu(values["tokens_per_second"], per_token, self._peak_flops_per_second)
-        if self.meter is not None:
-            values.update(self.meter.interval())
+        values.update(self.meter.interval() if self.meter is not None else _highest(run))
 
     def summary(self, run: Run) -> dict[str, Any]:
-        return self.meter.summary() if self.meter is not None else {}
+        return self.meter.summary() if self.meter is not None else _highest(run)
+
+
+def _highest(run: Run) -> dict[str, Any]:
+    from train.extras.meter.memory import peak_bytes
+
+    return {"peak_allocated_bytes": peak_bytes(run.accelerator.device)}

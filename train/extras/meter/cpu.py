@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMeter, describe
+from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMeter, describe, peak_bytes
 from train.extras.meter.tracker import HELD, StorageTracker, tag_gradients, tag_held
-from train.launch import peak_bytes
+from train.extras.weightless import uncompiled
 from train.records import MicroBatch
 
 TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
@@ -37,7 +37,7 @@ class CpuMeter(MemoryMeter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._tracker = StorageTracker("cpu", num_classes=self.num_classes)
+        self._tracker = StorageTracker(self.device.type, num_classes=self.num_classes)
         self.leaks = LeakWatch(self._left_bytes, self._list_left, on_cuda=False)
         self._followed: dict[bool, dict[Extent, Measured]] = {True: {}, False: {}}
         """By whether it was a step (not an evaluation), and by its extent."""
@@ -48,7 +48,7 @@ class CpuMeter(MemoryMeter):
         self._exit: ExitStack | None = None
 
     def summary(self) -> dict[str, Any]:
-        return {**super().summary(), "peak_resident_bytes": peak_bytes(self.device)}
+        return {**super().summary(), "peak_resident_bytes": peak_bytes(torch.device("cpu"))}
 
     def _begin(self, batches: Sequence[MicroBatch]) -> None:
         self._began, self._is_step = time.perf_counter(), self.phase == "forward"
@@ -72,9 +72,7 @@ class CpuMeter(MemoryMeter):
                 stack.callback(handle.remove)
             self._tracker.mark(self.phase)
             self._tracker.reset_peak()
-            if any(getattr(module, "_compiled_call_impl", None) is not None for module in self.network.modules()):
-                # torch would never compile a function that it first met while operators were followed
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(uncompiled(self.network))
             stack.enter_context(self._tracker)
             self._exit = stack.pop_all()
 

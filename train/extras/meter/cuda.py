@@ -125,10 +125,11 @@ def list_tensors(device: torch.device) -> Inventory:
     found, storages = Inventory(), set()
     for candidate in gc.get_objects():
         # not isinstance: a proxy may do anything when asked for its class
-        if not issubclass(type(candidate), Tensor) or candidate.device.type != device.type:
+        if not issubclass(type(candidate), Tensor):
             continue
         storage = tracker.storage_of(candidate)
-        if storage is not None and storage._cdata not in storages:
+        # the storage's device: the fake tensors that torch.compile keeps name a card but hold no memory
+        if storage is not None and storage.device.type == device.type and storage._cdata not in storages:
             storages.add(storage._cdata)
             found[describe(candidate.shape, candidate.dtype), storage.nbytes()] += 1
     return found

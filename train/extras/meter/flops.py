@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.weightless import without_weights
-
-if TYPE_CHECKING:
-    from train.records import MicroBatch
+from train.records import MicroBatch
 
 STRIDE = 64  # a model is counted at 1, 2 and 3 × as many tokens; linear attention works in chunks of them
 FARTHEST = 32 * STRIDE  # what these three give is held to a count at so many tokens, or at the longest text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,14 +80,14 @@ class MemoryMeter:
         say: Callable[[str], None],
     ) -> None:
         self.device, self.network, self.optimizer, self.num_classes = device, network, optimizer, num_classes
-        self.phase = ""  # the phase that is running, or was the last to run
+        self.phase = ""  # the phase that is running, or failed
         self.shapes: Shapes = ()
         self._say, self._is_measuring = say, False
         self._step = self._interval = self._run = Measured()
 
     @property
     def last_shape(self) -> tuple[int, int] | None:
-        """(B, S) of the largest micro-batch of the last step or evaluation."""
+        """(B, S) of the largest micro-batch of the step or evaluation that is running, or failed."""
         return max(self.shapes, key=math.prod, default=None)
 
     @property
@@ -107,6 +108,7 @@ class MemoryMeter:
         finally:
             self._end(completed)
             self._is_measuring = False
+        self.phase, self.shapes = "", ()
         if self.leaks.leak is not None and known_leak is None:
             self._say(self.leaks.leak)
 
@@ -146,6 +148,20 @@ class MemoryMeter:
     def _mark(self, phase: str) -> None: ...
     def _end(self, completed: bool) -> None: ...
     def _between(self) -> None: ...
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The highest use so far: CUDA's own count, what Metal's driver holds, or the process's largest resident set."""
+    if device.type in ("cuda", "mps"):
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else torch.mps.driver_allocated_memory()
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil  # comes with accelerate
+
+        memory: Any = psutil.Process().memory_info()
+        return getattr(memory, "peak_wset", memory.rss)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class LeakWatch:

@@ -219,6 +219,12 @@ def held_by(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers(), *(value for value in scales if isinstance(value, Tensor))]
 
 
+def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:
+    """C of logits (..., C): a model's own ``vocabulary`` may have more entries than the tokenizer's."""
+    config: Any = getattr(network, "config", None)
+    return num_labels or getattr(config and config.get_text_config(), "vocab_size", None) or vocabulary
+
+
 def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Tells ``tracker`` what stays between steps: parameters and buffers, optimizer state, gradients if there are."""
     tracker.tag(PARAMETERS, held_by(network))

@@ -6,16 +6,14 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra, refuse
-from train.records import UsageError
+from train.launch import Launch
+from train.records import Run, UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from train.config import Config
-    from train.launch import Launch
-    from train.records import Run
     from train.step import Engine
 
 

@@ -7,26 +7,37 @@ parallelism divides each layer. Each is a small engine behind the one optimizer 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from train.config import Config, option
 from train.extras import Extra, refuse
-from train.records import one_line
+from train.launch import Launch
+from train.records import MicroBatch, Run, one_line
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.batching import Batches
-    from train.config import Config
     from train.data import PreparedData
-    from train.launch import Launch
     from train.loss import ModelWithLoss
-    from train.records import MicroBatch, Run
     from train.state import TrainingState
     from train.step import Engine
 
 
+@dataclass(frozen=True)
+class Options:
+    """How ranks share the work; the launch file says the rest."""
+
+    find_unused_parameters: bool = option(
+        False, "Have DDP expect that a step leaves parameters without a gradient; where all steps do, it is found."
+    )
+
+
 class Room(Extra):
     """Divides the work of a step among ranks."""
+
+    Options = Options
 
     def __init__(self) -> None:
         self._sp_size = 1  # of a Ulysses model that is about to be prepared, else 1
@@ -95,7 +106,12 @@ class Room(Extra):
         return divided
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """Explains why accelerate or DeepSpeed could not prepare a model for Ulysses."""
+        """Explains what DDP waits for, and why a model could not be prepared for Ulysses."""
+        if isinstance(error, RuntimeError) and "find_unused_parameters" in str(error):
+            return (
+                "a step left parameters without a gradient, which DDP waits for: other steps use them. "
+                "--find_unused_parameters has it look for them in each step."
+            )
         if self._sp_size == 1 or not isinstance(error, AttributeError | ValueError | AssertionError):
             return None
         return (
@@ -116,7 +132,8 @@ def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> list[st
         missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
         return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
 
-    if (found := obstacle_on_trial(model, unused)) is None:
+    found = "as asked for" if run.config.of(Options).find_unused_parameters else obstacle_on_trial(model, unused)
+    if found is None:
         return []
     # Only then: DDP's search for them takes up to a tenth of a short step.
     run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,20 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra
-from train.records import UsageError
+from train.launch import Launch
+from train.records import Corpus, Run, StopRequest, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from datasets import Dataset
 
-    from train.config import Config
     from train.data import PreparedData
-    from train.launch import Launch
-    from train.records import Corpus, Run, StopRequest
-
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBas
             return _with_names(Tokenizer.from_str(text), spec)
         run.outputs.note(f"{kept} was damaged: the tokenizer is trained again")
     tokenizer: Any = build_tokenizer(spec, (dict(row)["text"] for row in corpus.train))
-    if run.accelerator.is_local_main_process:
+    if run.accelerator.is_main_process:
         text = tokenizer.backend_tokenizer.to_str()
         write_whole(kept, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
     return tokenizer

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra
 from train.figures import without_secrets, write_whole
-from train.records import UsageError, UserError
+from train.launch import Launch
+from train.records import Run, StopRequest, UsageError, UserError
 
 if TYPE_CHECKING:
-    from train.config import Config
-    from train.launch import Launch
     from train.loop import Parts
-    from train.records import Run, StopRequest
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Points = list[tuple[int, float]]
+Curve = tuple[Points, dict[str, Any]]  # and how it looks: arguments of ``Axes.plot``
 
 INK, MUTED, _LINE, FIRST, SECOND, WARN = "#1b1f24", "#656d76", "#d8dee4", "#0b62d6", "#c2570c", "#c21f30"
 _THEME = {INK: "ink", MUTED: "muted", _LINE: "line", FIRST: "first", SECOND: "second", WARN: "warn"}
@@ -35,7 +36,8 @@ STYLE: dict[Any, Any] = {
     **dict.fromkeys(("ytick.major.size", "ytick.minor.size"), 0),
 }
 _LIMIT: dict[str, Any] = {"color": SECOND, "linestyle": "--", "linewidth": 1.2}
-_SPLITS = ((SECOND, "o"), (INK, "D"), (MUTED, "s"))
+_SPLITS = ({"color": SECOND, "marker": "o"}, {"color": INK, "marker": "D"}, {"color": MUTED, "marker": "s"})
+_FIRST, _SECOND = {"color": FIRST, "marker": "o"}, {"color": SECOND, "marker": "s"}
 _KINDS = ((FIRST, 1.0), (FIRST, 0.6), (FIRST, 0.3), (SECOND, 1.0), (SECOND, 0.5), (MUTED, 0.5))
 
 _BITS_CAPTION = "Held-out text, whatever the tokenizer; lower is better. Grey: what other ways of coding it need."
@@ -49,23 +51,6 @@ class Chart(NamedTuple):
     svg: str
 
 
-class _Curve(NamedTuple):
-    points: Points
-    colour: str = FIRST
-    label: str | None = None
-    marker: str = ""
-
-
-class _Plot(NamedTuple):
-    """A chart over steps before it is drawn, with the height and label of a dashed line; ``finish`` sets the y axis."""
-
-    title: str
-    caption: str
-    curves: list[_Curve]
-    finish: Callable[[Axes], object] = lambda axes: None
-    limit: tuple[float, str] | None = None
-
-
 def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     """The charts for which ``metrics`` hold at least one point; ``summary`` gives limits and reference values."""
     training = [row for row in metrics if row["kind"] == "train"]
@@ -74,33 +59,32 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         if row["kind"] == "evaluation":
             held_out.setdefault(row["split"], []).append(row)
 
-    def trained(name: str, label: str | None = None) -> list[_Curve]:
-        return [_Curve(points(training, name), FIRST, label)]
+    def trained(name: str, label: str | None = None) -> Curve:
+        return points(training, name), {"color": FIRST, "label": label}
 
-    def by_split(name: str) -> list[_Curve]:
+    def by_split(name: str) -> list[Curve]:
         looks = zip(held_out.items(), itertools.cycle(_SPLITS))
-        return [_Curve(points(rows, name), colour, split, marker) for (split, rows), (colour, marker) in looks]
+        return [(points(rows, name), {**look, "label": split}) for (split, rows), look in looks]
 
     accuracy, macro_f1 = (points(held_out.get("validation", []), name) for name in ("accuracy", "macro_f1"))
-    scores = [_Curve(accuracy, FIRST, "accuracy", "o"), _Curve(macro_f1, SECOND, "macro F1", "s")]
-    losses = [*trained("loss", "train"), *by_split("loss")]
+    scores = [(accuracy, {**_FIRST, "label": "accuracy"}), (macro_f1, {**_SECOND, "label": "macro F1"})]
     peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
-    memory, limit = [_Curve(peaks, FIRST, "measured")], _predicted(summary)
-    speed = trained("tokens_per_second")
-
-    references = _numbers(summary.get("references"))
-    plots = [
-        _Plot("Loss", "Nats per target. A gap that widens between train and validation is overfitting.", losses),
-        _Plot("Bits per byte", _BITS_CAPTION, by_split("bits_per_byte"), partial(_reference_lines, references)),
-        _Plot("Accuracy", "Share of the targets predicted right, held out.", scores, lambda a: a.set_ylim(0, 1.02)),
-        _gradient_norm(training, metrics, summary.get("max_grad_norm")),
-        _Plot("Learning rate", "As the schedule set it.", trained("learning_rate"), _from_zero),
-        _Plot("Tokens per second", "All devices together, padding not counted.", speed, _from_zero),
-        _Plot("Peak memory", "GiB; the most that one device had allocated at once.", memory, _from_zero, limit),
+    memory, limit = [(peaks, {"color": FIRST, "label": "measured"})], _predicted(summary)
+    norms = _gradient_norm(training, metrics, summary.get("max_grad_norm"))
+    references = partial(_reference_lines, _numbers(summary.get("references")))
+    draw = partial(_over_steps, max((row["step"] for row in metrics), default=0))
+    losses, speed = [trained("loss", "train"), *by_split("loss")], [trained("tokens_per_second")]
+    drawn = [
+        draw("Loss", "Nats per target. A gap that widens between train and validation is overfitting.", losses),
+        draw("Bits per byte", _BITS_CAPTION, by_split("bits_per_byte"), references),
+        draw("Accuracy", "Share of the targets predicted right, held out.", scores, lambda a: a.set_ylim(0, 1.02)),
+        draw("Gradient norm", "Before clipping, logarithmic.", *norms),
+        draw("Noise scale", "Of the gradient, in examples.", [trained("gradient_noise_scale_examples")], _from_zero),
+        draw("Learning rate", "As the schedule set it.", [trained("learning_rate")], _from_zero),
+        draw("Tokens per second", "All devices together, padding not counted.", speed, _from_zero),
+        draw("Peak memory", "GiB; the most that one device had allocated at once.", memory, _from_zero, limit),
     ]
-    last_step = max((row["step"] for row in metrics), default=0)
-    drawn = [_over_steps(plot, last_step) for plot in plots if any(curve.points for curve in plot.curves)]
-    return [*drawn, *_memory_bars(summary)]
+    return [*filter(None, drawn), *_memory_bars(summary)]
 
 
 def points(rows: Sequence[Row], name: str) -> Points:
@@ -109,13 +93,11 @@ def points(rows: Sequence[Row], name: str) -> Points:
     return sorted(found.items())
 
 
-def _gradient_norm(training: Sequence[Row], metrics: Sequence[Row], limit: float | None) -> _Plot:
-    """Crosses mark the steps that were skipped because their gradient was not finite."""
+def _gradient_norm(training: Sequence[Row], metrics: Sequence[Row], limit: float | None) -> tuple[Any, ...]:
+    """Its curve, axes and limit; crosses mark the steps that were skipped because their gradient was not finite."""
     norms = [(step, value) for step, value in points(training, "grad_norm") if value > 0]
     skipped = {row["step"] for row in training if row.get("grad_norm", 0) is None}
     skipped |= {row["step"] for row in metrics if row["kind"] == "skipped"}
-
-    curves = [_Curve(norms, FIRST, "gradient norm")]
     line = None if limit is None else (limit, f"clipped to {limit:g}")
 
     def finish(axes: Axes) -> None:
@@ -124,7 +106,7 @@ def _gradient_norm(training: Sequence[Row], metrics: Sequence[Row], limit: float
             axes.plot(sorted(skipped), [0.05] * len(skipped), "x", transform=foot, color=WARN, label=label)
         _log_scale(axes, [*(value for _, value in norms), *([] if limit is None else [limit])])
 
-    return _Plot("Gradient norm", "Before clipping, logarithmic.", curves, finish, line)
+    return [(norms, {"color": FIRST, "label": "gradient norm"})], finish, line
 
 
 def _numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
@@ -164,10 +146,20 @@ def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
     return [Chart(title, caption, _svg(title, f"{title}: {sizes}.", draw, legend_columns=2))]
 
 
-def _over_steps(plot: _Plot, last_step: int) -> Chart:
-    steps = [step for curve in plot.curves for step, _ in curve.points]
-    end = next(curve.points[-1][1] for curve in plot.curves if curve.points)
-    label = f"{plot.title} from step {min(steps):,} to {max(steps):,}; {number(end)} at the end."
+def _over_steps(
+    last_step: int,
+    title: str,
+    caption: str,
+    curves: Sequence[Curve],
+    finish: Callable[[Axes], object] = lambda axes: None,
+    limit: tuple[float, str] | None = None,
+) -> Chart | None:
+    """A chart of ``curves`` with points; ``finish`` sets its y axis, ``limit`` is a dashed line's height and label."""
+    curves = [curve for curve in curves if curve[0]]
+    if not curves:
+        return None
+    steps = [step for found, _ in curves for step, _ in found]
+    label = f"{title} from step {min(steps):,} to {max(steps):,}; {number(curves[0][0][-1][1])} at the end."
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import MaxNLocator
@@ -176,18 +168,16 @@ def _over_steps(plot: _Plot, last_step: int) -> Chart:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         axes.xaxis.grid(False)
-        for curve in plot.curves:
-            if curve.points:
-                marker = curve.marker or ("o" if len(curve.points) == 1 else "")  # one point makes no line
-                places = zip(*curve.points, strict=True)
-                axes.plot(*places, color=curve.colour, label=curve.label, marker=marker, markersize=4.5)
-        if plot.limit is not None:
-            axes.axhline(plot.limit[0], label=plot.limit[1], **_LIMIT)
-        plot.finish(axes)
+        for found, look in curves:
+            marker = "o" if len(found) == 1 else ""  # one point makes no line
+            axes.plot(*zip(*found, strict=True), **{"marker": marker, "markersize": 4.5, **look})
+        if limit is not None:
+            axes.axhline(limit[0], label=limit[1], **_LIMIT)
+        finish(axes)
         axes.set_xlabel("step")
         axes.set_xlim(0, 1.02 * max(1, last_step))
 
-    return Chart(plot.title, plot.caption, _svg(plot.title, label, draw))
+    return Chart(title, caption, _svg(title, label, draw))
 
 
 def _predicted(summary: Mapping[str, Any]) -> tuple[float, str] | None:

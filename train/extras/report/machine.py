@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil  # comes with accelerate
 
 from train import __version__
 from train.figures import gib
@@ -23,14 +24,14 @@ def hardware() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    cpus, sizes = Path("/proc/cpuinfo"), ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
+    cpus = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.+)", cpus.read_text(encoding="utf-8")) if cpus.exists() else None
     return {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cpu_cores": os.cpu_count(),
-        "memory_bytes": math.prod(map(os.sysconf, sizes)) if hasattr(os, "sysconf") else None,
+        "memory_bytes": psutil.virtual_memory().total,
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
         "gpu_count": len(gpus),
     }

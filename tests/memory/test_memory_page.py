@@ -1,0 +1,115 @@
+"""docs/memory.md says what the commands on it print now."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+from train.figures import gib
+from train.memory.__main__ import main
+
+PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+RECIPE = next(text for kind, text in BLOCKS if kind == "yaml")
+CONSOLE = [text for kind, text in BLOCKS if kind == "console"]
+LLAMA_1B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def words_of(text: str) -> str:
+    return " ".join(text.split())
+
+
+def command_of(block: str) -> tuple[list[str], str]:
+    """The arguments behind ``python -m train.memory`` of a console block, and what it shows of the output."""
+    quotes = block.count("'", 0, block.index("\n", block.index("...'") if "...'" in block else 0))
+    match = re.match(r"\$ python -m train\.memory (.*?[^\\])\n(?=\S)", block, re.DOTALL)
+    assert match and quotes % 2 == 0
+    return shlex.split(match[1].replace("\\\n", " ").replace("\n ", " ")), block[match.end() :]
+
+
+def assert_shown(shown: str, printed: str) -> None:
+    """Each stretch of ``shown`` between two ``...`` is in ``printed``, in this order."""
+    rest = words_of(printed)
+    for piece in filter(None, map(words_of, re.split(r"\.{3}", shown))):
+        assert piece in rest
+        rest = rest[rest.index(piece) + len(piece) :]
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long.yaml").write_text(RECIPE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, marks=[] if " explain " in b else pytest.mark.slow) for b in CONSOLE]
+)
+def test_commands_print_what_the_page_shows(block: str, in_folder: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, shown = command_of(block)
+    assert main(arguments) in (0, 1)
+    assert_shown(shown, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "keys", "sentence"),
+    [
+        ("--gradient_checkpointing selective", "needed_bytes", "78.23 → {} needed [P]"),
+        ("--gradient_checkpointing selective --loss full", "needed_bytes", "selective: {} → 16.38 GiB needed [P]"),
+        ("--gradient_checkpointing selective", "prediction.peak_bytes", "peak 58.59 → {} [P]"),
+        ("--gradient_checkpointing full", "prediction.peak_bytes", "peak 58.59 → {} [P]"),
+        ("--gradient_checkpointing selective --loss full", "prediction.bytes_by_kind.logits and loss", "peak: {} [P]"),
+        (
+            "--gradient_checkpointing selective --loss full",
+            "prediction.peak_bytes_by_phase.evaluation",
+            "at {}, at 7.54",
+        ),
+        ("--gradient_checkpointing selective --world_size 8 --sharding fsdp2", "needed_bytes", "16.38 → {} needed on"),
+        ("1B", "needed_bytes", "{} → 3.86 GiB needed, and"),
+        ("1B --sharding fsdp2_offload", "needed_bytes", "24.13 → {} needed, and"),
+        ("1B --sharding fsdp2_offload", "host_bytes", "and {} of host memory [P]"),
+    ],
+)
+def test_predicted_figures_are_those_of_now(
+    flags: str, keys: str, sentence: str, in_folder: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["predict", "--config", "long.yaml", "--device", "rtx-4090", "--json", *flags.split()]
+    if "1B" in arguments:
+        arguments[arguments.index("1B")] = "--model_config"
+        arguments.insert(arguments.index("--model_config") + 1, json.dumps(LLAMA_1B))
+        arguments += ["--max_length", "8192", "--gradient_checkpointing", "full"]
+    assert main(arguments) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    for key in keys.split("."):
+        found = found[key]
+    assert any(
+        words_of(sentence.format(text)) in words_of(PAGE) for text in (gib(found), gib(found).removesuffix(" GiB"))
+    ), gib(found)
+
+
+def test_measured_figures_are_those_of_the_results() -> None:
+    """Those of [A], and how exact README and the page say that predictions are."""
+    found = json.loads((ROOT / "docs" / "results" / "memory_accuracy-cpu.json").read_text(encoding="utf-8"))
+    measured = {f"{row['measured_bytes'] / 2**20:.1f}" for row in found["rows"]}
+    sentences = [re.split(r"\[[SP]\]", text)[-1] for text in re.findall(r"[^|]*?\[A\]", PAGE)]
+    figures = {figure for text in sentences for figure in re.findall(r"\b\d{3}\.\d\b", text)}
+    assert len(figures) >= 9 and figures <= measured
+    errors = sorted((abs(row["error_percent"]), row["case"]) for row in found["rows"])
+    assert f"{len(errors) - 1} of {len(errors)} cases" in PAGE and f"by {errors[-2][0]:.3f} % at worst" in PAGE
+    assert "bf16" in errors[-1][1] and f"is {errors[-1][0]:.2f} % too low" in PAGE
+    extra = words_of((ROOT / "docs" / "extras" / "memory.md").read_text(encoding="utf-8"))
+    assert (
+        f"{len(errors) - 1} of {len(errors)} cases differs from the measured one by {errors[-2][0]:.3f} % at" in extra
+    )
+    assert f"that of one in bf16 by {errors[-1][0]:.2f} %" in extra
+    of_fp32 = max(error for error, case in errors if "bf16" not in case)
+    readme = words_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert of_fp32 < 0.02 and errors[-1][0] < 0.8 and "to within 0.02 % in fp32, 0.8 % in bf16" in readme

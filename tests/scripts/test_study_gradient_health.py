@@ -1,0 +1,120 @@
+"""The study of gradient health: what its figures say, what thresholds would have clipped, and a real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import printed_and_imported, write_recipe
+
+from scripts.benchmarks import study
+from scripts.benchmarks.study import gradient_health as health
+from scripts.benchmarks.study.trials import DIVERGED, DONE
+
+
+def row(step: int, norms: Sequence[float] = (1.0, 0.5, 2.0), **other: Any) -> dict[str, Any]:
+    names = ("flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
+    own = {name: [0.0] * len(norms) for name in names}
+    own |= {"update_ratios": [1e-3] * len(norms), "activations": [3.0] * len(norms), "loss_scale": None, "fp16": False}
+    own |= {"exponents": {"-27": 0.05, "-26": 0.05, "-10": 0.4, "-3": 0.4}, "zeros": 0.1, "grad_norm": 2.3}
+    return {"step": step, "layers": ["embed", "layers.0", "head"], "norms": list(norms), **own, **other}
+
+
+def found(norms: Sequence[float | None], rows: Sequence[dict[str, Any]], **other: Any) -> dict[str, Any]:
+    ran = {"variant": "run", "seed": 1, "status": DONE}
+    given = {"max_grad_norm": 1.0, "max_grad_value": None, "outcomes": [ran]}
+    return {"norms": [list(norms)], "rows": list(rows), **given, **other}
+
+
+ROWS = [row(1), row(2)]
+NORMS = [100.0] * 10 + [0.5 + i / 100 for i in range(90)]
+"""The first tenth is larger; the others are 0.50, 0.51, ... 1.39."""
+
+
+@pytest.mark.parametrize(
+    ("bound", "said"),
+    [
+        (0.6, "max_grad_norm: 0.6 clips 88% of the steps: it sets the length of nearly every step"),
+        (1.0, "max_grad_norm: 1 clips 43% of the steps, more than outliers. max_grad_norm: 1.4 would clip 5%"),
+        (1.37, "max_grad_norm: 1.37 clips 2.2% of the steps: outliers only, as it should."),
+        (5.0, "max_grad_norm: 5 clips none of these steps: it only guards against outliers."),
+        (None, "The norm is not clipped. max_grad_norm: 1.4 would clip 5% of these steps, the outliers."),
+    ],
+)
+def test_advice_on_the_present_threshold(bound: float | None, said: str) -> None:
+    first, second = health.clipping_advice(health.late(found(NORMS, ROWS)), bound)
+    assert first.startswith("After the first steps the norm of the gradient is 0.945 at the median, 1.35 at the 95th")
+    assert second.startswith(said)
+
+
+def test_what_each_norm_would_have_clipped() -> None:
+    titles, *rows = health.norm_rows(found(NORMS, ROWS))
+    by_norm = {cells[0]: cells[1:] for cells in rows}
+    assert titles[:2] == ["norm", "steps clipped"]
+    assert by_norm["1"] == ["49 %", "43.3 %", "0.93", "present"]
+    assert by_norm["0.25"][:3] == ["100 %", "100 %", f"{sum(0.25 / n for n in NORMS[10:]) / 90:.2f}"]
+    assert by_norm["10"] == ["10 %", "0 %", "1.00", ""]
+    assert by_norm["1.35"][3] == "95% are below"
+    assert health.norm_rows(found([None, None], ROWS)) == [titles]
+
+
+def test_what_each_value_would_have_clipped() -> None:
+    _, *rows = health.value_rows(found(NORMS, ROWS, max_grad_value=0.07))
+    shares = {cells[0]: cells[1] for cells in rows}
+    assert (shares["0.25"], shares["0.0625"], shares["0.000977"]) == ("0 %", "40 %", "80 %")
+    assert [cells[0] for cells in rows if cells[2]] == ["0.0625"]
+
+
+def test_shares_in_fp16_follow_from_the_sizes_of_elements() -> None:
+    shares = health.elements(ROWS)
+    assert health.outside(shares, 0) == (pytest.approx(0.1 / 0.9), 0)
+    assert health.outside(shares, 16) == (0, 0)
+    assert health.outside(shares, 19) == (0, pytest.approx(0.4 / 0.9))
+    said = health.sentences(found(NORMS, ROWS))[-1]
+    assert "without a loss scale 11.1 % of" in said
+    assert "of 65,536 0 % and 0 %. The largest scale without overflow is 2^18" in said
+
+
+def test_illnesses_come_first_and_a_run_that_failed_is_told() -> None:
+    assert health.sentences(found(NORMS, ROWS))[0] == "No illness in 2 measured steps up to step 2."
+    sick = [row(step, (1.0, 1e-9, 2.0)) for step in (1, 2, 4)]
+    ended = {"variant": "run", "seed": 1, "status": DIVERGED, "reason": "no finite gradient"}
+    first, second, *_ = health.sentences(found(NORMS, sick, outcomes=[ended]))
+    assert first == "Seed 1: diverged: no finite gradient."
+    assert second.startswith("From step 2 on: vanishing gradient in layers.0: ")
+    nothing = health.sentences(found([], [], outcomes=[ended]))
+    assert nothing == [first, "No step was measured: look at errors.txt of the run."]
+
+
+def test_layers_have_a_row_each() -> None:
+    titles, *rows = health.layer_rows([row(1), row(2, flushed=[0.2, 0.0, 0.0], activations=[None, 5.0, 3.0])])
+    assert titles[:5] == ["layer", "norm", "update ratio", "activation", "flushed"]
+    assert rows[0][:5] == ["embed", "1", "0.001", "3", "10 %"] and rows[1][3] == "5"
+
+
+def test_charts_are_drawn_of_a_gradient_that_vanishes() -> None:
+    drawn = health.charts(found(NORMS, [row(1, (1.0, 0.0, 2.0)), row(2, (1.0, 0.0, 2.0))]))
+    assert len(drawn) == 5 and all("<svg" in chart.svg and "mathdefault" not in chart.svg for chart in drawn)
+
+
+def test_help_names_its_flags() -> None:
+    printed, imported = printed_and_imported("scripts/study.py", "gradient_health", "--help")
+    assert "--every" in printed and "torch" not in imported
+
+
+@pytest.mark.slow
+def test_a_real_study_names_what_ails_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--rehearse", "False"]
+    words += ["--max_steps", "12", "--learning_rate", "3", "--every", "3"]
+    assert study.main(["gradient_health", *words]) == 0, capsys.readouterr().err
+    made = json.loads((tmp_path / "out" / "gradient_health.json").read_text())
+    assert [r["step"] for r in made["rows"]] == [1, 2, 3, 6, 9, 12]
+    assert len(made["norms"][0]) == 12 and made["max_grad_norm"] == 1.0
+    text = (tmp_path / "out" / "gradient_health.md").read_text()
+    assert "learning rate too high in transformer." in text
+    assert "## What each norm would have clipped" in text and "## What each value would have clipped" in text
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert page.count("<svg") == 6 and "Elements by size" in page and "mathdefault" not in page

@@ -1,0 +1,83 @@
+"""What the gradient tells while a step has it: its health, layer by layer, and its noise scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from train.config import option
+from train.extras import Extra, refuse
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.launch import Launch
+    from train.loop import Parts
+    from train.records import MicroBatch, Run
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the gradient tells."""
+
+    gradient_health: bool = option(False, "Measure gradients, updates and activations by layer, and name illnesses.")
+    gradient_health_every_steps: int = option(50, "Measure every n steps, and before at steps 1, 2, 4, 8, ...", ge=1)
+    gradient_noise_scale: bool = option(
+        False, "Log the batch size, in examples, from which larger batches save few steps; needs accumulation or ranks."
+    )
+
+
+class Room(Extra):
+    Options = Options
+
+    def __init__(self) -> None:
+        self._health: Any = None  # :class:`train.extras.gradients.health.Health`, where asked for
+        self._noise: Any = None  # :class:`train.extras.gradients.noise.NoiseScale`, likewise
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        own = config.of(Options)
+        if own.gradient_health:
+            hidden, early = launch.engine == "deepspeed" or launch.tp_size > 1, config.get("optimizer_in_backward")
+            refuse(
+                "gradient_health",
+                (f"{launch} in the launch file", hidden, "it needs gradients as DDP and FSDP2 leave them. Use one"),
+                ("optimizer_in_backward", bool(early), "no whole gradient exists then. Leave one of them out"),
+            )
+        if own.gradient_noise_scale:
+            from train.extras.gradients.noise import check
+
+            check(config, launch)
+
+    def ready(self, run: Run, parts: Parts) -> None:
+        if (own := run.config.of(Options)).gradient_health:
+            from train.extras.gradients.health import Health
+
+            self._health = Health(run, parts.state.model, own.gradient_health_every_steps)
+
+    def starting(self, run: Run, parts: Parts) -> None:
+        if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
+            from train.extras.gradients.noise import NoiseScale
+
+            self._noise = NoiseScale(parts.model, parts.arithmetic)
+
+    def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
+        if self._health is not None:  # no other event tells which step comes next
+            self._health.step = step + 1
+        if self._noise is not None:
+            self._noise.begin(micro_batches)
+        return micro_batches
+
+    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        return self._health.measuring() if self._health is not None and self._health.is_due() else nullcontext()
+
+    def mark(self, phase: str) -> None:
+        if phase == "clip" and self._health is not None:  # the gradient is whole, and still has its loss scale
+            self._health.see_gradient()
+        if self._noise is not None:
+            self._noise.mark(phase)
+
+    def measured(self, run: Run, values: dict[str, Any]) -> None:
+        if self._noise is not None:
+            values["gradient_noise_scale_examples"] = self._noise.examples()

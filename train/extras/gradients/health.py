@@ -1,0 +1,193 @@
+"""Measures gradients, updates and activations by layer in the steps that are due, and tells what ails them.
+
+A layer is a block of the model (``model.layers.0``) or a module outside of blocks (``lm_head``). Each due step writes a
+row ``health`` to ``metrics.jsonl``, with a list over layers for each of FIGURES. The gradient is that of the mean loss,
+before clipping and without its loss scale. Exponents of fp32 are counted, not elements above some threshold: one pass
+tells what any loss scale would flush or overflow, and what any bound on values would clip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train.extras.gradients.illnesses import illnesses
+
+if TYPE_CHECKING:
+    from train.records import Run
+
+FIGURES = ("norms", "update_ratios", "flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
+SAMPLES = 4096  # elements of a tensor, at most, whose update is measured
+PIECE = 2**22  # elements that are counted at a time, because counting takes as much memory as they do
+USUAL_SCALE = 2.0**16  # torch's first loss scale: what fp16 would do where a run has none
+BINS, BIAS = 256, 127  # exponents of fp32; the first bin holds zeros, the last infinity and NaN
+SMALLEST, LARGEST = -25, 16  # fp16 makes zero of what is below 2^-25, and infinity of what is 2^16 or above
+ROWS = 64  # that a diagnosis looks back on, in addition to the first one
+MOST = torch.finfo(torch.float32).max  # stands for activations that are not finite
+
+
+class Health:
+    """Measures one run; ``network`` is the trained model, its weights whole or sharded."""
+
+    def __init__(self, run: Run, network: nn.Module, every_steps: int) -> None:
+        self.step = 0  # the one that comes next, from 1; 0: none of training
+        self._run, self._network, self._every_steps = run, network, every_steps
+        self._weights: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                self._weights.setdefault(layer_of(name.rpartition(".")[0] or name), []).append(parameter)
+        self._rows, self._told = [], set()
+        self._gradients: list[list[float]] = []  # of the step that is being made, by layer
+        self._activations: dict[str, Tensor] | None = None  # () the largest so far, by layer; None: not measured now
+        self._loss_scale, self._has_fp16 = None, False
+
+    def is_due(self) -> bool:
+        """Whether the next step is measured: early ones more often, because that is where most runs go wrong."""
+        is_early = self.step < self._every_steps and self.step & (self.step - 1) == 0
+        return self.step > 0 and (is_early or self.step % self._every_steps == 0)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Surrounds a step that is due."""
+        step, self.step, self._gradients, self._activations = self.step, 0, [], {}
+        before = [[sample(p) for p in weights] for weights in self._weights.values()]
+        # A compiled layer would keep the hooks for ever.
+        modules = () if self._run.config.get("compile") else self._network.named_modules()
+        named = [(layer_of(name), module) for name, module in modules]
+        hooks = [m.register_forward_hook(self._hook(layer)) for layer, m in named if layer in self._weights]
+        try:
+            yield
+            if self._gradients:
+                changes = [change_of(*of_layer) for of_layer in zip(before, self._weights.values(), strict=True)]
+                self._record(step, changes)
+        finally:
+            self._activations = None
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, layer: str) -> Any:
+        def see(module: nn.Module, inputs: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) and output else output
+            known = self._activations
+            if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+                low, high = torch.aminmax(local(output))
+                largest = torch.maximum(-low, high).float().nan_to_num(math.inf).clamp(max=MOST)
+                known[layer] = torch.maximum(known.get(layer, largest), largest)
+                self._has_fp16 = self._has_fp16 or output.dtype == torch.float16
+
+        return see
+
+    def see_gradient(self) -> None:
+        """Called when the gradient is whole, and still multiplied by the loss scale."""
+        if self._activations is not None:
+            scaler = self._run.accelerator.scaler
+            self._loss_scale = None if scaler is None else scaler.get_scale()  # the update may change it
+            self._gradients = [gradient_of(weights, self._has_fp16) for weights in self._weights.values()]
+
+    def _record(self, step: int, changes: list[list[float]]) -> None:
+        """Writes the row of a step, of all ranks together, and tells of each illness once."""
+        run, seen = self._run, self._activations or {}
+        own = [[float(seen.get(name, -1.0)) for name in self._weights]]
+        table = of_all_ranks(run, [a + b for a, b in zip(self._gradients, changes, strict=True)], "SUM")
+        figures = figures_of(table, [sum(p.numel() for p in w) for w in self._weights.values()], self._loss_scale)
+        figures["activations"] = [rounded(value) if value >= 0 else None for value in of_all_ranks(run, own, "MAX")[0]]
+        row = {"loss_scale": self._loss_scale, "fp16": self._has_fp16, "layers": list(self._weights), **figures}
+        run.outputs.record(run, "health", step, row)
+        self._rows = [*self._rows[:1], *self._rows[1:][-ROWS:], row]
+        for illness in illnesses(self._rows):
+            if illness.name not in self._told:
+                self._told.add(illness.name)
+                run.outputs.note(f"gradient health, step {step}: {illness}")
+
+
+def layer_of(path: str) -> str:
+    """The block of a module: its path up to the first number; outside of blocks the module's own path."""
+    parts = path.split(".")
+    return ".".join(parts[: next((place for place, part in enumerate(parts, 1) if part.isdigit()), None)])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sample(weight: Tensor) -> Tensor:
+    """Elements of this rank's part, far apart; at an odd distance, so that they are not all of a few columns."""
+    flat = local(weight).flatten()
+    return flat[:: -(-len(flat) // SAMPLES) | 1].float().clone()
+
+
+def change_of(before: Sequence[Tensor], weights: Sequence[Tensor]) -> list[float]:
+    """Sums of squares of what has changed since the samples ``before``, and of these, scaled up to all elements."""
+    sums = [0.0, 0.0]
+    for old, weight in zip(before, weights, strict=True):
+        share = max(1, len(old)) / max(1, local(weight).numel())
+        for place, part in enumerate((sample(weight) - old, old)):
+            sums[place] += part.square().sum().item() / share
+    return sums
+
+
+def gradient_of(weights: Sequence[Tensor], is_fp16: bool) -> list[float]:
+    """(BINS + 2,) of this rank's part: how many elements have each exponent, the sum of squares, and how many are lost.
+
+    Lost is what fp16 arithmetic made zero before it became part of the gradient. Zeros that are right, of tokens or
+    units that the batch does not use, fill a row or a column; lost ones have others next to them that are not zero.
+    """
+    counts, squares, lost = torch.zeros(BINS, dtype=torch.int64, device=local(weights[0]).device), 0.0, 0
+    for weight in weights:
+        gradient = local(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        for piece in gradient.flatten().split(PIECE):
+            exponents = piece.float().view(torch.int32).bitwise_right_shift(23).bitwise_and_(BINS - 1)
+            counts += torch.bincount(exponents, minlength=BINS)
+        squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).item() ** 2
+        if is_fp16 and gradient.ndim > 1:
+            held = (gradient != 0).flatten(1)
+            lost += int(held.any(1).sum() * held.any(0).sum() - held.sum())
+    return [*counts.tolist(), squares, lost]
+
+
+def of_all_ranks(run: Run, rows: list[list[float]], how: str) -> list[list[float]]:
+    """Sum or maximum over ranks of each figure."""
+    if run.accelerator.num_processes == 1:
+        return rows
+    table = torch.tensor(rows, dtype=torch.float64, device=run.accelerator.device)
+    dist.all_reduce(table, getattr(dist.ReduceOp, how))
+    return table.tolist()
+
+
+def figures_of(table: list[list[float]], sizes: list[int], loss_scale: float | None) -> dict[str, Any]:
+    """Figures of the whole gradient and, as lists, of the layers; None: not finite, or of weights that are all zero.
+
+    Args:
+        table: by layer what :func:`gradient_of` and :func:`change_of` gave, summed over ranks, who may hold copies.
+        sizes: elements of each layer.
+        loss_scale: by which the gradient is multiplied; a power of two.
+    """
+    present = 0 if loss_scale is None else round(math.log2(loss_scale))
+    usual = round(math.log2(USUAL_SCALE)) if loss_scale is None else present
+    found: dict[str, Any] = {name: [] for name in FIGURES}
+    whole, total = [0.0] * BINS, 0.0
+    for (*counts, squares, lost, changed, weights), size in zip(table, sizes, strict=True):
+        copies, some = sum(counts) / size, max(1, sum(counts[1:]) + lost)
+        whole, total = [a + b / copies for a, b in zip(whole, counts, strict=True)], total + squares / copies
+        found["norms"].append(rounded(math.sqrt(squares / copies) / 2.0**present))
+        found["update_ratios"].append(rounded(math.sqrt(changed / weights)) if weights else None)
+        for scale, name, more in ((0, "", lost), (usual, "_scaled", lost if loss_scale else 0)):
+            zero = BIAS + present - scale  # the bin of 1.0 once the gradient has this scale
+            found[f"flushed{name}"].append(rounded((sum(counts[1 : zero + SMALLEST]) + more) / some))
+            found[f"overflowed{name}"].append(rounded(sum(counts[zero + LARGEST :]) / some))
+    shares = {e - BIAS - present: rounded(count / sum(sizes)) for e, count in enumerate(whole) if count and e}
+    norm = rounded(math.sqrt(total) / 2.0**present)
+    return {"grad_norm": norm, "zeros": rounded(whole[0] / sum(sizes)), "exponents": shares, **found}
+
+
+def rounded(value: float) -> float | None:
+    """Four digits, or None if it is not finite."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None

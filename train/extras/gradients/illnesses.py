@@ -1,0 +1,109 @@
+"""Names what ails a run: pure functions of its rows ``health``.
+
+The bounds stand between what healthy and sick small models showed in 100 steps (llama, gpt2, bert, MLPs; adamw, sgd,
+adafactor; measured at steps 1, 2, 4, ... and every 20th). Smallest norm of a block over the largest of a layer: healthy
+≥ 4e-3, 8 or 30 sigmoid, tanh or plain ReLU layers ≤ 2e-7. Two median update ratios in a row from step 4 on: healthy
+≤ 0.027, learning rate × 100 ≥ 0.08. Growth of activations: healthy ≤ 13, rate × 30 and × 100 480 to 50,000. Norm of the
+gradient: healthy ≤ 9, large initial weights without normalisation ≥ 4e7. fp16's 5 % are those of arXiv 1710.03740.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
+
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+VANISHED, EXPLODED, JUMP = 1e-4, 1e3, 100.0  # of the largest norm; a norm; times the usual norm
+HIGH_RATIO, HIGH_GROWTH, FIRST_ROWS = 0.05, 100.0, 2  # in the first rows weights are small and ratios large
+LOST_SHARE, NEAR_LARGEST = 0.05, 65504 / 2  # of fp16
+NORMALISE = "Normalise layers (LayerNorm, RMSNorm), add residual connections"
+LOWER_RATE = "Divide learning_rate by 10 or warm up longer; scripts/study.py learning_rate finds a rate"
+
+
+class Illness(NamedTuple):
+    """What is wrong, the layer where it is worst, what shows it, and what helps."""
+
+    name: str
+    layer: str
+    finding: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.layer}: {self.finding}. {self.remedy}."
+
+
+def illnesses(rows: Rows) -> list[Illness]:
+    """What the newest of ``rows`` shows next to those before it."""
+    if rows[-1]["grad_norm"] is None:  # a loss scale that is too high makes such steps, and is lowered
+        tests = (exploding,) if rows[-1]["loss_scale"] is None else ()
+    else:
+        tests = (learning_rate_too_high, fp16_trouble if fp16_trouble(rows) else vanishing, exploding)
+    return [illness for test in tests if (illness := test(rows)) is not None]
+
+
+def largest(row: Mapping[str, Any], values: Sequence[float | None]) -> tuple[float, str]:
+    """The largest of a figure, and its layer."""
+    return max((value or 0.0, layer) for value, layer in zip(values, row["layers"], strict=True))
+
+
+def learning_rate_too_high(rows: Rows) -> Illness | None:
+    """Activations have grown many times, or updates stay large next to the weights."""
+    row, name = rows[-1], "learning rate too high"
+    pairs = zip(rows[0]["activations"], row["activations"], strict=True)
+    growth, layer = largest(row, [now and first and now / max(first, 1.0) for first, now in pairs])
+    if growth > HIGH_GROWTH:
+        return Illness(name, layer, f"its activations are {growth:.3g} times those at the start", LOWER_RATE)
+    ratios = [median([r for r in row["update_ratios"] if r is not None] or [0.0]) for row in rows[FIRST_ROWS:][-2:]]
+    if len(ratios) == 2 and min(ratios) > HIGH_RATIO:
+        ratio, layer = largest(row, row["update_ratios"])
+        return Illness(name, layer, f"a step changes it by {ratio:.2g} of its size, where 0.001 is usual", LOWER_RATE)
+    return None
+
+
+def vanishing(rows: Rows) -> Illness | None:
+    """A block's gradient is next to nothing, in two rows in a row; where it was not at first, a rate is too high."""
+    names = rows[-1]["layers"]
+
+    def small(row: Mapping[str, Any]) -> set[int]:
+        bound = VANISHED * largest(row, row["norms"])[0]
+        return {i for i in blocks if row["norms"][i] is not None and row["norms"][i] < bound}
+
+    blocks = [place for place, layer in enumerate(names) if layer.rpartition(".")[2].isdigit()]
+    if len(rows) < 2 or not (both := small(rows[-1]) & small(rows[-2])):
+        return None
+    norms = rows[-1]["norms"]
+    worst, (norm, where) = min(sorted(both), key=lambda place: norms[place]), largest(rows[-1], norms)
+    finding = f"its norm is {norms[worst]:.2g}, that of {where} {norm:.2g} ({len(both)} of {len(blocks)} blocks)"
+    if worst not in small(rows[0]):
+        finding = f"since the start its gradient has vanished: {finding}"
+        return Illness("learning rate too high", names[worst], finding, LOWER_RATE)
+    remedy = f"{NORMALISE}, or use ReLU or GELU with an initialisation that suits them"
+    return Illness("vanishing gradient", names[worst], finding, remedy)
+
+
+def exploding(rows: Rows) -> Illness | None:
+    """The gradient is huge, much larger than usual, or not finite."""
+    row, usual = rows[-1], [r["grad_norm"] for r in rows[:-1] if r["grad_norm"] is not None]
+    norm, layer = largest(row, [float("inf") if value is None else value for value in row["norms"]])
+    if row["grad_norm"] is not None and norm <= EXPLODED and (len(usual) < 5 or norm <= JUMP * median(usual)):
+        return None
+    remedy = f"{NORMALISE}, initialise with smaller weights, clip (max_grad_norm: 1.0), lower learning_rate"
+    activation, where = largest(row, row["activations"])
+    finding = f"its norm is {norm:.2g}, and activations reach {activation:.2g} in {where}"
+    return Illness("exploding gradient", layer, finding, remedy)
+
+
+def fp16_trouble(rows: Rows) -> Illness | None:
+    """fp16 makes zero of more than a few elements of a gradient, or activations come close to its largest number."""
+    row, scale = rows[-1], rows[-1]["loss_scale"]
+    shares = zip(row["flushed" if scale is None else "flushed_scaled"], row["norms"], strict=True)
+    share, layer = largest(row, [share if norm else 1.0 for share, norm in shares])
+    activation, where = largest(row, row["activations"])
+    if row["fp16"] and share > LOST_SHARE:
+        finding = f"with {'no loss scale' if scale is None else f'a loss scale of {scale:g}'} {share:.0%} becomes zero"
+        return Illness("fp16 underflow", layer, finding, "Use mixed_precision: fp16, which scales the loss, or bf16")
+    if row["fp16"] and activation > NEAR_LARGEST:
+        finding = f"activations reach {activation:.3g} of 65,504"
+        return Illness("fp16 overflow", where, finding, f"Use bf16. {NORMALISE}")
+    return None

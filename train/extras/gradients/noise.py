@@ -1,0 +1,113 @@
+"""The gradient noise scale tr(Σ) ÷ |G|² of arXiv 1812.06162, from gradients that a step computes anyway.
+
+G is the mean gradient of one target and Σ its covariance. The mean over n targets has E|g|² = |G|² + tr(Σ) ÷ n, so the
+norms at two sizes give both (appendix A.1): the global batch; and the first micro-batch of a rank, or without
+accumulation its part of the step. Steps are sorted by length, so of ragged examples the first micro-batch has the
+longest; weighting by targets corrects its size alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from train.extras import refuse
+from train.records import BatchArithmetic, MicroBatch, exchange
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.launch import Launch
+
+MEMORY = 0.95  # of the moving means of |G|² and tr(Σ), per step: about the last 20 steps
+
+
+def check(config: Config, launch: Launch) -> None:
+    """Raises UsageError where a step never has gradients of two sizes, or no rank has a whole one."""
+    from train.batching import arithmetic_of
+    from train.launch import read_launch
+
+    launch = launch if launch.world_size > 1 else read_launch()  # flags are first checked as if for one process
+    is_open = config.optimization.micro_batch_size == "auto" or config.get("max_tokens_per_micro_batch")
+    is_whole, is_alone = launch.engine == "ddp" and launch.copies == 1, launch.world_size == 1 and not is_open
+    whole = "it needs whole gradients of different examples on every process. Use ddp.yaml or one process"
+    two = "it compares gradients of two sizes. Give gradient_accumulation_steps: 2 or more, or use several processes"
+    refuse(
+        "gradient_noise_scale",
+        (f"{launch} in the launch file", not is_whole, whole),
+        ("optimizer_in_backward: true", bool(config.get("optimizer_in_backward")), "leave one of the two out"),
+        ("one micro-batch per step", is_alone and arithmetic_of(config, 1).accumulation_steps == 1, two),
+    )
+
+
+def estimated(ratio: float, n_small: float, n_big: float) -> tuple[float, float]:
+    """Unbiased (|G|², tr(Σ)) ÷ |g_big|², from ``ratio`` = |g_small|² ÷ |g_big|² and the numbers of targets."""
+    return (n_big - n_small * ratio) / (n_big - n_small), (ratio - 1) / (1 / n_small - 1 / n_big)
+
+
+class NoiseScale:
+    """Estimates it over the steps of a run; nothing is read from the device until :meth:`examples`.
+
+    Each step counts in units of its own |g_big|²: the large gradients of the first steps do not hide later ones, and a
+    loss scale does not matter. Steps whose first micro-batch was split, for want of memory, are left out.
+    """
+
+    def __init__(self, model: nn.Module, sizes: BatchArithmetic) -> None:
+        self._parameters, self._ranks = [p for p in model.parameters() if p.requires_grad], sizes.world_size
+        self._counts: list[tuple[int, int, int]] = []  # per step: targets of the smaller part, targets and examples
+        self._ratios: list[Tensor] = []  # per step: () norm of the smaller part ÷ norm of all, as backward left them
+        self._parts: list[Tensor] = []  # norms of this rank's part, parameter by parameter
+        self._unknown = torch.full((), math.nan, device=self._parameters[0].device)
+        self._means = [0.0] * 4  # moving: |G|², tr(Σ), targets and examples of a step
+        self._by_ranks = sizes.accumulation_steps == 1
+        if self._by_ranks:
+            for parameter in self._parameters:  # this hook comes before DDP's, which averages over ranks
+                parameter.register_post_accumulate_grad_hook(lambda p: self._parts.append(_norm([p])))
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """A step of these micro-batches comes next."""
+        targets = [batch.num_targets for batch in micro_batches]
+        examples = sum(len(batch.example_ids) for batch in micro_batches)
+        self._counts.append((sum(targets) if self._by_ranks else targets[0], sum(targets), examples))
+        self._ratios.append(self._unknown)
+        self._first, self._left = None, len(micro_batches)
+
+    def mark(self, phase: str) -> None:
+        """A phase of the step begins."""
+        if phase == "forward":
+            self._left -= 1
+            self._parts.clear()
+            if self._first is None and any(p.grad is not None for p in self._parameters):
+                self._first = _norm(self._parameters)
+        elif phase == "clip":
+            small = torch.linalg.vector_norm(torch.stack(self._parts)) if self._parts else self._first
+            if small is not None and (self._parts or self._left == 0):
+                self._ratios[-1] = small / _norm(self._parameters)
+
+    def examples(self) -> float | None:
+        """The noise scale as a number of examples; None: no step since the last call tells. By all ranks together."""
+        before, ratios = self._means, torch.stack([self._unknown, *self._ratios]).tolist()[1:]
+        for step in zip(*exchange(list(zip(self._counts, ratios, strict=True)), self._ranks), strict=True):
+            total, examples = (sum(counts[i] for counts, _ in step) for i in (1, 2))
+            # A rank's gradient is that of its sum of losses × ranks ÷ total, until it is averaged over ranks.
+            found = [
+                estimated((ratio * total / (self._ranks * n)) ** 2, n, total)
+                for (n, _, _), ratio in step
+                if 0 < n < total and math.isfinite(ratio)
+            ]
+            if found:
+                new = *(sum(values) / len(found) for values in zip(*found, strict=True)), total, examples
+                self._means = [MEMORY * a + (1 - MEMORY) * b for a, b in zip(self._means, new, strict=True)]
+        self._counts, self._ratios = [], []
+        squared, trace, targets, examples = self._means
+        return max(trace, 0.0) / squared * examples / targets if squared > 0 and self._means is not before else None
+
+
+def _norm(parameters: Sequence[Tensor]) -> Tensor:
+    """() the norm of all gradients, summed at least in fp32."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(gradients, 2.0, torch.promote_types(gradients[0].dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(norms))
