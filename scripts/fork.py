@@ -32,7 +32,9 @@ PAGES = {"long_sequences": "long_sequences", "memory": "memory", "reliability": 
 RECIPE_SIGNS = {  # that a recipe needs an extra, in addition to the keys, which can be taken out
     "readers": r"^dataset: [^:\n]*$|^tokenizer: (bytes|words|train:)",
     "memory": r"^\w+: auto$",
-    "optimizers": r"^optimizer: adamw_8bit",
+    "adapters": r"^adapter: ",
+    "long_sequences": r"^rope_scaling: ",
+    "optimizers": r"^optimizer: adamw_8bit|^optimizer_offload: true",
 }
 SIGNS = {  # that a test file needs an extra, in addition to imports and options
     "readers": r"\b(llama_)?recipes?\b|write_recipe|quickstart|jsonl|['\"](bytes|words|train:\d+)['\"]",
@@ -43,7 +45,7 @@ SIGNS = {  # that a test file needs an extra, in addition to imports and options
     "report": r"report\.(html|md)|model_card|sample: ",
     "parallelism": r"deepspeed|[tcs]p_size",
 }
-OF_THE_TEMPLATE = r"README|CHANGELOG|CONTRIBUTING|docs['\"/]|benchmarks|scripts/study|fork\.py|extras\.ORDER"
+OF_THE_TEMPLATE = r"README|notebooks|CHANGELOG|CONTRIBUTING|docs['\"/]|benchmarks|scripts/study|fork\.py|extras\.ORDER"
 """What shows that a test file is about a part of the template that is not copied, or about all extras."""
 
 

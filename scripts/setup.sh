@@ -13,13 +13,15 @@ fi
 extras=$(IFS=,; echo "$*")
 target=".${extras:+[$extras]}"
 wanted=$(cat pyproject.toml constraints.txt | cksum)
+bin=.venv/bin
+[ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
 stamp=.venv/installed${extras:+-${extras//,/-}}
-if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+if [ -x $bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+[ -x $bin/python ] || "$python" -m venv .venv
 echo "Installing $target (the first time takes a few minutes) ..."
 # torch on its own and first: another package's open range must not bring a newer build.
-.venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" -c constraints.txt
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e "$target" -c constraints.txt
+$bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" -c constraints.txt
+$bin/python -m pip install --quiet --disable-pip-version-check -e "$target" -c constraints.txt
 echo "$wanted" >"$stamp"

@@ -5,6 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh dev
 bin=.venv/bin
+[ "${OS:-}" = Windows_NT ] && bin=.venv/Scripts
 export PATH="$PWD/$bin:$PATH" # where DeepSpeed looks for ninja
 if [ "${1:-}" = "--all" ]; then
     shift

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Any
 
 from scripts.benchmarks.building import config_of
 from train.config import to_values
+from train.memory.devices import Device
 from train.memory.predict import Job, Target
+from train.memory.question import target_of
 
 SMALL = {
     "llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -23,6 +26,10 @@ SMALL = {
     "opt": {"hidden_size": 256, "ffn_dim": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
             "word_embed_proj_dim": 256, "attention_dropout": 0.0},
     "gpt_neox": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "mixtral": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+                  "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
 }  # fmt: skip
 LARGE = {
     "llama-125m": {"model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
@@ -40,6 +47,7 @@ LARGE = {
 
 
 VOCABULARY, VOCABULARY_OF_SMALL = 50304, 8000
+LOSS_PACKAGES = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}
 LARGE_VOCABULARIES = {"llama-1b": 128256, "llama-3b": 128256, "qwen2-0.5b": 151936}
 
 
@@ -54,6 +62,8 @@ def small_cases() -> list[Job]:
             ("qwen3", "causal_lm", 320, 3),
             ("opt", "causal_lm", 256, 2),
             ("gpt_neox", "causal_lm", 256, 2),
+            ("mixtral", "causal_lm", 384, 2),
+            ("qwen3_moe", "causal_lm", 384, 2),
             ("bert", "masked_lm", 512, 2),
             ("modernbert", "masked_lm", 384, 2),
             ("bert", "sequence_classification", 384, 4),
@@ -89,38 +99,68 @@ def small_cases() -> list[Job]:
         small("modernbert", "sequence_classification", 512, 2, padded=True, **full),
         small("bert", "sequence_classification", 384, 4, padded=True, mixed_precision="bf16"),
         small("llama", "causal_lm", 1536, 1, **full, loss="chunked"),
+        small("llama", "sequence_classification", 512, 4, padded=True),
+        small("llama", "sequence_classification", 512, 4, padded=True, **full),
+        small("mixtral", "causal_lm", 384, 2, **full, loss="chunked"),
     ]
     return [*every, *with_each, *others]
 
 
-def large_cases() -> list[Job]:
-    """Steps of 2 GiB and more for one card, most of them within 80 GiB."""
-    full, chunked = {"gradient_checkpointing": "full"}, {"loss": "chunked"}
-    fp16, bf16, twice = {"mixed_precision": "fp16"}, {"mixed_precision": "bf16"}, {"gradient_accumulation_steps": 2}
+SCALES = ((20, 1), (40, 2), (100, 4), (float("inf"), 8))
+"""Below so many GiB, lengths are so many times those of a card of 16 GiB."""
+
+
+def scale_of(device: Device) -> int:
+    """How many times the lengths for 16 GiB a card takes."""
+    return next(scale for gib, scale in SCALES if device.total_bytes < gib * 2**30)
+
+
+def large_cases(device: Device) -> list[Job]:
+    """Steps for one card, sized to its memory, those with padding and grouped queries in fp32 first.
+
+    Where a card has no bf16 it takes fp16, and no bf16 weights. What is predicted not to fit is for the caller to
+    leave out.
+    """
+    x = scale_of(device)
+    has_bf16 = (device.compute_capability or (8, 0)) >= (8, 0)
+    half, fp32 = {"mixed_precision": "bf16" if has_bf16 else "fp16"}, {"mixed_precision": "no"}
+    fp16, padded, twice = {"mixed_precision": "fp16"}, {"padded": True}, {"gradient_accumulation_steps": 2}
+    full, selective = {"gradient_checkpointing": "full"}, {"gradient_checkpointing": "selective"}
+    chunked = {"loss": "chunked"}
+    both = half | full | chunked
     cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
-        ("llama-125m", "causal_lm", 1024, 8, bf16),
-        ("llama-125m", "causal_lm", 2048, 8, fp16),
-        ("llama-125m", "causal_lm", 8192, 2, bf16 | chunked),
-        ("llama-125m", "causal_lm", 1024, 8, {}),
-        ("gpt2-125m", "causal_lm", 1024, 8, bf16),
-        ("gpt2-125m", "causal_lm", 4096, 2, fp16 | twice),
-        ("qwen2-0.5b", "causal_lm", 4096, 1, bf16),
-        ("qwen2-0.5b", "causal_lm", 16384, 1, bf16 | full),
-        ("qwen2-0.5b", "causal_lm", 32768, 1, bf16 | full | chunked),
-        ("qwen2-0.5b", "causal_lm", 8192, 1, fp16 | chunked | {"gradient_checkpointing": "selective"}),
-        ("llama-1b", "causal_lm", 2048, 1, bf16),
-        ("llama-1b", "causal_lm", 8192, 1, bf16 | full),
-        ("llama-1b", "causal_lm", 8192, 2, fp16 | full | chunked | twice),
-        ("llama-1b", "causal_lm", 65536, 1, bf16 | full | chunked),
-        ("llama-1b", "causal_lm", 4096, 1, {"dtype": "bfloat16"} | full),
-        ("llama-1b", "causal_lm", 4096, 2, bf16 | {"optimizer": "sgd", "max_grad_norm": None}),
-        ("llama-3b", "causal_lm", 8192, 1, bf16 | full | chunked),
-        ("modernbert-base", "masked_lm", 4096, 4, bf16),
-        ("modernbert-base", "masked_lm", 2048, 4, bf16 | {"padded": True}),
-        ("bert-base", "sequence_classification", 512, 32, fp16),
-        ("bert-base", "masked_lm", 512, 32, bf16 | {"padded": True}),
+        ("modernbert-base", "masked_lm", 1024, 2 * x, half | padded),
+        ("bert-base", "masked_lm", 512, 8 * x, half | padded),
+        ("modernbert-base", "sequence_classification", 4096, x, half | padded | full),
+        ("qwen2-0.5b", "causal_lm", 2048 * x, 1, fp32 | full | chunked),
+        ("qwen2-0.5b", "causal_lm", 8192 * x, 1, both),
+        ("qwen2-0.5b", "causal_lm", 2048 * x, 1, fp16 | selective | chunked),
+        ("llama-125m", "causal_lm", 1024, 2 * x, fp32),
+        ("llama-125m", "causal_lm", 8192, x, half | chunked | {"packing": True}),
+        ("qwen2-0.5b", "causal_lm", 8192 * x, 1, both | {"gradient_checkpointing_offload": True}),
+        ("qwen2-0.5b", "causal_lm", 8192 * x, 1, both | {"tiled_mlp": True}),
+        ("qwen2-0.5b", "causal_lm", 1024 * x, 1, half),
+        ("llama-125m", "causal_lm", 2048, x, fp16),
+        ("gpt2-125m", "causal_lm", 1024, 2 * x, half),
+        ("gpt2-125m", "causal_lm", 2048, x, fp16 | twice),
+        ("bert-base", "sequence_classification", 512, 8 * x, fp16),
+        ("llama-1b", "causal_lm", 1024 * x, 1, both),
+        ("llama-1b", "causal_lm", 4096 * x, 1, both | twice),
+        ("llama-1b", "causal_lm", 2048 * x, 1, half | chunked | {"optimizer": "sgd", "max_grad_norm": None}),
+        ("llama-3b", "causal_lm", 2048 * x, 1, both),
     ]
-    return [large(model, task, length, size, **settings) for model, task, length, size, settings in cases]
+    if has_bf16:
+        weights, in_backward = {"dtype": "bfloat16"}, {"optimizer_in_backward": True, "max_grad_norm": None}
+        cases += [
+            ("qwen2-0.5b", "causal_lm", 8192 * x, 1, both | in_backward),
+            ("llama-1b", "causal_lm", 1024 * x, 1, weights | full),
+            ("qwen2-0.5b", "causal_lm", 8192 * x, 1, both | weights | {"optimizer_offload": True}),
+            ("llama-3b", "causal_lm", 4096 * x, 1, weights | full | chunked),
+        ]
+    losses = [name for name, package in LOSS_PACKAGES.items() if importlib.util.find_spec(package) and has_bf16]
+    cases += [("qwen2-0.5b", "causal_lm", 8192 * x, 1, half | full | {"loss": name}) for name in losses]
+    made = [large(model, task, length, size, **settings) for model, task, length, size, settings in cases]
+    return [replace(case, target=target_of(device)) for case in made]
 
 
 def small(family: str, task: str, length: int, size: int, **settings: Any) -> Job:
@@ -175,6 +215,13 @@ def title(job: Job) -> str:
     if not job.accumulates:
         changed.pop("gradient_accumulation_steps", None)
     settings = ", ".join(f"{k} {v}" for k, v in changed.items())
-    return f"{job.values['model_config']['model_type']} {job.task} {job.micro_batch_size}×{job.length}" + (
+    return f"{model_name(job)} {job.task} {job.micro_batch_size}×{job.length}" + (
         f" {'padded ' if job.padded else ''}{settings}".rstrip()
     )
+
+
+def model_name(job: Job) -> str:
+    """Of a model in ``LARGE`` its name there, else its type."""
+    own = job.values["model_config"]
+    known = (name for name, fields in LARGE.items() if fields.items() <= own.items() and len(fields) > 2)
+    return next(known, own["model_type"])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
     from train.launch import Launch
+    from train.memory.devices import Device
     from train.memory.predict import Job, Target
     from train.records import MicroBatch, Run, StepOutcome
     from train.step import Engine
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     """(hidden, weight, bias, labels) -> sum of the token losses."""
 
 RECOMPUTED = "chunked, recomputed"
+CAP = "BENCHMARK_CAP_GIB"
+"""Environment variable: the memory in GiB of the smaller card that this one stands for."""
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
@@ -97,6 +100,37 @@ def training_device() -> torch.device:
     return target_device()
 
 
+def held_to(device: Device, cap_gib: float) -> Device:
+    """``device`` with the memory of a smaller card.
+
+    Raises:
+        UsageError: it has less, or that is too little for the driver alone.
+    """
+    from train.records import UsageError
+
+    cap_bytes = int(cap_gib * 2**30)
+    if not device.context_bytes < cap_bytes < device.total_bytes:
+        most = device.total_bytes / 2**30
+        raise UsageError(f"--cap_gib {cap_gib:g}: give GiB above one and below the {most:.1f} GiB of {device.name}.")
+    return replace(device, name=f"{device.name}, held to {cap_gib:g} GiB", total_bytes=cap_bytes)
+
+
+def hold_card() -> None:
+    """Holds this process to the card that ``CAP`` in the environment says: with its context it fills no more.
+
+    To be called in each process that measures, before it fills the card.
+    """
+    import torch
+
+    from train.memory.devices import this_device
+
+    if CAP in os.environ and torch.cuda.is_available():
+        device = this_device()
+        held = held_to(device, float(os.environ[CAP]))
+        fraction = (held.total_bytes - held.context_bytes) / device.total_bytes
+        torch.cuda.set_per_process_memory_fraction(fraction)
+
+
 def usable_precision(asked: str, device: torch.device) -> str:
     """no, bf16 or fp16: what a run makes of ``asked``; auto is bf16 or fp16 on a card, fp32 elsewhere."""
     import torch
@@ -161,6 +195,43 @@ def start_accelerator(config: Config, launch: Launch, accumulation_steps: int) -
     return Accelerator(gradient_accumulation_steps=accumulation_steps, mixed_precision=precision, **options)
 
 
+def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
+    """The model in ``final/`` of a finished run, in evaluation mode, and its validation examples, of a causal task.
+
+    Args:
+        words: flags that override those of the run.
+
+    Raises:
+        UsageError: the task is not causal.
+    """
+    from train.data import load_corpus, load_tokenizer
+    from train.launch import Launch
+    from train.model import build_model
+    from train.records import UsageError
+    from train.tasks import load_task, tokenize
+
+    final = str(folder / "final")
+    config = parsed_config(["--config", str(folder / "config.yaml"), "--model", final, *words])
+    run = silent_run(config, start_accelerator(config, Launch(), 1), without=["long_sequences"])
+    task = load_task(config.data.task)(config)
+    if not task.is_causal:
+        raise UsageError(f"task: {task.name} predicts no next token, so it has no loss by position.")
+    corpus, tokenizer = load_corpus(run, task.labelled), load_tokenizer(final)
+    # Only held-out text is tokenised: of the rest one document stands for all.
+    held_out = replace(corpus, train=corpus.validation.select(range(1)), test=None)
+    model = build_model(run, type(task), tokenizer).model.to(run.accelerator.device)
+    return model.eval(), tokenize(held_out, task, tokenizer).validation
+
+
+def token_losses(output: Any, labels: Tensor, positions: Tensor) -> Tensor:
+    """(B, P) −log p of ``labels`` (B, P) by a model's ``output`` of all positions, or of those P alone."""
+    from train.loss import cross_entropy, logits_of
+
+    logits = logits_of(output)
+    logits = logits if logits.shape[1] == len(positions) else logits[:, positions]
+    return cross_entropy(logits, labels).view(labels.shape)
+
+
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +293,7 @@ class Training:
 
     def peak_bytes(self) -> int:
         """On CUDA the peak of allocated memory, on a CPU the largest resident set of the process."""
-        from train.launch import peak_bytes
+        from train.extras.meter.memory import peak_bytes
 
         return peak_bytes(self.run.accelerator.device)
 
@@ -294,6 +365,7 @@ def build_training(
     from train.launch import Launch, read_launch
     from train.memory.building import build
 
+    hold_card()
     config = from_values(job.values).changed(max_length=job.length)
     config = config.changed(on_oom="split") if recovers else config
     if job.target.device_type == "cpu" and torch.cuda.is_available():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -29,6 +30,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from scripts.benchmarks import command_line
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
+STAND_INS = Path(__file__).parent / "stand_ins"
 MIB, GIB = 2**20, 2**30
 T = TypeVar("T")
 
@@ -61,10 +65,9 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 def read_options(kind: type[OptionsT], description: str | None, arguments: Sequence[str] | None = None) -> OptionsT:
     """The flags of the command line, by the fields of the dataclass ``kind``; its docstrings are the help."""
     prepare_environment()
-    import tyro
-
-    program = f"{Path(sys.argv[0]).name}"
-    return tyro.cli(kind, prog=program, description=description, args=arguments, use_underscores=True)
+    return command_line.read(
+        kind, Path(sys.argv[0]).name, description, sys.argv[1:] if arguments is None else arguments
+    )
 
 
 def report(
@@ -124,6 +127,14 @@ def exit_status(action: Callable[[], None]) -> int:
     return EXIT_DONE
 
 
+def told(finished: bool) -> int:
+    """The exit status of something that was ``finished``, or stopped because its time was up; prints which."""
+    from train.records import EXIT_DONE, EXIT_STOPPED
+
+    print("done" if finished else "time is up: run the same command again to continue", flush=True)
+    return EXIT_DONE if finished else EXIT_STOPPED
+
+
 def prepare_environment() -> None:
     """Sets what libraries read when they are imported: no network, quiet logs, one card."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -135,9 +146,19 @@ def prepare_environment() -> None:
 
 def lead_processes_here() -> None:
     """Has processes that this one starts import this checkout, whatever is installed."""
+    first = [str(ROOT), *(path for path in sys.path if path.startswith(str(STAND_INS)))]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if known[0] != str(ROOT):
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, known)])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*first, *(path for path in known if path and path not in first)])
+
+
+def stand_in_for_missing() -> None:
+    """Lets names of packages be imported that no benchmark calls, where these are not installed."""
+    for folder in sorted(STAND_INS.iterdir()):
+        if importlib.util.find_spec(folder.name) is None:
+            sys.path.append(str(folder))
+
+
+stand_in_for_missing()  # before the modules that name them are imported
 
 
 def write_figures(path: Path, found: Mapping[str, Any]) -> None:

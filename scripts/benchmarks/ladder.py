@@ -2,16 +2,20 @@
 
     python scripts/benchmarks/ladder.py --device rtx-4090      # predicted, on any machine
     python scripts/benchmarks/ladder.py --write                # measured, on the card of this machine; run it again
-                                                               # until nothing is left
+                                                               # until nothing is left (status 85: something is)
+    python scripts/benchmarks/ladder.py --cap_gib 24 --write   # measured as if the card had 24 GiB
+    python scripts/benchmarks/ladder.py --model 0.5b --length 131072 --write  # each rung at one length
 
-Each rung adds one technique to those before it. The planner predicts the longest sequence that fits; on a card real
-steps (forward, backward, update), each in a process of its own, then find the true one between what trained and what
-ran out of memory. With --write the results file keeps what was tried, and a later call continues from there. Without a
-card the ladder is predicted, and labelled so.
+Each rung adds one technique to those before it. A predicted ladder in docs/results/ for a card of this size, else the
+planner, says where to begin; on a card real steps (forward, backward, update), each in a process of its own, then find
+the true longest sequence between what trained and what ran out of memory: first each rung roughly, then each closely.
+With --write the results file keeps what was tried, and a later call continues from there. Without a card the ladder is
+predicted, and labelled so.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +24,16 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.benchmarks import building, harness, ladder_search
-from scripts.benchmarks.rungs import MODELS, NAMES, Rung, outcome_at, predicted_longest, question_of, rungs_of
+from scripts.benchmarks.rungs import (
+    MODELS,
+    NAMES,
+    Rung,
+    committed_lengths,
+    outcome_at,
+    predicted_longest,
+    question_of,
+    rungs_of,
+)
 from train.memory.devices import Device, find_device, this_device
 from train.memory.plan import Predictions
 from train.memory.predict import Predictor
@@ -35,8 +48,12 @@ class Options(harness.Options):
     device: str | None = None
     """A card to predict for, by name or size, such as rtx-4090 or 24GiB; default: measure on this machine's card; h200
     without one."""
+    cap_gib: float | None = None
+    """Hold the card to the memory of a smaller one, the driver's part included."""
+    length: int | None = None
+    """Search nothing: one step of each rung at this length."""
     budget_seconds: int = 420
-    """No measurement begins after this; with --write the same command continues later."""
+    """No measurement begins that would end after this; with --write the same command continues later."""
     step_seconds: int = 200
     """A step that is predicted to take longer is not measured."""
     speed: bool = True
@@ -65,11 +82,12 @@ def predicted_row(rung: Rung, device: Device, predictions: Predictions, near: in
 
 def predicted_ladder(options: Options, device: Device) -> list[dict[str, Any]]:
     """A row for each rung, printed as it comes."""
-    rows = []
+    rows, committed = [], committed_lengths(device)
     for model in options.models:
         with Predictor() as predictor:
             predictions, near = Predictions([predictor]), 8192
-            for rung in rungs_of(model, with_qlora=device.total_bytes < 48 * 2**30):
+            for rung in rungs_of(model, with_qlora=device.total_bytes < ladder_search.SMALL_CARD_BYTES):
+                near = committed.get((model, rung.name)) or near
                 try:
                     rows.append(predicted_row(rung, device, predictions, near))
                     near = rows[-1]["length"] or near
@@ -100,6 +118,8 @@ def page(found: dict[str, Any]) -> str:
         lines = [f"# The ladder, measured on {found['device']}", "", *ladder_search.tables(found["tries"]), ""]
         return "\n".join([*lines, f"{harness.machine_line(found, harness.cpu_of(found))}.", ""])
     device = find_device(found["device"])
+    if "cap_gib" in found:
+        device = building.held_to(device, found["cap_gib"])
     room = question_of(rungs_of("1b")[0], device, 1024).room_bytes
     lines = [
         f"# The ladder, predicted for {device.name}",
@@ -116,14 +136,15 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measured(options: Options, device: Device) -> None:
+def measured(options: Options, device: Device) -> int:
     """Measures on this machine's card and prints the page; with --write it continues what an earlier call tried."""
     about, name = {**harness.about(), "device": device.name}, f"ladder-{harness.slug(device.name)}"
     results = ladder_search.Results(options.output_dir / f"{name}.json" if options.write else None)
     limits = {"budget_seconds": options.budget_seconds, "step_seconds": options.step_seconds, "speed": options.speed}
-    finished = ladder_search.Search(device, results, about, **limits).run(options.models)
+    search = ladder_search.Search(device, results, about, **limits)
+    finished = search.run(options.models) if options.length is None else search.at(options.models, options.length)
     harness.finish(options, {**about, "tries": results.tries}, page, name)
-    print("done" if finished else "time is up: run the same command again to continue")
+    return harness.told(finished)
 
 
 def main() -> int:
@@ -134,18 +155,24 @@ def main() -> int:
         return 0
     import torch
 
+    on_card = options.device is None and torch.cuda.is_available()
+    if options.device is None and not on_card:
+        print("No CUDA device here: the ladder is predicted, for an H200. --device names another card.", flush=True)
+    found: dict[str, Any] = harness.about()
     try:
-        if options.device is None and torch.cuda.is_available():
-            measured(options, this_device())
-            return 0
-        if options.device is None:
-            print("No CUDA device here: the ladder is predicted, for an H200. --device names another card.", flush=True)
-        device = find_device(options.device or "h200")
+        device = this_device() if on_card else find_device(options.device or "h200")
+        found["device"] = device.name
+        if options.cap_gib is not None:
+            device = building.held_to(device, options.cap_gib)
+            os.environ[building.CAP] = str(options.cap_gib)  # read by the processes that measure
+            found |= {"cap_gib": options.cap_gib, "total_bytes": device.total_bytes}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
+    if on_card:
+        return measured(options, device)
     print("\n".join(TABLE.head()), flush=True)
-    found = {**harness.about(), "device": device.name, "rows": predicted_ladder(options, device)}
+    found["rows"] = predicted_ladder(options, device)
     harness.finish(options, found, page, f"ladder-predicted-{harness.slug(device.name)}")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import statistics
@@ -18,6 +19,7 @@ from scripts.benchmarks.rungs import (
     NOTHING,
     OPTIMIZER,
     Rung,
+    committed_lengths,
     outcome_at,
     predicted_longest,
     question_of,
@@ -30,10 +32,16 @@ from train.memory.question import Question, replace_length, target_of
 
 HOST_MARGIN_BYTES = 8 * 2**30
 """Of host memory, for the process itself."""
-CLOSE = 1.03
-"""The search ends when what trained and what did not differ by less than this factor."""
+CLOSE = (1.06, 1.03)
+"""The search of a rung ends when what trained and what did not differ by less than this factor: of all rungs roughly,
+so that each has been tried when time is up, then closely."""
+START_SECONDS = 45.0
+"""Of a process that measures, before its step, at most: libraries, weights on the card, and a short first step."""
+SMALL_CARD_BYTES = 48 * 2**30
 SPEED_LENGTHS = (4096, 32768)
 SPEED_STEPS = 7
+SCALE_STEPS = 20
+"""Most steps in which fp16 may find its scale."""
 TRAINER = "Trainer's default"
 
 
@@ -67,14 +75,17 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
 
     [batch] = building.random_micro_batches(job, 1)
     training = building.build_training(job, [batch])
-    # A short step makes the optimizer's state and loads kernels.
-    training.step(building.random_micro_batches(replace(job, length=min(job.length, 1024)), 1))
+    short = building.random_micro_batches(replace(job, length=min(job.length, 1024)), 1)
+    for _ in range(SCALE_STEPS):  # a short step makes the optimizer's state and loads kernels; fp16 finds its scale
+        training.step(short)
+        if not training.was_skipped:
+            break
     on_card = job.target.device_type == "cuda"
     if on_card:
         torch.cuda.reset_peak_memory_stats()
     norms: list[float] = []
     seconds = [harness.timed(lambda: norms.append(training.step().grad_norm)) for _ in range(steps)]
-    if not all(map(math.isfinite, norms)):
+    if training.precision != "fp16" and not all(map(math.isfinite, norms)):
         raise SystemExit("a gradient was not finite: such a step is not a measurement")
     median = statistics.median(seconds)
     speed = training.speed(median, job.micro_batch_size * job.length, job.length)
@@ -100,6 +111,7 @@ def measure_trainer(job: Job) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
+    building.hold_card()
     fields = dict(job.values["model_config"])
     config = AutoConfig.for_model(fields.pop("model_type"), **{**fields, "max_position_embeddings": job.length})
     with torch.device("cuda"):
@@ -119,15 +131,19 @@ def tried_apart(job: Job, mode: str, timeout_seconds: float, steps: int = 1) -> 
     return harness.apart([__file__, mode, str(steps)], asdict(job), timeout_seconds)
 
 
-def next_length(tries: Sequence[dict[str, Any]], guess: int) -> int | None:
-    """The length to try after ``tries``, first ``guess``; None: the bracket is narrow enough, or nothing is left."""
+def next_length(tries: Sequence[dict[str, Any]], guess: int, close: float = CLOSE[-1]) -> int | None:
+    """The length to try after ``tries``, first ``guess``; None: the bracket is narrow enough, or nothing is left.
+
+    Args:
+        close: what trained and what did not differ by less than this factor: narrow enough.
+    """
     low = max((row["length"] for row in tries if row["outcome"] == "ok"), default=0)
     high = min((row["length"] for row in tries if row["outcome"] in ("oom", "host")), default=None)
     if high is None:
         length = guess if not low else math.ceil(low * 1.05 / 1024) * 1024
     elif not low:
         length = high * (97 if len(tries) < 2 else 80 if len(tries) < 4 else 50) // 100 // 1024 * 1024
-    elif high <= low * CLOSE or high - low <= 1024:
+    elif high <= low * close or high - low <= 1024:
         return None
     else:
         length = (low + high) // 2 // 1024 * 1024
@@ -154,27 +170,55 @@ class Search:
     speed: bool = True
 
     def __post_init__(self) -> None:
+        self._has_measured = False
         self._started = time.perf_counter()
+        self._committed = committed_lengths(self.device)
 
     def run(self, models: Sequence[str]) -> bool:
         """Whether nothing is left to try."""
-        for model in models:
-            with Predictor() as predictor:
-                predictions = Predictions([predictor])
-                for rung in [Rung(model, TRAINER, dict(NOTHING)), *rungs_of(model)]:
-                    if not self._find_longest(rung, predictions):
+        rungs = [rung for model in models for rung in [Rung(model, TRAINER, dict(NOTHING)), *self._rungs_of(model)]]
+        with Predictor() as predictor:
+            predictions = Predictions([predictor])
+            for close in CLOSE:
+                for rung in rungs:
+                    if not self._find_longest(rung, predictions, close):
                         return False
-                for length in SPEED_LENGTHS if self.speed else ():
+            for model in models if self.speed else ():
+                for length in SPEED_LENGTHS:
                     for name, settings in speed_settings(model):
                         if not self._measure_speed(Rung(model, name, settings), length, predictions):
                             return False
         return True
 
-    def _is_late(self) -> bool:
-        return time.perf_counter() - self._started > self.budget_seconds
+    def at(self, models: Sequence[str], length: int) -> bool:
+        """Makes one step of each rung at ``length``; whether nothing is left to try."""
+        with Predictor() as predictor:
+            predictions = Predictions([predictor])
+            for rung in (rung for model in models for rung in self._rungs_of(model)):
+                if not self._is_known("at", rung, length) and not self._try("at", rung, length, predictions):
+                    return False
+        return True
+
+    def _rungs_of(self, model: str) -> list[Rung]:
+        """With QLoRA on a small card, if its package is there."""
+        is_small = self.device.total_bytes < SMALL_CARD_BYTES
+        return rungs_of(model, with_qlora=is_small and importlib.util.find_spec("bitsandbytes") is not None)
+
+    def _is_known(self, kind: str, rung: Rung, length: int) -> bool:
+        return any(row["length"] == length for row in self.results.of(kind, rung.key))
+
+    def _left_seconds(self) -> float:
+        return self.budget_seconds - (time.perf_counter() - self._started)
+
+    def _is_late(self, step_seconds: float = 0.0) -> bool:
+        """Whether a measurement with steps of so many seconds should wait for a later call.
+
+        The first of a call never waits, so that each call gets further.
+        """
+        return self._left_seconds() < (START_SECONDS + step_seconds if self._has_measured else 0.0)
 
     def _timeout_seconds(self) -> float:
-        return max(60.0, self.budget_seconds + 50 - (time.perf_counter() - self._started))
+        return max(60.0, self._left_seconds() + START_SECONDS)
 
     def _add(self, kind: str, rung: Rung, length: int, **found: Any) -> str:
         """Keeps and prints a row; returns its outcome."""
@@ -183,31 +227,45 @@ class Search:
         print(TABLE.row(cells(row)), flush=True)
         return row["outcome"]
 
-    def _find_longest(self, rung: Rung, predictions: Predictions) -> bool:
+    def _find_longest(self, rung: Rung, predictions: Predictions, close: float) -> bool:
         """Brackets the longest sequence of one rung; False: time is up."""
         tries = self.results.of("longest", rung.key)
         if any(row["outcome"] in ("error", "slow", "does not fit") for row in tries):
             return True
         if self._is_late():
             return False
-        guess = tries[0]["predicted_longest"] if tries else predicted_longest(rung, self.device, predictions)
+        guess = tries[0]["predicted_longest"] if tries else self._guess(rung, predictions)
         if guess == 0:
             self._add("longest", rung, 1024, outcome="does not fit", predicted_longest=0)
             return True
-        while (length := next_length(tries, guess)) is not None:
-            if self._is_late():
-                return False
-            outcome = outcome_at(rung, self.device, length, predictions)
-            found = {
-                "predicted_peak_bytes": outcome.prediction.peak_bytes,
-                "predicted_longest": guess,
-                "predicted_host_bytes": outcome.host_bytes,
-                **(self._obstacle(outcome, length) or self._tried(rung, question_of(rung, self.device, length))),
-            }
-            if self._add("longest", rung, length, **found) in ("error", "slow", "timeout"):
-                break
+        while (length := next_length(tries, guess, close)) is not None:
+            outcome = self._try("longest", rung, length, predictions, predicted_longest=guess)
+            if outcome in (None, "error", "slow", "timeout"):
+                return outcome is not None
             tries = self.results.of("longest", rung.key)
         return True
+
+    def _guess(self, rung: Rung, predictions: Predictions) -> int:
+        """Where the search begins: as committed for such a card, else as predicted now."""
+        name = "nothing" if rung.name == TRAINER else rung.name
+        committed = self._committed.get((rung.model, name))
+        return predicted_longest(rung, self.device, predictions) if committed is None else committed
+
+    def _try(self, kind: str, rung: Rung, length: int, predictions: Predictions, **more: Any) -> str | None:
+        """Makes one step, if nothing speaks against it, and keeps what came of it; None: time is up."""
+        outcome = outcome_at(rung, self.device, length, predictions)
+        found = self._obstacle(outcome, length)
+        if found is None:
+            if self._is_late(2 * outcome.seconds_per_token * length):
+                return None
+            self._has_measured = True
+            found = self._tried(rung, question_of(rung, self.device, length))
+        planned = {
+            "predicted_peak_bytes": outcome.prediction.peak_bytes,
+            "predicted_needed_bytes": outcome.needed_bytes,
+            "predicted_host_bytes": outcome.host_bytes,
+        }
+        return self._add(kind, rung, length, **planned, **more, **found)
 
     def _obstacle(self, outcome: Outcome, length: int) -> dict[str, Any] | None:
         """Why a length is not measured; None: it is."""
@@ -222,10 +280,11 @@ class Search:
 
     def _measure_speed(self, rung: Rung, length: int, predictions: Predictions) -> bool:
         """Seconds per step at one length; False: time is up."""
-        if any(row["length"] == length for row in self.results.of("speed", rung.key)):
+        if self._is_known("speed", rung, length):
             return True
         if self._is_late():
             return False
+        self._has_measured = True
         question = replace_length(question_of(rung, self.device, length), length)
         outcome = predicted(question, predictions)
         found = self._tried(rung, question, SPEED_STEPS) if outcome.fits else {"outcome": "does not fit"}
@@ -278,16 +337,18 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def tables(tries: Sequence[dict[str, Any]]) -> list[str]:
-    """The longest sequence that trained with each rung, and the speeds."""
+    """The longest sequence that trained with each rung, each rung at one length, and the speeds."""
     longest = [row for row in tries if row["kind"] == "longest"]
     best = []
     for key in dict.fromkeys(row["key"] for row in longest):
         own = [row for row in longest if row["key"] == key]
         trained = [row for row in own if row["outcome"] == "ok"]
         best.append(max(trained, key=lambda row: row["length"]) if trained else own[-1])
-    speeds = [row for row in tries if row["kind"] == "speed"]
     lines = ["## The longest sequence", "", *TABLE.lines(map(cells, best))]
-    return [*lines, "", "## Speed", "", *TABLE.lines(map(cells, speeds))]
+    for kind, title in (("at", "Each rung at one length"), ("speed", "Speed")):
+        if rows := [row for row in tries if row["kind"] == kind]:
+            lines += ["", f"## {title}", "", *TABLE.lines(map(cells, rows))]
+    return lines
 
 
 def main() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks import harness
 from scripts.benchmarks.building import config_of
-from train.memory.devices import Device
+from train.memory.devices import Device, find_device
 from train.memory.ladder import largest_fitting
 from train.memory.plan import Outcome, Predictions, predicted
 from train.memory.question import Question
@@ -43,6 +46,8 @@ QLORA = (
 )
 LONGEST = 16 * 2**20
 """Most tokens that are tried."""
+ALIKE = 0.03
+"""Share by which the memory of two cards may differ for the ladder of one to say where to begin on the other."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,22 @@ class Rung:
         return f"{self.model}: {self.name}"
 
 
+def committed_lengths(device: Device, folder: Path = harness.RESULTS) -> dict[tuple[str, str], int]:
+    """The longest sequences by (model, rung) of the predicted ladder in ``folder`` whose card is most like ``device``.
+
+    Empty where none is like it.
+    """
+    found: list[tuple[float, dict[tuple[str, str], int]]] = []
+    for path in sorted(folder.glob("ladder-predicted-*.json")):
+        ladder = json.loads(path.read_text(encoding="utf-8"))
+        total_bytes = ladder.get("total_bytes") or find_device(ladder["device"]).total_bytes
+        difference = abs(total_bytes / device.total_bytes - 1)
+        if difference <= ALIKE:
+            rows = (row for row in ladder["rows"] if row.get("length") is not None)
+            found.append((difference, {(row["model"], row["rung"]): row["length"] for row in rows}))
+    return min(found, key=lambda entry: entry[0])[1] if found else {}
+
+
 def rungs_of(model: str, with_qlora: bool = False) -> list[Rung]:
     """The ladder of ``model``; for 8B the optimizer moves to the host first, because nothing fits without it."""
     steps = [OPTIMIZER, *TECHNIQUES] if model == "8b" else [*TECHNIQUES, OPTIMIZER]
@@ -70,13 +91,16 @@ def rungs_of(model: str, with_qlora: bool = False) -> list[Rung]:
 
 
 def question_of(rung: Rung, device: Device, length: int) -> Question:
-    """One sequence of ``length`` tokens with the settings of ``rung``."""
+    """One sequence of ``length`` tokens with the settings of ``rung``; with fp16 where the device has no bf16."""
+    settings = rung.settings
+    if (device.compute_capability or (8, 0)) < (8, 0):
+        settings = {**settings, "mixed_precision": "fp16", "dtype": "float32"}
     values = {
         "model_config": dict(MODELS[rung.model]),
         "tokenizer": "bytes",
         "max_length": length,
         "micro_batch_size": 1,
-        **rung.settings,
+        **settings,
     }
     return Question(config_of(values), device, MODELS[rung.model]["vocab_size"])
 

@@ -3,10 +3,13 @@
     python scripts/study.py sweep --config recipes/quickstart.yaml --lengths 512,1024,2048 --micro_batch_sizes 1,2,4
     python scripts/study.py ablation --config recipes/quickstart.yaml --toggle loss:loss=full --output_dir runs/ablation
 
-sweep          how sequence length and micro-batch size trade against memory and speed
-ablation       what each technique brings, alone and together, over several seeds
-learning_rate  a range test: which rate to start from
-batch_size     which global batch: loss, steps and memory at equal tokens
+sweep            how sequence length and micro-batch size trade against memory and speed
+cards            what fits on the cards that people own, predicted: length and micro-batch, with each technique
+ablation         what each technique brings, alone and together, over several seeds
+learning_rate    a range test: which rate to start from
+batch_size       which global batch: loss, steps and memory at equal tokens
+context          whether the long context is used: loss by position, and recall from far back
+gradient_health  what ails the gradients, layer by layer; whether fp16 would hold them; where to clip
 
 ``python scripts/study.py NAME --help`` shows the flags of each.
 """
@@ -14,7 +17,8 @@ batch_size     which global batch: loss, steps and memory at equal tokens
 import importlib
 import sys
 
-MODULES = {"sweep": "run", "ablation": "ablation", "learning_rate": "learning_rate", "batch_size": "batch_size"}
+OTHERS = ("ablation", "batch_size", "cards", "context", "gradient_health", "learning_rate")
+MODULES = {"sweep": "run", **{name: name for name in OTHERS}}
 
 
 def main(words: list[str]) -> int:

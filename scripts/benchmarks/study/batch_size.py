@@ -4,7 +4,8 @@
 
 The recipe's own global batch and learning rate are the reference. A batch twice as large makes half the steps; warm-up
 keeps its share of them. --micro_batch_sizes shows the largest batch as different micro-batch × accumulation: one curve,
-and another peak. Runs are kept, and the same command continues where an earlier one stopped.
+and another peak. --noise_from 4 --target_loss 2 predicts the steps of every batch from the gradient noise scale of the
+runs in batches of 4. Runs are kept, and the same command continues where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks import building
+from scripts.benchmarks.study import noise
 from scripts.benchmarks.study.charts import COLOURS, drawn_svg
 from scripts.benchmarks.study.curves import write
 from scripts.benchmarks.study.trials import DONE, Outcome, Trial, conducted, interval, outcomes_of, parser_of, reached
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 SCALINGS = ("none", "sqrt", "linear")
 EVALUATIONS = 10  # of each run, at equal shares of its tokens
+CLOSE_EVALUATIONS = 40  # where steps until a loss are compared
 
 
 def main(arguments: list[str]) -> int:
@@ -41,6 +44,7 @@ def main(arguments: list[str]) -> int:
         "--micro_batch_sizes", nargs="*", type=int, default=[], metavar="N", help="of the largest batch"
     )
     parser.add_argument("--target_loss", type=float, metavar="LOSS", help="also: steps, tokens and time until it")
+    parser.add_argument("--noise_from", type=int, metavar="N", help="predict the steps until it from this batch")
     return conducted("Batch size", parser, arguments, trials_of, pages)
 
 
@@ -48,8 +52,10 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     """Every size, scaling and seed; the reference batch needs no scaling.
 
     Raises:
-        UsageError: the recipe counts epochs, or a size does not divide its examples.
+        UsageError: the recipe counts epochs, a size does not divide its examples, or nothing can be predicted.
     """
+    if own.noise_from is not None and (own.noise_from not in own.sizes or own.noise_from < 2 or not own.target_loss):
+        raise UsageError(f"--noise_from: {own.noise_from} needs --target_loss, and is one of --sizes, at least 2.")
     config = building.parsed_config(words)
     reference, steps = building.global_batch_of(config), config.optimization.max_steps
     if steps is None:
@@ -59,30 +65,34 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
         for scaling in own.scalings:
             if size != reference or scaling == own.scalings[0]:
                 name = str(size) if size == reference else f"{size}, {scaling}"
-                cells[name] = flags_of(config, size, reference * steps, scaling)
+                cells[name] = flags_of(config, size, reference * steps, scaling, own.noise_from)
     largest = max(own.sizes)
     for micro in own.micro_batch_sizes:
-        flags = flags_of(config, largest, reference * steps, own.scalings[0])
+        flags = flags_of(config, largest, reference * steps, own.scalings[0], own.noise_from)
         cells[f"{largest}, {own.scalings[0]}, micro-batch {micro}"] = (*flags, f"--micro_batch_size={micro}")
     return [Trial(name, seed, flags) for seed in own.seeds for name, flags in cells.items()]
 
 
-def flags_of(config: Config, size: int, examples: int, scaling: str) -> tuple[str, ...]:
-    """What a run of ``examples`` in batches of ``size`` sets."""
+def flags_of(config: Config, size: int, examples: int, scaling: str, noise_from: int | None = None) -> tuple[str, ...]:
+    """What a run of ``examples`` in batches of ``size`` sets; that of ``noise_from`` has micro-batches of a quarter."""
     optim = config.optimization
     if size < 1 or examples % size:
         raise UsageError(f"--sizes: {size} does not divide the {examples:,} examples of a run.")
     steps, own = examples // size, building.global_batch_of(config)
     warmup = [f"--warmup_steps={optim.warmup_steps * own // size}"] if optim.warmup_steps is not None else []
+    micro = min(size, optim.micro_batch_size) if optim.micro_batch_size != "auto" else 1
+    micro = min(micro, max(1, size // 4)) if size == noise_from else micro
+    evaluations = EVALUATIONS if noise_from is None else CLOSE_EVALUATIONS
     return (
         *warmup,  # a ratio stays one
+        *(["--gradient_noise_scale"] if size == noise_from else []),
         f"--global_batch_size={size}",
-        f"--micro_batch_size={min(size, optim.micro_batch_size) if optim.micro_batch_size != 'auto' else 1}",
+        f"--micro_batch_size={micro}",
         f"--max_steps={steps}",
         f"--learning_rate_scaling={scaling}",
         f"--learning_rate_reference_batch_size={own}",
-        f"--eval_every_steps={max(1, steps // EVALUATIONS)}",
-        f"--log_every_steps={max(1, steps // (3 * EVALUATIONS))}",
+        f"--eval_every_steps={max(1, steps // evaluations)}",
+        f"--log_every_steps={max(1, steps // max(evaluations, 3 * EVALUATIONS))}",
     )
 
 
@@ -92,16 +102,30 @@ def by_variant(found: dict[str, Any]) -> dict[str, list[Outcome]]:
     return {name: [o for o in outcomes if o.variant == name] for name in dict.fromkeys(o.variant for o in outcomes)}
 
 
+def predicted(found: dict[str, Any]) -> tuple[noise.Law, list[noise.Prediction]] | None:
+    """Steps until the target by the gradient noise scale, if that was asked for and is known."""
+    target, size = found["flags"]["target_loss"], found["flags"].get("noise_from")
+    rates: dict[int, dict[str, list[Outcome]]] = {}
+    for name, outcomes in by_variant(found).items():
+        if "micro-batch" not in name:
+            rates.setdefault(int(name.partition(",")[0]), {})[name] = outcomes
+    own = [outcome for outcomes in rates.get(size, {}).values() for outcome in outcomes if outcome.status == DONE]
+    law = noise.mean_law(own, size, target)
+    return law and (law, noise.predictions(law, rates, target))
+
+
 def rows(found: dict[str, Any]) -> list[list[str]]:
     """The table: a row a variant, and before them the titles."""
-    target = found["flags"]["target_loss"]
+    target, law = found["flags"]["target_loss"], predicted(found)
+    steps_of = {p.variant: p for p in law[1]} if law else {}
+    by_noise = [f"predicted steps until {target}", "measured", "error"] if law else [""] * 3
     until = [f"{what} until {target}" if target is not None else "" for what in ("steps", "tokens", "time")]
-    made = [["global batch", "steps", "loss at the end", "peak", "tokens/s", *until, ""]]
+    made = [["global batch", "steps", "loss at the end", "peak", "tokens/s", *until, *by_noise, ""]]
     for name, outcomes in by_variant(found).items():
         done = [outcome for outcome in outcomes if outcome.status == DONE]
         note = "; ".join(dict.fromkeys(f"{o.status}: {o.reason}" for o in outcomes if o.status != DONE))
         if not done:
-            made.append([name, *[""] * 7, note])
+            made.append([name, *[""] * 10, note])
             continue
         loss, steps = interval([outcome.loss or 0.0 for outcome in done]), int(done[0].evaluations[-1][0])
         half = f" ± {loss.high - loss.mean:.2g}" if loss.count > 1 else ""
@@ -115,6 +139,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
             texts = [f"{steps * medians[0] / done[0].evaluations[-1][1]:.0f}", count(medians[0]), duration(medians[1])]
         elif times:
             texts = ["not reached"] * 3
+        texts += noise.texts(steps_of.get(name))
         made.append([name, str(steps), f"{loss.mean:.4g}{half}", gib(peak), count(speed), *texts, note])
     return made
 
@@ -132,7 +157,9 @@ def sentences(found: dict[str, Any]) -> list[str]:
     said += [f"No difference is shown to {'; '.join(alike)}."] if alike else []
     seeds = len({outcome.seed for own in done.values() for outcome in own})
     few = "One seed cannot tell small differences from chance."
-    return [*said, few if seeds < 2 else f"{seeds} seeds; differences are taken seed by seed, with 95 % intervals."]
+    said.append(few if seeds < 2 else f"{seeds} seeds; differences are taken seed by seed, with 95 % intervals.")
+    law = predicted(found)
+    return [*said, *(noise.sentences(*law, found["flags"]["target_loss"]) if law else [])]
 
 
 def _paired(own: Sequence[Outcome], other: Sequence[Outcome]) -> list[float]:
@@ -154,5 +181,6 @@ def pages(folder: Path, found: dict[str, Any]) -> None:
         axes.xaxis.set_major_formatter(lambda value, _: count(value) if value > 0 else "0")
 
     caption = "Validation loss of the first seed over the tokens seen."
-    chart = Chart("Loss over tokens", caption, drawn_svg("tokens", caption, draw))
-    write(folder, found, sentences(found), rows(found), [chart] if known else [])
+    charts = [Chart("Loss over tokens", caption, drawn_svg("tokens", caption, draw))] if known else []
+    charts += [noise.chart(*law, found["flags"]["target_loss"])] if (law := predicted(found)) else []
+    write(folder, found, sentences(found), rows(found), charts)

@@ -129,6 +129,9 @@ def drawn_svg(title: str, label: str, draw: Callable[[Axes], None], size: tuple[
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         draw(axes)
+        if axes.get_xscale() == "log":  # whose own labels are formulas, which an SVG shows as their source
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if size[0] < 8 else 4, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -56,39 +56,48 @@ def losses_chart(outcomes: Sequence[Outcome]) -> Chart:
     return Chart("Loss", caption, drawn_svg("losses", caption, draw))
 
 
-def run_page(found: dict[str, Any], said: Sequence[str], table: Rows, charts: Sequence[Chart]) -> str:
-    """The page of a study: what its figures say, the table of its variants and the charts."""
+def run_page(found: dict[str, Any], said: Sequence[str], tables: Mapping[str, Rows], charts: Sequence[Chart]) -> str:
+    """The page of a study: what its figures say, its tables by their titles, and the charts."""
     outcomes = [outcome for outcome in outcomes_of(found) if outcome.status == DONE]
     drawn = [*charts, *([losses_chart(outcomes)] if outcomes else [])]
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in said)
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in table[1:])
-    rows = f'<div class="box"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     sections = [
         f'<ul class="findings">{items}</ul>\n',
-        section_html("Variants", rows),
+        *(section_html(title, _table_html(table)) for title, table in tables.items()),
         section_html("Charts", figures_html(drawn)),
         section_html("Machine and versions", facts_html(machine_facts(found))),
     ]
     return html_page(found["title"], f"scripts/study.py {found['command']}", "".join(sections))
 
 
-def run_markdown(found: dict[str, Any], said: Sequence[str], table: Rows) -> str:
+def _table_html(table: Rows) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in table[1:])
+    return f'<div class="box"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def run_markdown(found: dict[str, Any], said: Sequence[str], tables: Mapping[str, Rows]) -> str:
     """The page in Markdown."""
-    lines = Table(table[0], "l" + "r" * (len(table[0]) - 2) + "l").lines(table[1:])
+    lines: list[str] = []
+    for title, table in tables.items():
+        heading = [f"## {title}", ""] if len(tables) > 1 else []
+        lines += [*heading, *Table(table[0], "l" + "r" * (len(table[0]) - 2) + "l").lines(table[1:]), ""]
     head = [f"# {found['title']}", "", f"`python scripts/study.py {found['command']}`: {machine_line(found)}.", ""]
-    return "\n".join([*head, *(f"- {sentence}" for sentence in said), "", *lines, ""])
+    return "\n".join([*head, *(f"- {sentence}" for sentence in said), "", *lines])
 
 
-def write(folder: Path, found: dict[str, Any], said: Sequence[str], table: Rows, charts: Sequence[Chart]) -> None:
-    """Writes figures and pages, and says where."""
-    used = [i for i in range(len(table[0])) if any(row[i] for row in table)]
-    table = [[row[i] for i in used] for row in table]
+def write(
+    folder: Path, found: dict[str, Any], said: Sequence[str], tables: Rows | Mapping[str, Rows], charts: Sequence[Chart]
+) -> None:
+    """Writes figures and pages, and says where; empty columns are left out."""
+    named = tables if isinstance(tables, Mapping) else {"Table": tables}
+    used = {title: [i for i in range(len(t[0])) if any(row[i] for row in t)] for title, t in named.items()}
+    named = {title: [[row[i] for i in used[title]] for row in table] for title, table in named.items()}
     name = found["title"].lower().replace(" ", "_")
     texts = {
         f"{name}.json": json.dumps(found, indent=1) + "\n",
-        f"{name}.md": run_markdown(found, said, table),
-        "index.html": run_page(found, said, table, charts),
+        f"{name}.md": run_markdown(found, said, named),
+        "index.html": run_page(found, said, named, charts),
     }
     for path, text in texts.items():
         (folder / path).write_text(text, encoding="utf-8")

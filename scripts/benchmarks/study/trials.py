@@ -66,6 +66,8 @@ class Outcome:
     """[step, training loss] of each line of the log."""
     evaluations: list[list[float]] = field(default_factory=list)
     """[step, tokens, seconds of training, loss] of each evaluation."""
+    noise_scales: list[list[float]] = field(default_factory=list)
+    """[step, gradient noise scale in examples] of each line of the log that has one."""
 
     @property
     def loss(self) -> float | None:
@@ -236,7 +238,8 @@ class Trials:
         summary = json.loads(summary_path.read_text(encoding="utf-8"))
         metrics = {k: float(v) for k, v in summary["result"]["validation"].items() if isinstance(v, int | float)}
         is_finite = math.isfinite(metrics.get("loss", math.nan))
-        losses, evaluations = curves(read_metrics(output / "metrics.jsonl"))
+        log = read_metrics(output / "metrics.jsonl")
+        losses, evaluations = curves(log)
         return Outcome(
             variant=trial.variant,
             seed=trial.seed,
@@ -250,6 +253,7 @@ class Trials:
             seconds=summary["training_seconds"],
             losses=losses,
             evaluations=evaluations,
+            noise_scales=noise_scales(log),
         )
 
     def _trained(self, trial: Trial, output: Path) -> tuple[int, str]:
@@ -285,6 +289,12 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> tuple[list[list[float]], list[l
         elif row["kind"] == "evaluation" and row.get("split") == "validation" and row.get("loss") is not None:
             evaluations.append([row["step"], tokens, seconds, row["loss"]])
     return losses, evaluations
+
+
+def noise_scales(rows: Iterable[Mapping[str, Any]]) -> list[list[float]]:
+    """Gradient noise scales of a log: see :class:`Outcome`."""
+    known = [(row["step"], row.get("gradient_noise_scale_examples")) for row in rows if row["kind"] == "train"]
+    return [[step, scale] for step, scale in known if scale is not None]
 
 
 def reached(outcome: Outcome, target_loss: float) -> tuple[float, float] | None:
