@@ -117,9 +117,9 @@ class Batches:
         return -(-len(self.examples) // self.arithmetic.global_batch_size)
 
     def longest(self) -> MicroBatch:
-        """The longest examples of all, whatever step they belong to."""
+        """The longest examples of all, whatever step they belong to; loaded by this process."""
         ids = self.loading.rounds.longest(self.lengths, self.arithmetic)
-        return next(load(self.examples, self.loading, [ids], (self.seed, 0)))
+        return next(load(self.examples, replace(self.loading, num_workers=0, deliver=None), [ids], (self.seed, 0)))
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step of ``epoch`` from ``first_step``."""
