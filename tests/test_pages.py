@@ -1,7 +1,8 @@
-"""docs/techniques.md names flags that there are, and figures that docs/memory.md explains."""
+"""Pages in docs/ name flags and files that there are, and figures that were measured or that another page explains."""
 
 from __future__ import annotations
 
+import json
 import re
 
 from support import ROOT
@@ -32,3 +33,11 @@ def test_figures_on_the_page_are_those_of_the_memory_page() -> None:
     for row in rows:
         for figure in re.findall(r"\d+\.\d\d", row.rsplit("|", 2)[1]):
             assert figure in explained, figure
+
+
+def test_costs_of_gradient_health_are_those_measured() -> None:
+    found = json.loads((ROOT / "docs" / "results" / "gradient_overhead-cpu.json").read_text(encoding="utf-8"))
+    short, long = (row["ratio"]["median"] for row in found["results"])
+    page = " ".join((ROOT / "docs" / "extras" / "gradients.md").read_text(encoding="utf-8").split())
+    assert f"{short:.2f} times as long as another with 128 tokens, {long:.2f} times with 2,048" in page
+    assert f"{2 * (short - 1):.1f} % and {2 * (long - 1):.1f} % at the default interval" in page  # of 50 steps

@@ -1,9 +1,10 @@
-"""What ``--gradient_health`` costs: steps that are measured and steps that are not, in paired rounds.
+"""What ``--gradient_health`` and ``--gradient_noise_scale`` cost: steps with and without, in paired rounds.
 
-    python scripts/benchmarks/gradient_overhead.py --write     # two workloads, some minutes on two cores
+    python scripts/benchmarks/gradient_overhead.py --write     # two workloads each, ten minutes on two cores
 
-A cost of 1 % drowns in the noise of a shared machine. So a round compares runs in which every step is measured with
-runs in which none is, and divides what a measured step takes more by the default interval.
+A cost of 1 % drowns in the noise of a shared machine. So for gradient health a round compares runs in which every step
+is measured with runs in which none is, and divides what a measured step takes more by the default interval. The noise
+scale is estimated in every step, here from the fewest micro-batches that it needs: two.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ WORKLOADS = (
     Workload("long", 192, 4, 1024, 2, 1, "none", steps=10, warmup_steps=2, rounds=7),
 )
 EVERY = Health().gradient_health_every_steps
+FLAGS = {
+    "gradient_health": (("gradient_health", True), ("gradient_health_every_steps", 1)),
+    "gradient_noise_scale": (("gradient_noise_scale", True),),
+}
 
 
 @dataclass(frozen=True)
 class Options(harness.Options):
-    """Compares training steps with and without gradient health."""
+    """Compares training steps with and without what looks at the gradient."""
 
     rounds: int | None = None
     """Of each workload."""
@@ -44,22 +49,24 @@ def measured(options: Options) -> dict[str, Any]:
     processes = Processes(on_cpu=device.type == "cpu")
     own = {"cpu_threads": options.cpu_threads, "mixed_precision": building.usable_precision("auto", device)}
     loads = [replace(load, rounds=options.rounds or load.rounds, **own) for load in WORKLOADS]
-    return {"results": [compare(load, processes) for load in loads]}
+    halved = [replace(load, accumulation=2, steps=max(load.steps // 2, 10)) for load in loads]
+    of_flags = {"gradient_health": loads, "gradient_noise_scale": halved}
+    return {"results": [compare(flag, load, processes) for flag, own in of_flags.items() for load in own]}
 
 
-def compare(load: Workload, processes: Processes) -> dict[str, Any]:
-    """All rounds of ``load``."""
-    health = (("gradient_health", True), ("gradient_health_every_steps", 1))
-    loads = {"off": load, "measured": replace(load, settings=health)}
+def compare(flag: str, load: Workload, processes: Processes) -> dict[str, Any]:
+    """All rounds of ``load`` with and without ``flag``."""
+    loads = {"off": load, "measured": replace(load, settings=FLAGS[flag])}
 
     def announce(number: int, found: dict[str, Measurement]) -> None:
         times = ", ".join(f"{name} {one.seconds_per_step * 1e3:.2f} ms" for name, one in found.items())
-        print(f"{load.name}, round {number} of {load.rounds}: {times}", flush=True)
+        print(f"{flag}, {load.name}, round {number} of {load.rounds}: {times}", flush=True)
 
     measures = {name: partial(processes.measure, "template", one) for name, one in loads.items()}
     rounds = harness.paired_rounds(measures, load.rounds, announce)
     step_ms = [{name: one.seconds_per_step * 1e3 for name, one in found.items()} for found in rounds]
     return {
+        "flag": flag,
         "workload": asdict(load),
         "step_ms": {name: spread([found[name] for found in step_ms]) for name in loads},
         "ratio": spread(harness.ratios(step_ms, "measured", "off")),
@@ -75,17 +82,18 @@ def page(found: dict[str, Any]) -> str:
         ratio, step_ms = result["ratio"], result["step_ms"]
         spread_text = f"{ratio['median']:.2f} ({ratio['quartile_1']:.2f} to {ratio['quartile_3']:.2f})"
         times = [f"{step_ms[name]['median']:.1f}" for name in ("off", "measured")]
-        share = f"{100 * (ratio['median'] - 1) / EVERY:.2f} %"
-        rows.append([str(Workload(**result["workload"])), *times, spread_text, share])
-    titles = ("workload", "step, ms", "measured step, ms", "measured against not", f"cost with one of {EVERY} measured")
+        share = f"{100 * (ratio['median'] - 1) / (EVERY if result['flag'] == 'gradient_health' else 1):.2f} %"
+        rows.append([f"`--{result['flag']}`", str(Workload(**result["workload"])), *times, spread_text, share])
+    titles = ("flag", "workload", "step, ms", "measured step, ms", "measured against not", "cost")
     return "\n".join(
         [
-            "# What gradient health costs",
+            "# What gradient health and the noise scale cost",
             "",
-            *harness.Table(titles, "lrrrr").lines(rows),
+            *harness.Table(titles, "llrrrr").lines(rows),
             "",
+            f"- Gradient health measures one of {EVERY} steps, by which its cost is divided, and steps 1, 2, 4, 8, 16 and "
+            "32 of a run of any length. The noise scale is estimated in every step.",
             f"- Equal losses in all rounds: {all(result['equal_work'] for result in found['results'])}.",
-            "- Steps 1, 2, 4, 8, 16 and 32 are measured, too, in a run of any length.",
             f"- {harness.machine_line(found)}.",
             "",
         ]

@@ -79,11 +79,11 @@ def test_predictions_stand_beside_the_fastest_learning_rate() -> None:
     law = Law(8, steps_min=50, examples_min=400)
     rates = {
         8: {"8": [outcome("8", 100), outcome("8", 104, seed=2)]},
-        2: {"2, none": [outcome("2, none", 300)], "2, sqrt": [outcome("2, sqrt", 200)]},
-        32: {"32, none": [outcome("32, none", 50), Outcome("32, none", 2, "diverged")]},
+        2: {"2, unscaled": [outcome("2, unscaled", 300)], "2, √": [outcome("2, √", 200)]},
+        32: {"32, unscaled": [outcome("32, unscaled", 50), Outcome("32, unscaled", 2, "diverged")]},
     }
     small, own, large = noise.predictions(law, rates, TARGET)
-    assert (small.size, small.predicted, small.variant) == (2, 250, "2, sqrt")
+    assert (small.size, small.predicted, small.variant) == (2, 250, "2, √")
     assert small.measured == pytest.approx(200) and small.error == pytest.approx(0.25)
     assert own.measured == pytest.approx(102) and own.error == pytest.approx(100 / 102 - 1)
     assert (large.measured, large.error, large.variant) == (None, None, None)
@@ -98,7 +98,7 @@ def results(*outcomes: Outcome) -> dict[str, Any]:
 )
 def test_the_page_says_how_far_off_it_is(steps: float, verdict: str) -> None:
     own = outcome("8", 100, scales=[[100, 8.0]])
-    found = results(outcome("2, none", steps), own, outcome("8, none, micro-batch 4", 7))
+    found = results(outcome("2, unscaled", steps), own, outcome("8, unscaled, micro-batch 4", 7))
     titles, first, second, third = batch_size.rows(found)
     assert titles[8:11] == ["predicted steps until 2.0", "measured", "error"]
     assert first[8:11] == ["250", str(steps), f"{100 * (250 / steps - 1):+.0f} %"]
@@ -116,7 +116,7 @@ def test_a_study_without_the_flag_predicts_nothing() -> None:
 def test_the_page_draws_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(batch_size, "write", lambda *arguments: drawn.extend(arguments[-1]))
-    batch_size.pages(tmp_path, results(outcome("2, none", 230), outcome("8", 100, scales=[[100, 8.0]])))
+    batch_size.pages(tmp_path, results(outcome("2, unscaled", 230), outcome("8", 100, scales=[[100, 8.0]])))
     assert [chart.title for chart in drawn] == ["Loss over tokens", "Steps over batch size"]
     assert "predicted from 8" in drawn[1].svg and "measured" in drawn[1].svg
 

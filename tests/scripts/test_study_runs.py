@@ -148,25 +148,25 @@ def test_batches_of_any_size_see_the_same_examples(tmp_path: Path) -> None:
     own = Namespace(sizes=[2, 8, 16], scalings=["none", "sqrt"], micro_batch_sizes=[4], seeds=[1, 2], noise_from=None)
     made = batch_size.trials_of(own, words)
     first = {trial.variant: trial.flags for trial in made if trial.seed == 1}
-    names = ["2, none", "2, sqrt", "8", "16, none", "16, sqrt", "16, none, micro-batch 4"]
+    names = ["2, unscaled", "2, √", "8", "16, unscaled", "16, √", "16, unscaled, micro-batch 4"]
     assert list(first) == names and len(made) == 12
     for name, flags in first.items():
         config = parse([*words, *flags])
         size = int(name.partition(",")[0])
         assert (config.optimization.max_steps, arithmetic_of(config, 1).global_batch_size) == (96 // size, size)
         assert num_warmup_steps(96 // size, config.optimization) == 24 // size
-    assert peak_learning_rate(parse([*words, *first["2, sqrt"]]).optimization, 2) == pytest.approx(0.01 / 2)
+    assert peak_learning_rate(parse([*words, *first["2, √"]]).optimization, 2) == pytest.approx(0.01 / 2)
     with pytest.raises(UsageError, match="7 does not divide the 96 examples"):
         batch_size.trials_of(Namespace(**{**vars(own), "sizes": [7]}), words)
 
 
 def test_batches_are_compared_at_equal_tokens() -> None:
-    small = [outcome("2, none", s, 1.0 + s, evaluations=[[6, 50, 1.0, 3.0], [12, 100, 2.0, 2.0]]) for s in (1, 2)]
+    small = [outcome("2, unscaled", s, 1.0 + s, evaluations=[[6, 50, 1.0, 3.0], [12, 100, 2.0, 2.0]]) for s in (1, 2)]
     large = [outcome("8", s, 2.0 + s, evaluations=[[3, 100, 0.5, 2.5]]) for s in (1, 2)]
     _, first, second = batch_size.rows(results(*small, *large, target_loss=2.4))
     assert first[1] == "12" and first[5:8] == ["12", "100", "2.0 s"] and second[5:8] == ["not reached"] * 3
     said = batch_size.sentences(results(*small, *large))
-    assert said[0] == "After the same tokens the loss is lowest with a batch of 2, none: 5." and len(said) == 2
+    assert said[0] == "After the same tokens the loss is lowest with a batch of 2, unscaled: 5." and len(said) == 2
 
 
 def test_the_command_lists_its_studies(capsys: pytest.CaptureFixture[str]) -> None:

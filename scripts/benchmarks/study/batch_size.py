@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-SCALINGS = ("none", "sqrt", "linear")
+SCALINGS = {"none": "unscaled", "sqrt": "√", "linear": "linear"}  # of the learning rate
 EVALUATIONS = 10  # of each run, at equal shares of its tokens
 CLOSE_EVALUATIONS = 40  # where steps until a loss are compared
 
@@ -64,12 +64,12 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     for size in own.sizes:
         for scaling in own.scalings:
             if size != reference or scaling == own.scalings[0]:
-                name = str(size) if size == reference else f"{size}, {scaling}"
+                name = str(size) if size == reference or len(own.scalings) == 1 else f"{size}, {SCALINGS[scaling]}"
                 cells[name] = flags_of(config, size, reference * steps, scaling, own.noise_from)
     largest = max(own.sizes)
     for micro in own.micro_batch_sizes:
         flags = flags_of(config, largest, reference * steps, own.scalings[0], own.noise_from)
-        cells[f"{largest}, {own.scalings[0]}, micro-batch {micro}"] = (*flags, f"--micro_batch_size={micro}")
+        cells[f"{largest}, {SCALINGS[own.scalings[0]]}, micro-batch {micro}"] = (*flags, f"--micro_batch_size={micro}")
     return [Trial(name, seed, flags) for seed in own.seeds for name, flags in cells.items()]
 
 
