@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def _no_network_and_own_cache(tmp_path_factory: pytest.TempPathFactory) -> Itera
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(os.environ["HF_DATASETS_CACHE"]))
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _charts_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take half of a small run's time; tests that look at charts are marked ``charts``."""
+    if request.node.get_closest_marker("charts") is None and find_spec("train.extras.report"):
+        monkeypatch.setattr("train.extras.report.charts._svg", lambda *arguments, **options: "<svg></svg>")
 
 
 @pytest.fixture

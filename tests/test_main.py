@@ -34,6 +34,7 @@ def trained_losses(output: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "train"}
 
 
+@pytest.mark.charts
 def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,7 +50,7 @@ def test_leaves_everything_that_it_promises(recipe: Path, tmp_path: Path) -> Non
     assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [2, 4, 6]
     assert summary["result"]["validation"]["loss"] == [r for r in rows if r["kind"] == "evaluation"][-1]["loss"]
     assert verify(output / "checkpoints" / "step-00000006") is None
-    assert "<svg" in (output / "report.html").read_text()
+    assert (output / "report.html").read_text().count("<path") > 20  # of the charts
     model = AutoModelForCausalLM.from_pretrained(output / "final")
     tokenizer = AutoTokenizer.from_pretrained(output / "final")
     assert model.config.vocab_size == len(tokenizer)

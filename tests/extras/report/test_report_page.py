@@ -18,6 +18,7 @@ from train.extras.report.page import page, write_report
 from train.tasks import Task
 from train.tasks.causal_lm import Task as CausalLM
 
+pytestmark = pytest.mark.charts
 METRICS: list[dict[str, Any]] = [
     {
         "kind": "train",
