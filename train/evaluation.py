@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from train import records
 from train.loss import Scores, wide_dtype
 from train.optim import peak_learning_rate
 from train.records import IGNORE, BatchArithmetic, Evaluation, MicroBatch, Progress, Run, UserError, exchange
@@ -52,18 +53,23 @@ class Evaluator:
     def __init__(self, run: Run, model: nn.Module, engine: Engine, data: PreparedData) -> None:
         self._run, self._model, self._engine, self._data = run, model, engine, data
 
-    def validation(self, step: int) -> Evaluation:
+    def validation(self, step: int, may_stop: bool = False) -> Evaluation:
         """Metrics on the validation split, the same on every rank."""
-        found = self.split("validation", self._data.examples.validation, step)
+        found = self.split("validation", self._data.examples.validation, step, may_stop)
         return replace(found, data=self._data.validation_digest)
 
-    def split(self, name: str, examples: datasets.Dataset, step: int) -> Evaluation:
-        """Metrics of one pass over ``examples``, each counted once, the same on every rank."""
-        started = time.perf_counter()
+    def split(self, name: str, examples: datasets.Dataset, step: int, may_stop: bool = False) -> Evaluation:
+        """Metrics of one pass over ``examples``; StopAtOnce on all ranks if it ``may_stop`` and one was asked to."""
+        started, rows = time.perf_counter(), []
         self._model.eval()
-        rows = [row for batch in self._data.evaluation_batches(self._run, examples) for row in self.score(batch)]
-        reshard(self._model)
-        self._model.train()
+        try:
+            for batch in self._data.evaluation_batches(self._run, examples):
+                if may_stop and self._engine.total((1, 0, 0, bool(self._run.stop)))[3]:
+                    raise records.StopAtOnce
+                rows += self.score(batch)
+        finally:
+            reshard(self._model)
+            self._model.train()
         table = _gathered(self._run, rows)
         metrics = self._data.task.metrics(table, examples, self._data.examples.label_names)
         return Evaluation(name, step, {**metrics, "examples": len(table)}, time.perf_counter() - started)

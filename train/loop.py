@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from train.evaluation import Goal, after_evaluation
 from train.optim import learning_rate_at, set_learning_rate
-from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, UserError, exchange
+from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, StopAtOnce, UserError, exchange
 from train.step import seed_step
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
     # The loss stays on the device until it is logged or saved: reading it would wait for the device.
     saved, loss_sum = progress.step, torch.zeros((), device=run.accelerator.device)
     # What was due when the run was stopped comes first.
-    progress = evaluate_if_due(run, parts, progress)
+    progress, asked = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
-    while not is_done(run, goal, progress):
+    while not asked and not is_done(run, goal, progress):
         epoch = progress.epoch
         for micro_batches in parts.batches.steps(epoch, progress.step_in_epoch):
             for change in run.extras.overriding("change_micro_batches"):
@@ -98,26 +98,29 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             is_last = progress.step >= goal.total_steps
             if is_last or is_due(output.log_every_steps, progress):
                 progress = log(run, progress, loss_sum, of_step)
-            if (ends := is_last or outcome.stop_requested) or is_due(output.save_every_steps, progress):
+            asked = outcome.stop_requested
+            if (ends := is_last or asked) or is_due(output.save_every_steps, progress):
                 may_end = ends or is_done(run, goal, plus(progress, evaluations_without_improvement=1))
                 progress = save(run, parts, progress, loss_sum, wait=may_end)
                 saved = progress.step
-            if is_last or not outcome.stop_requested:  # a run that is asked to stop evaluates when it resumes
-                progress = evaluate_if_due(run, parts, progress)
+            if is_last or not asked:  # a run that is asked to stop evaluates when it resumes
+                progress, asked = evaluate_if_due(run, parts, progress)
             done = is_done(run, goal, progress)
             if done and progress.interval.steps:
                 progress = log(run, progress, loss_sum, of_step)
-            if saved != progress.step and (done or progress.best_step == progress.step):
-                progress = save(run, parts, progress, loss_sum, wait=done)
+            if saved != progress.step and (done or asked or progress.best_step == progress.step):
+                progress = save(run, parts, progress, loss_sum, wait=done or asked)
                 saved = progress.step
             started = time.perf_counter()  # evaluating and saving do not count as training
-            if done or ends:
-                if not done:  # before the processes that load batches end, for which a launcher may not wait
+            if done or asked:
+                if asked:  # before the processes that load batches end, for which a launcher may not wait
                     run.outputs.stopped(run.stop.received, progress.step)
                 return progress
         if progress.step_in_epoch == 0:
             raise UserError("the training data gave no batch in a whole epoch: it is empty.")
         progress = replace(progress, epoch=epoch + 1, step_in_epoch=0)
+    if asked:
+        run.outputs.stopped(run.stop.received, progress.step)
     return progress
 
 
@@ -164,21 +167,23 @@ def with_loss(run: Run, progress: Progress, loss_sum: Tensor) -> Progress:
     return replace(progress, interval=replace(progress.interval, loss_sum=progress.interval.loss_sum + summed))
 
 
-def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> Progress:
-    """Evaluates at the end and every ``eval_every_steps``, once a step, and remembers the best."""
-    due = is_due(run.config.output.eval_every_steps, progress) or progress.step >= parts.goal.total_steps
-    if not due or progress.evaluated_step == progress.step:
-        return progress
-    evaluation = run.outputs.record_evaluation(run, parts.evaluator.validation(progress.step))
-    return after_evaluation(progress, parts.goal, evaluation)
+def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progress, bool]:
+    """Evaluates if that is due and was not done; also whether a rank was asked to stop: who resumes evaluates then."""
+    is_known, is_last = progress.evaluated_step == progress.step, progress.step >= parts.goal.total_steps
+    if is_known or not (is_last or is_due(run.config.output.eval_every_steps, progress)):
+        return progress, False
+    try:
+        evaluation = parts.evaluator.validation(progress.step, may_stop=not is_last)
+    except StopAtOnce:
+        return progress, True
+    return after_evaluation(progress, parts.goal, run.outputs.record_evaluation(run, evaluation)), False
 
 
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
     """Logs a step without a finite gradient, and its examples; an extra may end the run."""
     own = [i for batch in micro_batches for i in batch.example_ids]
     examples = {i for ids in exchange(own, run.accelerator.num_processes) for i in ids}
-    scaler = run.accelerator.scaler
-    scale = scaler.get_scale() if scaler is not None else None
+    scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
     values = {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
     run.outputs.record(run, "skipped", progress.step, values)
     run.extras.each("skipped", run, progress, scale)

@@ -15,21 +15,10 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # run as a script: the folder of this file must not shadow other packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train import extras
+from train import extras, records
 from train.config import Config, parse
 from train.figures import show_error
 from train.launch import Launch, check_launch, read_launch
-from train.records import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
-    EXIT_USAGE,
-    Progress,
-    Run,
-    StopAtOnce,
-    StopRequest,
-    UserError,
-)
 
 if TYPE_CHECKING:
     from train.loop import Parts
@@ -45,20 +34,20 @@ def main(arguments: list[str] | None = None) -> int:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         config, launch = parse(sys.argv[1:] if arguments is None else arguments), read_launch()
         check_launch(launch, config)
-        joined, stop = extras.join(), StopRequest()
+        joined, stop = extras.join(), records.StopRequest()
         with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
-    except UserError as error:
+    except records.UserError as error:
         # Every rank would print the same usage error, so only the first of a host does.
-        if str(error) and (error.exit_status != EXIT_USAGE or os.environ.get("LOCAL_RANK", "0") == "0"):
+        if str(error) and (error.exit_status != records.EXIT_USAGE or os.environ.get("LOCAL_RANK", "0") == "0"):
             show_error(str(error))
         return error.exit_status
     except KeyboardInterrupt:
         show_error("interrupted: ended at once. The same command resumes from the newest checkpoint.")
-        return EXIT_INTERRUPTED
+        return records.EXIT_INTERRUPTED
 
 
-def train(run: Run) -> int:
+def train(run: records.Run) -> int:
     """Data, model, optimizer, fit, finish; returns the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
     import torch
@@ -107,17 +96,17 @@ def train(run: Run) -> int:
     joined.each("ready", run, parts)
     progress = outputs.resume(state, goal)
     if is_done(run, goal, progress) and outputs.is_written(progress, goal.total_steps):
-        return EXIT_DONE
+        return records.EXIT_DONE
     outputs.begin(goal.total_steps, progress)
     joined.each("starting", run, parts)
     progress = fit(run, parts, progress)
     outputs.bar.close()
 
     # Finish: final/ for from_pretrained, the summary, and what extras make of them.
-    return finish(run, parts, progress) if is_done(run, goal, progress) else EXIT_STOPPED
+    return finish(run, parts, progress) if is_done(run, goal, progress) else records.EXIT_STOPPED
 
 
-def finish(run: Run, parts: Parts, progress: Progress) -> int:
+def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     """Evaluates what is left to evaluate, and writes ``final/`` and the summary; the exit status."""
     outputs, data, step = run.outputs, parts.data, progress.step
     best = progress.best_step if run.config.output.load_best_model_at_end else None
@@ -134,32 +123,32 @@ def finish(run: Run, parts: Parts, progress: Progress) -> int:
     outputs.finishing = "what comes after final/ (the extras and summary.json)"
     run.extras.each("finished", run, parts, summary)
     outputs.finish(summary)
-    return EXIT_DONE
+    return records.EXIT_DONE
 
 
-def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: StopRequest) -> int:
+def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: records.StopRequest) -> int:
     """Makes the Accelerator, trains, and explains what ended the run early; the exit status."""
     run = None
     try:
         run = start(config, launch, joined, stop)
         return train(run)
-    except StopAtOnce:
+    except records.StopAtOnce:
         assert run is not None  # its data was being prepared, so there is nothing to save
         run.outputs.stopped(stop.received, None)
-        return EXIT_STOPPED
+        return records.EXIT_STOPPED
     except Exception as error:
         if run is not None:
             run.outputs.bar.close()
         # An extra may know what happened: a lost rank, a full disk, no memory left. Else a bug shows its traceback.
         if (explanation := joined.first("failed", run, error)) is not None:
-            raise UserError(explanation) from None
+            raise records.UserError(explanation) from None
         if run is not None and run.outputs.finishing:
             done = "Training is done and its last checkpoint is written: the same command makes what is missing."
             show_error(f"{run.outputs.finishing} failed. {done}")
         raise
 
 
-def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopRequest) -> Run:
+def start(config: Config, launch: Launch, joined: extras.Extras, stop: records.StopRequest) -> records.Run:
     """Where to train: devices, precision and accumulation are accelerate's."""
     from accelerate import Accelerator
 
@@ -184,7 +173,7 @@ def start(config: Config, launch: Launch, joined: extras.Extras, stop: StopReque
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
     check_processes(launch, accelerator)
-    run = Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
+    run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.prepare()
     lines = [describe_device(accelerator, launch), substitution, f"extras: {', '.join(joined.by_name) or 'none'}"]
     run.outputs.note(*filter(None, lines))

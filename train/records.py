@@ -56,7 +56,7 @@ class DivergenceError(UserError):
 
 
 class StopAtOnce(BaseException):  # not an Exception: libraries that it passes through must not handle it
-    """Someone asked this process to stop where there is nothing to save."""
+    """Someone asked this process to stop in the middle of something that is not kept."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from faults.injections import (
     several,
 )
 from faults.processes import Fault, run, started
-from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, write_recipe
+from support import ACCELERATE_LAUNCH, ROOT, checkpoint_digests, log_of, write_recipe
 
 from train.checkpoint import verify
 from train.extras.endurance.signals import SECONDS_OF_ONE_INTERRUPT
@@ -149,6 +149,25 @@ def test_stops_with_a_checkpoint_and_goes_on(
     assert good(tmp_path / "run")
     assert {end.status for end in run(its, tmp_path / "logs", ranks)} == {EXIT_DONE}
     assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[ranks], STEPS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_long_evaluation_is_cut_short_and_made_again(tmp_path: Path, whole: dict[int, Path], ranks: int) -> None:
+    """A scheduler that asks does not wait for its end, and a checkpoint need not be due with it."""
+    its = (*arguments(write_recipe(tmp_path), tmp_path / "run"), "--save_every_steps", "None")
+    asked = on_rank(ranks - 1, at_call("train.evaluation:Evaluator.score", send_itself(signal.SIGTERM), 2))
+    for end in run(its, tmp_path / "logs", ranks, asked):  # in the first call it is rehearsed
+        assert end.status == EXIT_STOPPED, end.said
+        assert "step 2: validation" not in end.said
+    assert json.loads((tmp_path / "run" / "stopped.json").read_text())["step"] == 2
+    assert good(tmp_path / "run") == ["step-00000002"]
+    assert {end.status for end in run(its, tmp_path / "logs", ranks)} == {EXIT_DONE}
+    assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[ranks], STEPS)
+    losses = [
+        [(row["step"], row["loss"]) for row in log_of(folder) if row["kind"] == "evaluation"]
+        for folder in (tmp_path / "run", whole[ranks])
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_asked_again_while_the_last_checkpoint_is_written(tmp_path: Path, whole: dict[int, Path]) -> None:

@@ -57,10 +57,28 @@ def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) ->
     )
 
 
+class Predictors:
+    """A process for each kind of device: one alone would be started again whenever that changes."""
+
+    def __init__(self, cpu: Predictor, cuda: Predictor) -> None:
+        self._by_kind, self._asked = {"cpu": cpu, "cuda": cuda}, cpu
+
+    def ask(self, case: Job) -> None:
+        self._asked = self._by_kind[case.target.device_type]
+        self._asked.ask(case)
+
+    def answer(self) -> Prediction:
+        return self._asked.answer()
+
+    def predict(self, case: Job) -> Prediction:
+        self.ask(case)
+        return self.answer()
+
+
 @pytest.fixture(scope="module")
-def predictor() -> Iterator[Predictor]:
-    with Predictor() as found:
-        yield found
+def predictor() -> Iterator[Predictors]:
+    with Predictor() as cpu, Predictor() as cuda:
+        yield Predictors(cpu, cuda)
 
 
 class Elsewhere:
@@ -166,7 +184,7 @@ if not hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch < 2.13
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prediction_equals_the_real_step(name: str, predictor: Predictor) -> None:
+def test_prediction_equals_the_real_step(name: str, predictor: Predictors) -> None:
     case = CASES[name]
     predictor.ask(case)
     measured = tracked_peak(case)
@@ -174,7 +192,7 @@ def test_prediction_equals_the_real_step(name: str, predictor: Predictor) -> Non
 
 
 @pytest.mark.parametrize("more", [{}, {"tiled_mlp": True, "gradient_checkpointing_every_n_layers": 2}], ids=str)
-def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, Any], predictor: Predictor) -> None:
+def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, Any], predictor: Predictors) -> None:
     """By as much as from a real step, whose inputs rest in memory that is not counted."""
     shape = {**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 64}
     settings: dict[str, Any] = {"length": 512, "gradient_checkpointing": "full", "gradient_accumulation_steps": 2}
@@ -188,7 +206,7 @@ def test_inputs_that_rest_on_the_host_are_gone_from_the_device(more: dict[str, A
     assert full.peak_bytes - rested.peak_bytes == real > 0
 
 
-def test_inputs_too_small_to_move_stay_and_on_a_cpu_all_do(predictor: Predictor) -> None:
+def test_inputs_too_small_to_move_stay_and_on_a_cpu_all_do(predictor: Predictors) -> None:
     for target, length in ((H100, 128), (CPU, 4096)):
         full, rested = (
             predictor.predict(
@@ -208,7 +226,7 @@ EIGHT_BIT = {
 
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
-def test_the_stand_in_for_bitsandbytes_takes_what_the_real_one_takes(name: str, predictor: Predictor) -> None:
+def test_the_stand_in_for_bitsandbytes_takes_what_the_real_one_takes(name: str, predictor: Predictors) -> None:
     pytest.importorskip("bitsandbytes")
     case = EIGHT_BIT[name]
     predictor.ask(case)
@@ -216,7 +234,7 @@ def test_the_stand_in_for_bitsandbytes_takes_what_the_real_one_takes(name: str, 
     assert predictor.answer().peak_bytes == pytest.approx(measured, rel=5e-4)
 
 
-def test_offload_leaves_weights_and_gradients_on_the_card(predictor: Predictor) -> None:
+def test_offload_leaves_weights_and_gradients_on_the_card(predictor: Predictors) -> None:
     settings: dict[str, Any] = {"target": H100, "dtype": "bfloat16", "gradient_accumulation_steps": 2}
     beside, offloaded = (predictor.predict(job(**settings, optimizer_offload=o)) for o in (False, True))
     assert beside.bytes_by_kind[OPTIMIZER_STATE] >= 4 * beside.num_parameters
@@ -227,14 +245,14 @@ def test_offload_leaves_weights_and_gradients_on_the_card(predictor: Predictor) 
     assert saved >= 4 * beside.num_parameters
 
 
-def test_in_backward_gradients_are_never_all_there(predictor: Predictor) -> None:
+def test_in_backward_gradients_are_never_all_there(predictor: Predictors) -> None:
     sized, settings = {**LLAMA, "num_hidden_layers": 8}, {"target": H100, "max_grad_norm": None, "length": 2}
     plain, found = (predictor.predict(job(sized, optimizer_in_backward=b, **settings)) for b in (False, True))
     gradients, largest = 4 * plain.num_parameters, 4 * 600 * 64
     assert plain.peak_bytes - found.peak_bytes > gradients - 3 * largest
 
 
-def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictor) -> None:
+def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictors) -> None:
     found = predictor.predict(job(target=H100, mixed_precision="bf16"))
     assert set(found.bytes_by_kind) == set(KINDS)
     assert sum(found.bytes_by_kind.values()) == found.peak_bytes
@@ -246,7 +264,7 @@ def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictor) 
     assert found.flops and found.seconds and found.seconds > found.flops / 9.9e14
 
 
-def test_what_a_card_would_do_depends_on_the_card(predictor: Predictor) -> None:
+def test_what_a_card_would_do_depends_on_the_card(predictor: Predictors) -> None:
     def kernels(target: Target, **settings: Any) -> tuple[str, ...]:
         return predictor.predict(job(target=target, **settings)).attention_kernels
 
@@ -264,7 +282,7 @@ def test_what_a_card_would_do_depends_on_the_card(predictor: Predictor) -> None:
 
 @pytest.mark.parametrize(("capability", "precision"), [((7, 5), "fp16"), ((8, 0), "no")])
 def test_no_card_holds_all_scores_of_heads_that_share_keys(
-    capability: tuple[int, int], precision: str, predictor: Predictor
+    capability: tuple[int, int], precision: str, predictor: Predictors
 ) -> None:
     target, settings = Target("cuda", capability), {"length": 8192, "mixed_precision": precision}
     shared, own = (predictor.predict(job(shape, target, **settings)) for shape in (LLAMA, {**LLAMA, **OWN_KEYS}))
@@ -273,7 +291,7 @@ def test_no_card_holds_all_scores_of_heads_that_share_keys(
     assert shared.peak_bytes < scores / 2 and own.peak_bytes < scores / 2
 
 
-def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_document(predictor: Predictor) -> None:
+def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_document(predictor: Predictors) -> None:
     packed = job(target=H100, mixed_precision="bf16", packing=True, length=2048)
     found, plain = (predictor.predict(case) for case in (packed, job(target=H100, mixed_precision="bf16", length=2048)))
     assert found.attention_kernels == ("flash over lengths",)
@@ -286,7 +304,7 @@ def test_packed_rows_on_a_card_take_flash_attention_over_lengths_or_document_by_
     assert predictor.predict(replace(packed, target=turing, values=values)).attention_kernels == ("efficient",)
 
 
-def test_techniques_save_what_they_should(predictor: Predictor) -> None:
+def test_techniques_save_what_they_should(predictor: Predictors) -> None:
     def peak(**settings: Any) -> int:
         sized = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 9000}
         return predictor.predict(job(sized, H100, length=4096, mixed_precision="bf16", **settings)).peak_bytes
@@ -301,7 +319,7 @@ def test_techniques_save_what_they_should(predictor: Predictor) -> None:
     assert plain - chunked > 2 * 4096 * 9000 * 4  # fp32 logits of two examples are never there
 
 
-def test_attention_without_a_flash_kernel_costs_a_square(predictor: Predictor) -> None:
+def test_attention_without_a_flash_kernel_costs_a_square(predictor: Predictors) -> None:
     def peak(length: int, **settings: Any) -> int:
         return predictor.predict(job(target=H100, length=length, mixed_precision="bf16", **settings)).peak_bytes
 
@@ -309,7 +327,7 @@ def test_attention_without_a_flash_kernel_costs_a_square(predictor: Predictor) -
     assert peak(2048, attn_implementation="eager") - peak(2048) > 2 * squares
 
 
-def test_a_sliding_window_costs_no_square(predictor: Predictor) -> None:
+def test_a_sliding_window_costs_no_square(predictor: Predictors) -> None:
     def peak(length: int, **settings: Any) -> int:
         mistral = {**LLAMA, "model_type": "mistral"}
         return predictor.predict(job(mistral, H100, length=length, sliding_window=64, **settings)).peak_bytes
@@ -319,7 +337,7 @@ def test_a_sliding_window_costs_no_square(predictor: Predictor) -> None:
         assert four - two == pytest.approx(2 * (two - one), rel=0.02)
 
 
-def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor) -> None:
+def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictors) -> None:
     one = job(target=H100, mixed_precision="bf16")
     alone = predictor.predict(one)
     ddp = predictor.predict(replace(one, world_size=8, sharding="ddp"))
@@ -332,7 +350,7 @@ def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor
         assert alone.bytes_by_kind[kind] / 9 < fsdp.bytes_by_kind[kind] < alone.bytes_by_kind[kind] / 5
 
 
-def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: Predictor) -> None:
+def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: Predictors) -> None:
     one = job(target=H100, mixed_precision="bf16")
     weights = predictor.predict(one).num_parameters
     stages = [predictor.predict(replace(one, world_size=8, sharding=s)).bytes_by_kind for s in ("zero2", "zero3")]
@@ -345,7 +363,7 @@ def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: P
     assert three < two / 5
 
 
-def test_zero_keeps_state_of_what_is_trained_alone(predictor: Predictor) -> None:
+def test_zero_keeps_state_of_what_is_trained_alone(predictor: Predictors) -> None:
     pytest.importorskip("peft")
     one = replace(job(target=H100, mixed_precision="bf16", adapter="lora"), world_size=8)
     for sharding in ("zero2", "zero3"):
@@ -355,19 +373,18 @@ def test_zero_keeps_state_of_what_is_trained_alone(predictor: Predictor) -> None
         assert (state, gradients) == pytest.approx((12 * found.num_trained_parameters / 8, state / 3), rel=0.2)
 
 
-def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predictor: Predictor) -> None:
+def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predictor: Predictors) -> None:
     with pytest.raises(UserError, match="heads"):
         predictor.predict(job({**LLAMA, "num_attention_heads": 5}))
     assert predictor.predict(job()).peak_bytes > 0
 
 
-def test_a_process_that_dies_is_reported_and_replaced(predictor: Predictor) -> None:
-    predictor.predict(job())
-    assert predictor._process is not None
-    predictor._process.kill()
-    with pytest.raises(UserError, match="status -9"):
-        predictor.predict(job())
-    assert predictor.predict(job()).peak_bytes > 0
+def test_a_process_that_dies_is_reported_and_replaced() -> None:
+    with Predictor() as predictor:
+        predictor.start().kill()
+        with pytest.raises(UserError, match="status -9"):
+            predictor.predict(job())
+        assert predictor.predict(job()).peak_bytes > 0
 
 
 def test_a_torch_of_another_layout_is_said_plainly() -> None:
@@ -400,7 +417,7 @@ def test_torch_loss_is_followed_inside() -> None:
     assert gradients + logits < tracker.peak.num_bytes - before < gradients + 3 * logits
 
 
-def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictor) -> None:
+def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> None:
     vocabulary, length = 32_000, 8192
     sized = {**LLAMA, "vocab_size": vocabulary}
 

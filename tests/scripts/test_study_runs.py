@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +26,8 @@ from train.batching import arithmetic_of
 from train.config import parse
 from train.optim import num_warmup_steps, peak_learning_rate
 from train.records import UsageError
+
+RESULTS = ROOT / "docs" / "results"
 
 
 def outcome(variant: str, seed: int, value: float, **more: Any) -> Outcome:
@@ -224,3 +228,36 @@ def test_a_range_of_rates(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "learning_rate", *own), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Start from 0." in done.stdout and done.stdout.count("| 0.") == 3
+
+
+# ---- committed results -----------------------------------------------------------------------------------------------
+
+
+def committed(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}-cpu" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["ablation", "batch_size", "context", "gradient_health", "learning_rate"])
+def test_a_committed_page_is_made_of_its_figures(name: str, tmp_path: Path) -> None:
+    importlib.import_module(f"scripts.benchmarks.study.{name}").pages(tmp_path, committed(name))
+    page = (RESULTS / f"{name}-cpu" / f"{name}.md").read_text(encoding="utf-8")
+    assert (tmp_path / f"{name}.md").read_text(encoding="utf-8") == page
+    assert "2 cores" in page and "template 0.2.0" in page
+
+
+def test_the_errors_of_predicted_steps_in_the_docs_are_those_of_the_committed_study() -> None:
+    """At the study's target and, from the evaluations that it keeps, at others."""
+    found = committed("batch_size")
+    text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
+    said = re.search(r"off by (\d+) to (\d+) %.* at ([\d.]+) it is off by (\d+) % at most, at ([\d.]+)", text)
+    assert said is not None and (last := re.search(r"by (\d+) %", text[said.end() :])) is not None
+    least, most, second, most_at_second, third = said.groups()
+
+    def errors_at(target: float) -> list[int]:
+        law = batch_size.predicted({**found, "flags": {**found["flags"], "target_loss": target}})
+        assert law is not None
+        return sorted(round(100 * abs(p.error)) for p in law[1] if p.size != law[0].size and p.error is not None)
+
+    errors = errors_at(found["flags"]["target_loss"])
+    assert len(errors) == 4 and (errors[0], errors[-1]) == (int(least), int(most))
+    assert errors_at(float(second))[-1] == int(most_at_second) and errors_at(float(third))[-1] == int(last[1])
