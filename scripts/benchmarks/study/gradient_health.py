@@ -204,8 +204,8 @@ def layer_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def pages(folder: Path, found: dict[str, Any]) -> None:
-    """Writes the results."""
-    found = {**found, **read(folder)}
+    """Writes the results; ``found`` without the runs' rows is completed from their logs in ``folder``."""
+    found = {**read(folder), **found}
     tables = {
         "Layers": layer_rows(found["rows"]),
         "What each norm would have clipped": norm_rows(found),
