@@ -91,8 +91,8 @@ def page(found: dict[str, Any]) -> str:
             "",
             *harness.Table(titles, "llrrrr").lines(rows),
             "",
-            f"- Gradient health measures one of {EVERY} steps, by which its cost is divided, and steps 1, 2, 4, 8, 16 and "
-            "32 of a run of any length. The noise scale is estimated in every step.",
+            f"- Gradient health measures one of {EVERY} steps, by which its cost is divided, and steps 1, 2, 4, 8, 16 "
+            "and 32 of a run of any length. The noise scale is estimated in every step.",
             f"- Equal losses in all rounds: {all(result['equal_work'] for result in found['results'])}.",
             f"- {harness.machine_line(found)}.",
             "",

@@ -77,6 +77,7 @@ class Sweep:
     cells: tuple[Cell, ...]
     hardware: dict[str, Any]
     versions: dict[str, str]
+    command: str = "scripts/study.py"
 
     @property
     def techniques(self) -> list[str]:

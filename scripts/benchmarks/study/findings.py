@@ -208,7 +208,7 @@ def subject(sweep: Sweep) -> str:
     """Model, device and method in two sentences."""
     known = [cell for cell in sweep.cells if cell.num_parameters]
     size = f" of {count(known[0].num_parameters or 0)} parameters" if known else ""
-    precisions = sorted({cell.precision for cell in sweep.measured if cell.precision})
+    precisions = sorted({{"no": "fp32"}.get(c.precision, c.precision) for c in sweep.measured if c.precision})
     steps = max((cell.steps for cell in sweep.measured), default=0)
     text = (
         f"{sweep.model[:1].upper()}{sweep.model[1:]}{size}, vocabulary of {sweep.vocab_size:,}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -53,7 +54,8 @@ def sweep_of(words: list[str]) -> None:
         write_pages(folder, sweep)
     else:
         request = read_request(words)
-        folder, sweep = request.output, run(request)
+        command = shlex.join(["python", "scripts/study.py", "sweep", *words])
+        folder, sweep = request.output, replace(run(request), command=command)
         write_pages(folder, sweep, with_figures=True)
     print(f"{folder / 'index.html'} shows the result; sweep.md and sweep.json next to it hold the figures")
 

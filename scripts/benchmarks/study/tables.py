@@ -98,7 +98,7 @@ def markdown(sweep: Sweep) -> str:
     lines = [
         f"# Memory and speed of {sweep.model} over length and micro-batch",
         "",
-        f"{subject(sweep)} Written by `scripts/study.py`.",
+        f"{subject(sweep)} Written by `{sweep.command}`.",
         "",
         *(f"- {sentence}" for sentence in findings(sweep)),
         "",
