@@ -89,7 +89,7 @@ class Recorder:
     def engine(self) -> Engine:
         return Engine(self.accelerator, self.config)
 
-    def validation(self, step: int) -> Evaluation:
+    def validation(self, step: int, may_stop: bool = False) -> Evaluation:
         """In place of the evaluator's."""
         self.evaluated.append(step)
         value = self.accuracies.pop(0) if self.accuracies else 0.0
@@ -201,9 +201,9 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
     ]
     given, validate, save = Given(run.accelerator, outcomes, clock), Recorder.validation, RecordingOutputs.save
 
-    def slow_validation(*arguments: Any) -> Evaluation:
+    def slow_validation(*arguments: Any, **options: Any) -> Evaluation:
         clock.now += 100
-        return validate(*arguments)
+        return validate(*arguments, **options)
 
     def slow_save(*arguments: Any) -> None:
         clock.now += 1000

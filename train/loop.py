@@ -70,8 +70,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
     progress, asked = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
     while not asked and not is_done(run, goal, progress):
-        epoch = progress.epoch
-        for micro_batches in parts.batches.steps(epoch, progress.step_in_epoch):
+        for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
             for change in run.extras.overriding("change_micro_batches"):
                 micro_batches = change(run, micro_batches, progress.step)
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
@@ -118,7 +117,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
                 return progress
         if progress.step_in_epoch == 0:
             raise UserError("the training data gave no batch in a whole epoch: it is empty.")
-        progress = replace(progress, epoch=epoch + 1, step_in_epoch=0)
+        progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
     if asked:
         run.outputs.stopped(run.stop.received, progress.step)
     return progress

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class NoEvaluation:
     """Stands in for :class:`train.evaluation.Evaluator`."""
 
-    def validation(self, step: int) -> Evaluation:
+    def validation(self, step: int, may_stop: bool = False) -> Evaluation:
         """A loss of zero."""
         from train.records import Evaluation
 

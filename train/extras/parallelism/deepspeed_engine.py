@@ -83,8 +83,7 @@ def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
     if torch.distributed.is_initialized():  # by torch: DeepSpeed has to be told
         import deepspeed  # pyright: ignore[reportMissingImports]
 
-        # Messages within a host through shared memory: it would need a compiler, and minutes of the first run.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile C++ for minutes first
         deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
     # Compared above. With these accelerate would refuse a file and fields together, and read "auto" as a number.
     for name in ("ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
