@@ -72,6 +72,13 @@ def global_batch_of(config: Config) -> int:
     return arithmetic_of(config, 1).global_batch_size
 
 
+def accumulation_of(config: Config) -> int:
+    """Micro-batches of an optimizer step of one process."""
+    from train.batching import arithmetic_of
+
+    return arithmetic_of(config, 1).accumulation_steps
+
+
 def is_classifier(config: Config) -> bool:
     """Whether the task of ``config`` has classes of its own, not those of a vocabulary.
 
@@ -340,6 +347,21 @@ def this_target() -> Target:
     major, minor = torch.cuda.get_device_capability()
     cudnn = torch.backends.cudnn.version() or 0
     return Target("cuda", (major, minor), cudnn > 91500 and (major, minor) in ((9, 0), (10, 0), (10, 3)))
+
+
+def rated_target() -> Target:
+    """:func:`this_target` with its speed, measured in a moment, so that times can be estimated."""
+    import torch
+
+    from scripts.benchmarks.harness import timed
+
+    device = training_device()
+    numbers, rates = torch.zeros(2**24, device=device), {}
+    for precision in fast_precisions(device):
+        matrix = torch.ones(1024, 1024, dtype=torch.float32 if precision == "no" else torch.bfloat16, device=device)
+        rates[precision] = 2 * 1024**3 / min(timed(lambda m=matrix: m @ m) for _ in range(5))
+    moved = 2 * numbers.nbytes / min(timed(lambda: numbers.clone()) for _ in range(3))
+    return replace(this_target(), flops_per_second=rates, bytes_per_second=moved)
 
 
 def random_micro_batches(job: Job, number: int) -> list[MicroBatch]:

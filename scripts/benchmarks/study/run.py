@@ -30,7 +30,7 @@ from scripts.benchmarks.study.measure import Processes, Task
 from scripts.benchmarks.study.page import page
 from scripts.benchmarks.study.request import Request, job_for, pages_of, read_request, shapes
 from scripts.benchmarks.study.tables import markdown
-from train.figures import count, gib
+from train.figures import count, duration, gib
 from train.memory.predict import Job, Prediction, Predictor
 from train.records import UserError
 
@@ -38,6 +38,8 @@ FENCE = 1.25
 """Times the limit: a CPU cell that needs so much more than was predicted is stopped by its own allocator."""
 FRONTIER_SIZES = (*range(1, 9), *(quarters * 2**power for power in range(1, 8) for quarters in (5, 6, 7, 8)))
 """Micro-batch sizes that may be predicted for the budget: up to 1,024, four for each doubling."""
+START_SECONDS = 8
+"""Of a cell's process, until its first step."""
 CELL_TIMEOUT = 10
 """Times --seconds_per_cell, plus a minute: then a cell is stopped."""
 
@@ -113,7 +115,8 @@ def _grid(
             cells.append(cell)
     print(
         f"{len(open_cells)} cells to measure, {sum(c.status != LEFT_OUT for c in cells)} known, "
-        f"{sum(c.status == LEFT_OUT for c in cells)} left out; {request.tokens_per_update:,} tokens per update",
+        f"{sum(c.status == LEFT_OUT for c in cells)} left out; {request.tokens_per_update:,} tokens per update; up to "
+        f"about {duration(len(open_cells) * (START_SECONDS + request.seconds_per_cell))}",
         flush=True,
     )
     processes = Processes(on_cpu=request.target.device_type == "cpu")

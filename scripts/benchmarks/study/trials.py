@@ -27,10 +27,11 @@ from scripts.benchmarks import building, harness
 from train.config import argument
 from train.figures import duration, gib, read_metrics
 from train.memory.__main__ import Parser
-from train.memory.predict import Predictor
+from train.memory.predict import Predictor, Target
 from train.records import EXIT_DONE, UserError
 
 DONE, REFUSED, OUT_OF_MEMORY, DIVERGED, FAILED = "done", "refused", "out of memory", "diverged", "failed"
+START_SECONDS = 12  # of a run, until its first step
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond them those of the normal are close.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -118,7 +119,9 @@ def parser_of(name: str, description: str | None, flags: str = "") -> Parser:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="of results and runs")
-    parser.add_argument("--plan", action="store_true", help="show what would run in how much memory; run nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="show what would run, in how much memory and time; run nothing"
+    )
     return parser
 
 
@@ -172,26 +175,34 @@ class Trials:
         return None
 
     def plan(self, trials: Sequence[Trial]) -> list[str]:
-        """A line for each variant: how often it runs, and the memory that it is predicted to take."""
-        lines = []
+        """A line for each variant: how often it runs, the memory and time that it is predicted to take; and for all."""
+        lines, total, target = [], 0.0, building.rated_target()
         with Predictor() as predictor:
             for variant in dict.fromkeys(trial.variant for trial in trials):
                 own = [trial for trial in trials if trial.variant == variant]
                 waiting = sum(self.known(trial) is None for trial in own)
-                memory = self.refusal(own[0]) or self._predicted(predictor, own[0])
-                lines.append(f"{variant}: {len(own)} runs, {waiting} to make; {memory}")
-        return lines
+                text = self.refusal(own[0])
+                if text is None:
+                    text, seconds = self._predicted(predictor, own[0], target)
+                    total += waiting * seconds
+                lines.append(f"{variant}: {len(own)} runs, {waiting} to make; {text}")
+        return [*lines, f"about {duration(total)} in all (estimated)"] if total else lines
 
-    def _predicted(self, predictor: Predictor, trial: Trial) -> str:
+    def _predicted(self, predictor: Predictor, trial: Trial, target: Target) -> tuple[str, float]:
+        """What a run takes, in words, and its seconds; 0 where they cannot be told."""
         from train.memory.question import job_of, vocabulary_size
 
         config = building.parsed_config([*self._words, *trial.flags])
         try:
             labels = 2 if building.is_classifier(config) else 0
-            predictor.ask(job_of(config, building.this_target(), vocabulary_size(config), labels))
-            return f"predicted peak {gib(predictor.answer().peak_bytes)}"
+            found = predictor.predict(job_of(config, target, vocabulary_size(config), labels))
         except UserError as error:
-            return f"memory not predicted ({error})"
+            return f"memory not predicted ({error})", 0.0
+        memory, steps = f"predicted peak {gib(found.peak_bytes)}", config.optimization.max_steps
+        if not steps or not found.seconds:
+            return memory, 0.0
+        seconds = START_SECONDS + steps * building.accumulation_of(config) * found.seconds
+        return f"{memory}, {duration(seconds)} a run", seconds
 
     def run(self, trials: Sequence[Trial]) -> list[Outcome]:
         """The outcome of each, measured now or earlier."""
