@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import ROOT, Run, write_recipe
+
+from train.extras import classes
 
 # Read when a test file first imports a library:
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -45,8 +46,8 @@ def _no_network_and_own_cache(tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(autouse=True)
 def _charts_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would take half of a small run's time; tests that look at charts are marked ``charts``."""
-    if request.node.get_closest_marker("charts") is None and find_spec("train.extras.report"):
-        monkeypatch.setattr("train.extras.report.charts._svg", lambda *arguments, **options: "<svg></svg>")
+    if request.node.get_closest_marker("charts") is None and (report := classes().get("report")):
+        monkeypatch.setattr(f"{report.__module__}.charts._svg", lambda *arguments, **options: "<svg></svg>")
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             done = is_done(run, goal, progress)
             if done and progress.interval.steps:
                 progress = log(run, progress, loss_sum, of_step)
-            if saved != progress.step and (done or asked or progress.best_step == progress.step):
+            if (asked and not ends) or (saved != progress.step and (done or progress.best_step == progress.step)):
                 progress = save(run, parts, progress, loss_sum, wait=done or asked)
                 saved = progress.step
             started = time.perf_counter()  # evaluating and saving do not count as training

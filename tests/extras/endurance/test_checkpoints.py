@@ -232,6 +232,21 @@ def test_one_failure_is_forgiven_and_two_in_a_row_are_not(
     assert names(outputs) == ["step-00000002"]
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_checkpoint_on_its_way_when_a_run_is_asked_to_stop_is_written_again_only_if_it_failed(
+    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch, failing: bool
+) -> None:
+    saving, writes, write = Saving(in_background=True), [], checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *arguments: (writes.append(1), write(*arguments)))
+    with monkeypatch.context() as patch:
+        if failing:
+            patch.setattr(checkpoint, "complete", full)
+        saving.save(run, state, Progress(step=1), wait=False)
+        saving.wait(10)
+    saving.save(run, state, Progress(step=1), wait=True)
+    assert (names(outputs), outputs.rotated, len(writes)) == (["step-00000001"], [1], failing)
+
+
 def test_checkpoint_that_nobody_tries_again_ends_the_run_at_once(
     run: Run, state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._own_part_is_done = threading.Event()
         self._error: Exception | None = None
-        self._last_failed = False
+        self._last_failed, self._written = False, None
         self._buffer = torch.empty(0)
         self.checkpoints_in_background = 0
         self.stalls_seconds: list[float] = []  # how long training stood still for each checkpoint on the way
@@ -55,6 +55,8 @@ class Saving:
         """
         started = time.perf_counter()
         self.finish(run)
+        if progress == self._written:  # a request to stop came when it was on its way already
+            return
         # After a failure nothing is left to the background: the store that its ranks meet by may be gone.
         in_background = self._in_background and not (wait or self._last_failed)
         if not in_background or not self._begin(run, state, progress):
@@ -80,7 +82,7 @@ class Saving:
                 shutil.rmtree(self._partial, ignore_errors=True)
             self._forgive(run, error)
         else:
-            self._last_failed = False
+            self._last_failed, self._written = False, self._progress
             run.outputs.rotate(run, self._progress)
 
     def wait(self, seconds: float) -> None:

@@ -102,8 +102,7 @@ def _sum(
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     dtype = product_dtype(hidden)
     with own_dtypes(hidden.device):
-        losses = kernel(hidden.to(dtype), weight.to(dtype), to_dtype(bias, dtype), labels)
-        return losses.to(wide_dtype(dtype)).sum()
+        return kernel(hidden.to(dtype), weight.to(dtype), to_dtype(bias, dtype), labels).to(wide_dtype(dtype)).sum()
 
 
 def _by_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:

@@ -97,8 +97,7 @@ def attention_over_all(mesh: DeviceMesh, length: int) -> Iterator[None]:
 
 def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
     """(B, heads, S, D) of all ranks' parts; gradients are summed over the ranks."""
-    whole = DTensor.from_local(part, mesh, [Shard(2)], run_check=False)
-    return whole.full_tensor(grad_placements=[Partial()])
+    return DTensor.from_local(part, mesh, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
 
 
 def check_model(model: nn.Module) -> None:
