@@ -70,6 +70,7 @@ def test_a_run_is_stopped_and_resumed_as_on_windows(windows: dict[str, Any], tmp
     assert re.search(r"sample: .*\\u27ea", resumed.stdout)  # a mark that this code page lacks
 
 
+@pytest.mark.slow
 def test_memory_is_planned_and_predicted_as_on_windows(windows: dict[str, Any], tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path))
     for command, expected in (("plan", "Fits: gpt2"), ("predict", "peak ")):

@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Pat
     [
         (1, 0, 31),
         pytest.param(1, 0, 3, marks=pytest.mark.slow),
-        (2, 1, 4),
+        pytest.param(2, 1, 4, marks=pytest.mark.slow),
         pytest.param(2, 0, 7, marks=pytest.mark.slow),
     ],
 )

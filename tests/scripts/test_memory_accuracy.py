@@ -133,6 +133,7 @@ def test_a_later_call_measures_what_was_left_and_nothing_twice(compare: Any) -> 
     assert len(again) == 5
 
 
+@pytest.mark.slow
 def test_a_small_case_is_compared_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--only", "opt causal_lm 2×256 mixed_precision bf16", "--write", "--output_dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["memory_accuracy.py", *words])
