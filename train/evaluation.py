@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from train import records
 from train.loss import Scores, wide_dtype
 from train.optim import peak_learning_rate
-from train.records import IGNORE, BatchArithmetic, Evaluation, MicroBatch, Progress, Run, UserError, exchange
+from train.records import IGNORE, BatchArithmetic, Evaluation, Run, StopAtOnce, UserError, exchange
 
 if TYPE_CHECKING:
     from train.data import PreparedData
+    from train.records import MicroBatch, Progress
     from train.step import Engine
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
@@ -65,7 +65,7 @@ class Evaluator:
         try:
             for batch in self._data.evaluation_batches(self._run, examples):
                 if may_stop and self._engine.total((1, 0, 0, bool(self._run.stop)))[3]:
-                    raise records.StopAtOnce
+                    raise StopAtOnce
                 rows += self.score(batch)
         finally:
             reshard(self._model)

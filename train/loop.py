@@ -66,7 +66,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
     optim, output, goal = run.config.optimization, run.config.output, parts.goal
     # The loss stays on the device until it is logged or saved: reading it would wait for the device.
     saved, loss_sum = progress.step, torch.zeros((), device=run.accelerator.device)
-    # What was due when the run was stopped comes first.
+    # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
     progress, asked = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
     while not asked and not is_done(run, goal, progress):
@@ -167,7 +167,7 @@ def with_loss(run: Run, progress: Progress, loss_sum: Tensor) -> Progress:
 
 
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progress, bool]:
-    """Evaluates if that is due and was not done; also whether a rank was asked to stop: who resumes evaluates then."""
+    """Evaluates if that is due and not done yet; also says whether a request to stop has cut it short."""
     is_known, is_last = progress.evaluated_step == progress.step, progress.step >= parts.goal.total_steps
     if is_known or not (is_last or is_due(run.config.output.eval_every_steps, progress)):
         return progress, False

@@ -246,6 +246,32 @@ def test_a_committed_page_is_made_of_its_figures(name: str, tmp_path: Path) -> N
     assert "2 cores" in page and "template 0.2.0" in page
 
 
+@pytest.mark.parametrize(
+    ("name", "in_docs", "in_page"),
+    [
+        (
+            "ablation",
+            "a chunked loss brings 0.81 × the memory at 1.18 × the speed",
+            "loss: 0.81 × the memory and 1.18 × ",
+        ),
+        (
+            "ablation",
+            "checkpointing 0.74 × the memory at 0.85 × the speed",
+            "checkpointing: 0.74 × the memory and 0.85 × ",
+        ),
+        ("ablation", "neither changes bits per byte", "equal with every seed"),
+        ("learning_rate", "0.003 for 30 steps of the quickstart", "Start from 0.003: "),
+        ("context", "uses nothing from beyond 512 tokens", "Beyond the last 512 tokens: these rows show no use"),
+        ("context", "has not learned to copy", "the model has not learned to copy"),
+        ("gradient_health", "`max_grad_norm` of 1 clips 74 % of the steps", "max_grad_norm: 1 clips 74% of the steps"),
+        ("gradient_health", "fp16 without a loss scale would make 0.09 %", "In fp16 without a loss scale 0.0888 %"),
+    ],
+)
+def test_the_docs_say_what_the_pages_say(name: str, in_docs: str, in_page: str) -> None:
+    docs = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
+    assert in_docs in docs and in_page in (RESULTS / f"{name}-cpu" / f"{name}.md").read_text(encoding="utf-8")
+
+
 def test_the_errors_of_predicted_steps_in_the_docs_are_those_of_the_committed_study() -> None:
     """At the study's target and, from the evaluations that it keeps, at others."""
     found = committed("batch_size")

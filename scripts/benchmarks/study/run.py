@@ -115,8 +115,8 @@ def _grid(
             cells.append(cell)
     print(
         f"{len(open_cells)} cells to measure, {sum(c.status != LEFT_OUT for c in cells)} known, "
-        f"{sum(c.status == LEFT_OUT for c in cells)} left out; {request.tokens_per_update:,} tokens per update; up to "
-        f"about {duration(len(open_cells) * (START_SECONDS + request.seconds_per_cell))}",
+        f"{sum(c.status == LEFT_OUT for c in cells)} left out; {request.tokens_per_update:,} tokens per update; about "
+        f"{duration(len(open_cells) * (START_SECONDS + request.seconds_per_cell))} at most",
         flush=True,
     )
     processes = Processes(on_cpu=request.target.device_type == "cpu")

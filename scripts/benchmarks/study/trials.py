@@ -176,7 +176,8 @@ class Trials:
 
     def plan(self, trials: Sequence[Trial]) -> list[str]:
         """A line for each variant: how often it runs, the memory and time that it is predicted to take; and for all."""
-        lines, total, target = [], 0.0, building.rated_target()
+        # In a process of its own: it would keep memory of a card that the runs need.
+        lines, total, target = [], 0.0, harness.Processes(on_cpu=False).call(building.rated_target)
         with Predictor() as predictor:
             for variant in dict.fromkeys(trial.variant for trial in trials):
                 own = [trial for trial in trials if trial.variant == variant]
