@@ -114,8 +114,10 @@ def test_fields_that_a_configuration_reads_but_does_not_declare_may_be_given() -
     mixture = {"model_type": "qwen3_moe", **SHAPE, "num_key_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
     wide = built({**mixture, "moe_intermediate_size": 8, "head_dim": 32})
     assert wide.model.layers[0].self_attn.q_proj.out_features == SHAPE["num_attention_heads"] * 32
-    layer = built({"model_type": "gemma4_text", **SHAPE, "num_key_value_heads": 2, "head_dim": 16}).model.layers[0]
-    assert layer.self_attn.q_proj.out_features == SHAPE["num_attention_heads"] * 16
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 8}
+    layers = built({"model_type": "gemma4_text", **SHAPE, **heads, "num_hidden_layers": 6}).model.layers
+    widths = [layer.self_attn.q_proj.out_features for layer in layers]
+    assert widths == [SHAPE["num_attention_heads"] * size for size in (16, 16, 16, 16, 16, 8)]
 
 
 def test_decoder_of_a_new_encoder_decoder_has_a_start() -> None:

@@ -121,7 +121,7 @@ def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
     corpus = Corpus("roses", documents, documents)
     first = own_tokenizers.tokenizer_for(run, spec, corpus)
     if spec != "bytes":
-        monkeypatch.delattr(own_tokenizers, "build_tokenizer")
+        monkeypatch.delattr(own_tokenizers, "_beginning")  # without which none is trained
     again = own_tokenizers.tokenizer_for(run, spec, corpus)
     for text in ["a rose is a rose", *UNICODE]:
         assert ids_of(again, text) == ids_of(first, text)
@@ -132,16 +132,19 @@ def test_saved_tokenizer_is_taken_instead_of_training_a_new_one(
 
 @pytest.mark.parametrize("damage", ["altered", "truncated", "emptied"])
 @pytest.mark.parametrize("spec", ["words", "train:300"])
-def test_a_kept_tokenizer_that_is_damaged_is_trained_again(damage: str, spec: str, tmp_path: Path) -> None:
+def test_a_kept_tokenizer_that_is_damaged_is_trained_again(
+    damage: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose", "is a rose"]})
-    corpus, config = Corpus("roses", documents, documents), Config().changed(output_dir=str(tmp_path))
+    corpus, config = Corpus("roses", documents, documents), Config().changed(output_dir=str(tmp_path / "run"))
 
     def digest() -> tuple[str, list[str]]:
         run = run_for(config)
         return tokenizer_digest(own_tokenizers.tokenizer_for(run, spec, corpus)), run.outputs.notes
 
     known, _ = digest()
-    [kept] = tmp_path.iterdir()
+    [kept] = tmp_path.glob("tokenizer-*")
     kept.write_bytes(DAMAGE[damage](kept.read_bytes()))
     assert digest() == (known, [f"{kept} was damaged: the tokenizer is trained again"])
     assert digest() == (known, [])
@@ -149,13 +152,29 @@ def test_a_kept_tokenizer_that_is_damaged_is_trained_again(damage: str, spec: st
 
 def test_a_kept_tokenizer_is_written_in_one_move_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
-    run = run_for(Config().changed(output_dir=str(tmp_path)))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     moved: list[str] = []
     move = Path.replace
     monkeypatch.setattr(Path, "replace", lambda path, to: moved.append(to.name) or move(path, to))
-    for _ in range(3):
+    for name in ("a", "b", "b"):  # of whatever run: it is kept with the data
+        run = run_for(Config().changed(output_dir=str(tmp_path / name)))
         own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", documents, documents))
-    assert moved == [path.name for path in tmp_path.iterdir()] and len(moved) == 1
+    assert moved == [path.name for path in (tmp_path / "cache").iterdir()] and len(moved) == 1
+    others = documents.add_item({"text": "a tulip"})  # pyright: ignore[reportCallIssue]
+    own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", others, others))
+    own_tokenizers.tokenizer_for(run, "train:301", Corpus("roses", documents, documents))
+    assert len(set(moved)) == 3
+
+
+def test_a_trained_tokenizer_needs_no_cache_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file")
+    documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
+    run = run_for(Config().changed(output_dir=str(tmp_path / "run")))
+    made = own_tokenizers.tokenizer_for(run, "train:300", Corpus("roses", documents, documents))
+    assert len(ids_of(made, "a rose")) < len("a rose")
 
 
 def test_bytes_are_looked_up_as_the_tokenizer_itself_gives_them() -> None:

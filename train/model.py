@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -96,8 +97,10 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
     try:
         known = AutoConfig.for_model(model_type)
         # Some read what they do not declare: Qwen3-MoE's model takes head_dim if it is there.
-        source = inspect.getsource(import_module(type(known).__module__.replace("configuration_", "modeling_")))
-        if unknown := [n for n in fields if n not in {*dir(known), *known.attribute_map} and f'"{n}"' not in source]:
+        place = type(known).__module__
+        read = inspect.getsource(import_module(place.replace("configuration_", "modeling_")))
+        read += "".join(re.findall(r'kwargs\.(?:pop|get)\("\w+"', inspect.getsource(import_module(place))))
+        if unknown := [n for n in fields if n not in {*dir(known), *known.attribute_map} and f'"{n}"' not in read]:
             raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.")
         if getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
             fields[LIMIT] = max_length

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from train.figures import write_whole
-from train.records import Corpus, Examples, Run
+from train.records import Corpus, Examples, Run, UserError
 
 END, PAD, MASK, UNKNOWN = "<|end|>", "<|pad|>", "<|mask|>", "<|unknown|>"
 MARKS = (END, PAD, MASK)
@@ -28,11 +30,13 @@ TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces se
 
 
 def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
-    """The tokenizer ``bytes``, ``words`` or ``train:N``; one that is trained is kept in the run's folder."""
+    """The tokenizer ``bytes``, ``words`` or ``train:N``; one that is trained is kept with the data it was made of."""
     if spec == "bytes":
         return build_tokenizer(spec, ())
-    trained_on = getattr(corpus.train, "_fingerprint", "stream")
-    kept: Path = run.outputs.folder / f"tokenizer-{spec.replace(':', '-')}-{trained_on[:8]}.json"
+    known = getattr(corpus.train, "_fingerprint", None)  # a stream has none
+    folder = Path(config.HF_DATASETS_CACHE) if known else run.outputs.folder
+    recipe = f"{known} {spec} {TOKENIZER_TRAINING_BYTES} {inspect.getsource(build_tokenizer)}"
+    kept = folder / f"tokenizer-{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
     if kept.exists():
         digest, _, text = kept.read_text(encoding="utf-8", errors="replace").partition("\n")
         if digest == hashlib.sha256(text.encode()).hexdigest():
@@ -41,7 +45,8 @@ def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBas
     tokenizer: Any = build_tokenizer(spec, (dict(row)["text"] for row in corpus.train))
     if run.accelerator.is_main_process:
         text = tokenizer.backend_tokenizer.to_str()
-        write_whole(kept, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+        with suppress(UserError):  # a cache that cannot be written costs only time
+            write_whole(kept, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
     return tokenizer
 
 
