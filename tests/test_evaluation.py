@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from train.batching import Loading
 from train.config import Config
 from train.data import PreparedData
-from train.evaluation import Evaluator
+from train.evaluation import Evaluator, Goal, goal_of
 from train.launch import Launch
 from train.loss import ModelWithLoss, Scores
 from train.model import build_model
-from train.records import IGNORE, Corpus, MicroBatch, UserError
+from train.records import IGNORE, BatchArithmetic, Corpus, MicroBatch, StopAtOnce, UserError
 from train.step import Engine
 from train.tasks import load_task, pad_token_id, tokenize
 from train.tasks.sequence_classification import class_metrics
@@ -256,6 +256,71 @@ def test_classes_are_scored_by_example(batch_size: int) -> None:
     assert metrics["loss"] == pytest.approx(sum(losses) / 5, rel=1e-5)
     assert metrics["examples"] == 5
     assert "perplexity" not in metrics and "bits_per_byte" not in metrics
+
+
+def test_only_an_evaluation_that_may_stop_heeds_a_request_to_stop() -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    run = run_for(config)
+    model, engine = ModelWithLoss(network(config, prepared)), Engine(run.accelerator, config)
+    evaluator = Evaluator(run, model, engine, prepared)
+    run.stop.received = "SIGTERM"
+    assert evaluator.validation(step=1).metrics["examples"] == len(prepared.examples.validation)
+    assert evaluator.split("test", prepared.examples.validation, 1).split == "test"
+    with pytest.raises(StopAtOnce):
+        evaluator.validation(step=1, may_stop=True)
+    assert model.training
+
+
+def test_equal_examples_count_once_each() -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, ["one", "one", "two"])
+    loss_sum, targets, _ = direct(prepared, model := network(config, prepared))
+    metrics = evaluated(config, prepared, model)
+    assert metrics["examples"] == 3 and metrics["loss"] == pytest.approx(loss_sum / targets, rel=1e-6)
+
+
+# What a run works towards
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps_per_epoch", "total_steps"),
+    [
+        ({"max_steps": 7}, 5, 7),
+        ({"num_epochs": 3}, 5, 15),
+        ({}, 5, 5),
+        ({"max_steps": 7}, None, 7),
+    ],
+)
+def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, total_steps: int) -> None:
+    assert goal_for(changes, steps_per_epoch).total_steps == total_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric", "grows"),
+    [
+        ({}, "loss", False),
+        ({"task": "sequence_classification"}, "accuracy", True),
+        ({"metric_for_best": "bits_per_byte"}, "bits_per_byte", False),
+        ({"metric_for_best": "mean_gap", "greater_is_better": False}, "mean_gap", False),
+        ({"metric_for_best": "loss", "greater_is_better": True}, "loss", True),
+    ],
+)
+def test_what_counts_as_best(changes: dict[str, Any], metric: str, grows: bool) -> None:
+    goal = goal_for(changes)
+    assert (goal.metric, goal.greater_is_better) == (metric, grows)
+    assert goal.best_of == f"{metric} on data abc" and goal.data == "abc"
+
+
+def goal_for(changes: dict[str, Any], steps_per_epoch: int | None = 5) -> Goal:
+    config = Config().changed(**changes)
+    data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc")
+    return goal_of(run_for(config), data, steps_per_epoch, BatchArithmetic(2, 4, 1))
+
+
+def test_the_peak_learning_rate_is_that_of_the_global_batch() -> None:
+    scaled = {"learning_rate": 1e-3, "learning_rate_scaling": "linear", "learning_rate_reference_batch_size": 4}
+    assert goal_for(scaled).peak_learning_rate == pytest.approx(2e-3)
 
 
 # Further metrics
