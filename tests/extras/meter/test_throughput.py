@@ -335,20 +335,26 @@ def test_a_cost_that_is_not_a_polynomial_has_no_figure() -> None:
     assert count_flops(transformers.LongformerForMaskedLM(config), 2048) is None
 
 
-def _mfu_of(batch: MicroBatch, monkeypatch: pytest.MonkeyPatch) -> float:
-    """As a run logs it at 1,000 tokens/s on a device of 10^12 FLOP/s, by a rank that made one step of ``batch``."""
+def _mfu_of(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> float:
+    """As a run logs it at 1,000 tokens/s on a device of 10^12 FLOP/s, by a rank that made a step of each of these."""
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="no")
     run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator)
     monkeypatch.setattr("train.extras.meter.cards.peak_flops_per_second", lambda *args: 1e12)
     monkeypatch.setattr("train.launch.arithmetic_in_use", lambda accelerator: "no")
     room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
     room.change_model(run, _llama(), load_task("causal_lm"), 4096)
-    with room.stepping([batch]):
-        pass
-    room.measured(run, values)
-    room.measured(run, more := {"tokens_per_second": 1000.0})
-    assert more["mfu"] is None  # nothing was trained in between
-    return values["mfu"]
+
+    def logged(*steps: MicroBatch) -> float | None:
+        for batch in steps:
+            with room.stepping([batch]):
+                pass
+        room.measured(run, values)
+        return values["mfu"]
+
+    found = logged(*batches)
+    assert found is not None and logged() is None  # nothing was trained in between
+    assert logged(*batches) == found
+    return found
 
 
 @pytest.mark.parametrize(
@@ -366,4 +372,23 @@ def test_utilization_counts_the_lengths_that_there_are(
     batch = MicroBatch({"input_ids": torch.zeros(2, 4096), **more}, torch.zeros(2, 4096), 4096, (0, 1), 4096)
     token = 6 * (_LLAMA_BODY + 100 * 32)
     work = sum(n * (token + 12 * 3 * 32 * n / 2) for n in lengths)
-    assert _mfu_of(batch, monkeypatch) == pytest.approx(1000 * work / sum(lengths) / 1e12, rel=1e-4)
+    assert _mfu_of([batch], monkeypatch) == pytest.approx(1000 * work / sum(lengths) / 1e12, rel=1e-4)
+
+
+def test_utilization_counts_all_steps_since_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [MicroBatch({"input_ids": torch.zeros(1, n)}, torch.zeros(1, n), n, (0,), n) for n in (256, 2048, 512)]
+    token = 6 * (_LLAMA_BODY + 100 * 32)
+    work, tokens = sum(n * (token + 12 * 3 * 32 * n / 2) for n in (256, 2048, 512)), 256 + 2048 + 512
+    assert _mfu_of(batches, monkeypatch) == pytest.approx(1000 * work / tokens / 1e12, rel=1e-4)
+
+
+def test_without_a_meter_a_run_tells_the_highest_peak_alone() -> None:
+    run: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu")))
+    room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
+    room.measured(run, values)
+    assert values.keys() == {"tokens_per_second", "mfu", "peak_allocated_bytes"} and values["mfu"] is None
+    assert room.summary(run).keys() == {"peak_allocated_bytes"}
+    room.meter = SimpleNamespace(summary=lambda: {"peak_allocated_bytes": 7}, interval=lambda: {"phase_bytes": 3})
+    room.measured(run, values := {"tokens_per_second": 1000.0})
+    assert values == {"tokens_per_second": 1000.0, "mfu": None, "phase_bytes": 3}
+    assert room.summary(run) == {"peak_allocated_bytes": 7}
