@@ -23,7 +23,7 @@ from train.step import Engine, optimizer_step
 def main(output: str, micro_batch_size: int) -> None:
     launch = read_launch()
     init_gloo(launch)
-    accelerator = Accelerator(**accelerator_options(launch, "no", torch.device("cpu")))
+    accelerator = Accelerator(**accelerator_options(launch, torch.device("cpu")))
     torch.manual_seed(accelerator.process_index)  # ranks start from different weights: the first one's must count
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))

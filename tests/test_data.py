@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,12 @@ def test_a_function_is_found_in_a_file_and_in_a_module_of_the_current_folder(
     monkeypatch.chdir(tmp_path)
     for source in (f"{tmp_path}/own_shapes_for_test.py", "own_shapes_for_test.py", "own_shapes_for_test"):
         assert load_function(f"{source}:build", "model")().width == 3
+
+
+def test_a_file_may_be_named_as_a_package_is(tmp_path: Path) -> None:
+    (tmp_path / "datasets.py").write_text(FILE)
+    assert load_function(f"{tmp_path}/datasets.py:build", "dataset")().width == 3
+    assert sys.modules["datasets"] is datasets
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,26 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatc
     assert (summary["best_step"], summary["best_metric"], summary["final_step"]) == (2, 3.0, 2)
 
 
+def test_a_run_whose_best_checkpoint_is_damaged_is_made_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train.tasks.causal_lm import Task
+
+    metrics, values = Task.metrics, iter([3.0, 4.0, 4.0])
+    monkeypatch.setattr(Task, "metrics", lambda self, *args: {**metrics(self, *args), "loss": next(values)})
+    best = ("--max_steps", "2", "--eval_every_steps", "1", "--save_every_steps", "1")
+    assert train(tmp_path, *best) == EXIT_DONE
+    (tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json").write_text("{}")
+    best += ("--load_best_model_at_end",)
+    assert train(tmp_path, *best) == EXIT_DONE
+    said = capsys.readouterr().out
+    assert "the best checkpoint, of step 1, cannot be used" in said and "nothing to do" in said
+    shutil.rmtree(tmp_path / "run" / "final")
+    for made in (True, False):
+        assert train(tmp_path, *best) == EXIT_DONE
+        assert ("nothing to do" in capsys.readouterr().out) is not made
+
+
 HOLDER = """
     import platform, sys, time
     from pathlib import Path

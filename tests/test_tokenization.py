@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import datasets.config
 import pytest
 from made_tokenizers import tokenizer_of
 from support import run_for

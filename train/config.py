@@ -381,9 +381,6 @@ def to_values(config: Config) -> dict[str, Any]:
 
 def dump(config: Config) -> str:
     """YAML that :func:`parse` reads back to this configuration."""
-    values = {k: list(v) if isinstance(v, tuple) else v for k, v in to_values(config).items()}
-    blocks = []
-    for section, cls in sections().items():
-        own = {f.name: values[f.name] for f in dataclasses.fields(cls)}
-        blocks.append(f"# {section}\n" + yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
-    return "\n".join(blocks)
+    parts = {**{name: getattr(config, name) for name in CORE}, **config.extras}
+    style: Any = {"sort_keys": False, "allow_unicode": True}
+    return "\n".join(f"# {name}\n{yaml.safe_dump(vars(part), **style)}" for name, part in parts.items())

@@ -96,7 +96,8 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path.cwd()))
     try:
         if source.endswith(".py"):
-            found = importlib.util.spec_from_file_location(Path(source).stem, source)
+            # Under a name that no package has: the file may be called datasets.py.
+            found = importlib.util.spec_from_file_location(f"{flag}_of_{Path(source).stem}", source)
             assert found is not None and found.loader is not None
             module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
             found.loader.exec_module(module)

@@ -152,11 +152,9 @@ def gib(size_bytes: float) -> str:
 
 def count(value: float) -> str:
     """A count in three digits: 874, 2.35k, 24.1k, 1.84M, 7.62B."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size * 0.9995:
-            scaled = value / size
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{letter}"
-    return f"{value:.3g}"
+    from tqdm import tqdm  # here: --help does not wait for it
+
+    return f"{value:.3g}" if value < 999.5 else tqdm.format_sizeof(value).replace("G", "B")
 
 
 def duration(seconds: float) -> str:

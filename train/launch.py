@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.records import UsageError, UserError
+from train.records import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +227,7 @@ def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> Non
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def accelerator_options(launch: Launch, precision: str, device: torch.device, seconds: int = 1800) -> dict[str, Any]:
+def accelerator_options(launch: Launch, device: torch.device, seconds: int = 1800) -> dict[str, Any]:
     """Arguments of ``Accelerator`` that follow from launch and device; ranks wait ``seconds`` for each other."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import InitProcessGroupKwargs
@@ -241,7 +241,7 @@ def accelerator_options(launch: Launch, precision: str, device: torch.device, se
 
         # Gradients are summed in fp32, and the loss keeps its type: accelerate's own choice is the half precision for
         # both, which loses digits of every gradient. On a CPU there is nowhere to offload to.
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(launch.precision)
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             mixed_precision_policy=MixedPrecisionPolicy(half, torch.float32 if half else None),
             cpu_offload=False if device.type == "cpu" else None,
@@ -259,15 +259,6 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
     if not plugin.transformer_cls_names_to_wrap:
         found = {type(module).__name__ for module in network.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
-
-
-def check_processes(launch: Launch, accelerator: Any) -> None:
-    """Raises UserError for several processes that do not know each other."""
-    if (known := accelerator.num_processes) != launch.world_size:
-        raise UserError(
-            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
-            "the same thing. See accelerate_configs/ for launch files that work."
-        )
 
 
 def describe_device(accelerator: Any, launch: Launch) -> str:

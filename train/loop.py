@@ -71,8 +71,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
     started = time.perf_counter()
     while not asked and not is_done(run, goal, progress):
         for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
-            for change in run.extras.overriding("change_micro_batches"):
-                micro_batches = change(run, micro_batches, progress.step)
+            micro_batches = run.extras.pipe("change_micro_batches", run, micro_batches, progress.step)
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
             seed_step(optim.seed, progress.step, run.launch.seed_rank)
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
@@ -132,7 +131,7 @@ def save(run: Run, parts: Parts, progress: Progress, loss_sum: Tensor, wait: boo
 
 def is_due(every: int | None, progress: Progress) -> bool:
     """Whether something done every n steps is due after the step that ``progress`` stands at."""
-    return every is not None and progress.step > 0 and progress.step % every == 0
+    return every is not None and progress.step % every == 0
 
 
 def is_done(run: Run, goal: Goal, progress: Progress) -> bool:

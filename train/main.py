@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,12 @@ if not __package__:  # run as a script: the folder of this file must not shadow 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from train import extras, records
+from train import launch as launching
 from train.config import Config, parse
 from train.figures import show_error
-from train.launch import Launch, check_launch, read_launch
 
 if TYPE_CHECKING:
     from train.loop import Parts
-
-STARTED = time.perf_counter()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
-        config, launch = parse(sys.argv[1:] if arguments is None else arguments), read_launch()
-        check_launch(launch, config)
+        config, launch = parse(sys.argv[1:] if arguments is None else arguments), launching.read_launch()
+        launching.check_launch(launch, config)
         joined, stop = extras.join(), records.StopRequest()
         with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
@@ -43,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             show_error(str(error))
         return error.exit_status
     except KeyboardInterrupt:
-        show_error("interrupted: ended at once. The same command resumes from the newest checkpoint.")
+        show_error("interrupted: ended at once. --resume auto, the default, resumes from the newest checkpoint.")
         return records.EXIT_INTERRUPTED
 
 
@@ -55,7 +52,6 @@ def train(run: records.Run) -> int:
     from train.batching import arithmetic_of
     from train.data import prepare_data
     from train.evaluation import Evaluator, goal_of
-    from train.launch import shard_by_layer
     from train.loop import Parts, fit, is_done
     from train.model import build_model, parameter_counts
     from train.optim import build_optimizer
@@ -76,7 +72,7 @@ def train(run: records.Run) -> int:
     # Model: built, changed by the extras, wrapped with its loss.
     torch.manual_seed(run.config.optimization.seed)
     with_loss = build_model(run, type(data.task), data.tokenizer, data.examples.label_names)
-    shard_by_layer(accelerator, with_loss.model)
+    launching.shard_by_layer(accelerator, with_loss.model)
     sizes = parameter_counts(with_loss.model)
 
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.
@@ -117,7 +113,7 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     evaluations = [outputs.validations.get(step) or parts.evaluator.validation(step)]
     if data.examples.test is not None:
         evaluations.append(outputs.record_evaluation(run, parts.evaluator.split("test", data.examples.test, step)))
-    summary = outputs.summary(run, parts, progress, evaluations, STARTED)
+    summary = outputs.summary(run, parts, progress, evaluations)
     outputs.finishing = "writing final/"
     outputs.write_final(parts.state, data.task.stand_alone(data.tokenizer))
     outputs.finishing = "what comes after final/ (the extras and summary.json)"
@@ -126,8 +122,10 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     return records.EXIT_DONE
 
 
-def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: records.StopRequest) -> int:
+def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: records.StopRequest) -> int:
     """Makes the Accelerator, trains, and explains what ended the run early; the exit status."""
+    from train.outputs import same_command
+
     run = None
     try:
         run = start(config, launch, joined, stop)
@@ -143,39 +141,39 @@ def run_to_its_end(config: Config, launch: Launch, joined: extras.Extras, stop: 
         if (explanation := joined.first("failed", run, error)) is not None:
             raise records.UserError(explanation) from None
         if run is not None and run.outputs.finishing:
-            done = "Training is done and its last checkpoint is written: the same command makes what is missing."
-            show_error(f"{run.outputs.finishing} failed. {done}")
+            done = "Training is done and its last checkpoint is written"
+            show_error(f"{run.outputs.finishing} failed. {done}: {same_command(config)} makes what is missing.")
         raise
 
 
-def start(config: Config, launch: Launch, joined: extras.Extras, stop: records.StopRequest) -> records.Run:
+def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop: records.StopRequest) -> records.Run:
     """Where to train: devices, precision and accumulation are accelerate's."""
     from accelerate import Accelerator
 
     from train.batching import arithmetic_of
-    from train.launch import (
-        accelerator_options,
-        check_processes,
-        describe_device,
-        set_up_device,
-        settle_precision,
-        target_device,
-    )
     from train.outputs import Outputs
 
-    device = target_device()
-    launch, substitution = settle_precision(launch, config, device)
-    set_up_device(device, launch, config)
-    options = accelerator_options(launch, launch.precision, device, config.optimization.distributed_timeout_seconds)
+    device = launching.target_device()
+    launch, substitution = launching.settle_precision(launch, config, device)
+    launching.set_up_device(device, launch, config)
+    options = launching.accelerator_options(launch, device, config.optimization.distributed_timeout_seconds)
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
         mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
-    check_processes(launch, accelerator)
+    if (known := accelerator.num_processes) != launch.world_size:
+        raise records.UserError(
+            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
+            "the same thing. See accelerate_configs/ for launch files that work."
+        )
     run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.prepare()
-    lines = [describe_device(accelerator, launch), substitution, f"extras: {', '.join(joined.by_name) or 'none'}"]
+    lines = [
+        launching.describe_device(accelerator, launch),
+        substitution,
+        f"extras: {', '.join(joined.by_name) or 'none'}",
+    ]
     run.outputs.note(*filter(None, lines))
     return run
 

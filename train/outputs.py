@@ -20,7 +20,7 @@ from train import checkpoint, figures
 from train.config import Config, dump
 from train.evaluation import Goal, after_evaluation
 from train.optim import learning_rate_at, num_warmup_steps
-from train.records import Evaluation, Progress, Run, UserError
+from train.records import STARTED, Evaluation, Progress, Run, UserError
 from train.state import TrainingState
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Outputs:
         self.is_main = accelerator.is_main_process and not is_silent
         self.bar: tqdm[Any] = tqdm(disable=True)
         self.metrics = self.folder / "metrics.jsonl"
-        self.first_step_at: float | None = None
+        self.seconds_to_first_step: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
-        self._resumed_from: Path | None = None
+        self._is_foreign = False  # whether the checkpoint that was resumed from lies in another folder
         self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
         self.finishing = ""  # what is being made after the last step
 
@@ -96,13 +96,13 @@ class Outputs:
         if found is not None:
             progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
-            self._resumed_from = found.resolve()
+            self._is_foreign = found.resolve().parent != self.checkpoints.resolve()
         progress = self.with_its_best(progress, goal.best_of)
         return self.from_main(lambda: self._evaluated(progress, goal)) if found is not None else progress
 
     def _evaluated(self, progress: Progress, goal: Goal) -> Progress:
         """``progress`` of the checkpoint that is resumed from, with an evaluation that the log has of its step."""
-        if self._is_foreign() or progress.evaluated_step == progress.step:
+        if self._is_foreign or progress.evaluated_step == progress.step:
             return progress
         for row in figures.read_metrics(self.metrics):
             if row["step"] == progress.step and row.get("data") == goal.data:
@@ -182,19 +182,15 @@ class Outputs:
 
         Left in place they would push out the new ones and be resumed from instead.
         """
-        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if self._is_foreign() or at > step]
+        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if self._is_foreign or at > step]
         if later or self._earlier_summary.get("steps", 0) > step:
-            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if self._is_foreign() else [])]
+            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if self._is_foreign else [])]
             aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
             self.say(f"what was here from other steps than those up to {step} is in {aside}")
 
-    def _is_foreign(self) -> bool:
-        """Whether the checkpoint that was resumed from lies in another folder."""
-        return self._resumed_from is not None and self._resumed_from.parent != self.checkpoints.resolve()
-
     def tick(self, step: int) -> None:
         """One more step is done."""
-        self.first_step_at = self.first_step_at or time.perf_counter()
+        self.seconds_to_first_step = self.seconds_to_first_step or time.perf_counter() - STARTED
         self.bar.update(step - self.bar.n)
 
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -261,11 +257,14 @@ class Outputs:
 
     def load_best(self, state: TrainingState, step: int) -> bool:
         """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
-        best = self.checkpoints / f"step-{step:08d}"
-        if problem := self.from_main(lambda: checkpoint.verify(best)):
-            self.note(f"the best checkpoint, of step {step}, cannot be used ({problem}): final/ has the last weights")
-        else:
-            state.restore_model(checkpoint.StoredBlocks(best))
+        if is_usable := self.is_usable(step):
+            state.restore_model(checkpoint.StoredBlocks(self.checkpoints / f"step-{step:08d}"))
+        return is_usable
+
+    def is_usable(self, best: int) -> bool:
+        """Whether the checkpoint of the ``best`` step is intact; a note where it is not."""
+        if problem := self.from_main(lambda: checkpoint.verify(self.checkpoints / f"step-{best:08d}")):
+            self.note(f"the best checkpoint, of step {best}, cannot be used ({problem}): final/ has the last weights")
         return not problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -301,9 +300,7 @@ class Outputs:
             highest = learning_rate_at(total - 1, total, peak, optim)
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
 
-    def summary(
-        self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation], started: float
-    ) -> dict[str, Any]:
+    def summary(self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         """What ``summary.json`` holds, figures of the extras included."""
         config, data, arithmetic, per_epoch = run.config, parts.data, parts.arithmetic, parts.batches.steps_per_epoch
         metric = config.output.metric_for_best or data.task.headline_metric
@@ -332,7 +329,7 @@ class Outputs:
             "max_grad_norm": config.optimization.max_grad_norm,
             "training_seconds": progress.training_seconds,
             "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
-            "seconds_to_first_step": self.first_step_at and self.first_step_at - started,
+            "seconds_to_first_step": self.seconds_to_first_step,
             **{name: getattr(progress, name) for name in ("best_step", "best_metric", "nonfinite_steps", "rollbacks")},
             "label_names": list(data.examples.label_names),
             "notes": self.notes,
@@ -342,12 +339,14 @@ class Outputs:
 
     def is_written(self, progress: Progress, total_steps: int) -> bool:
         """Whether a finished run of this length is in the folder already; says so."""
-        final_step = progress.best_step if self.config.output.load_best_model_at_end else progress.step
-        if not self.is_complete(progress.step, final_step):
+        step = progress.step
+        wanted = progress.best_step if self.config.output.load_best_model_at_end else step
+        # Where the best weights cannot be used, final/ has the last ones.
+        if not self.is_complete(step, wanted) and (not self.is_complete(step, step) or self.is_usable(wanted or step)):
             return False
-        longer = "--max_steps" if progress.step >= total_steps else "--early_stopping_patience"
+        longer = "--max_steps" if step >= total_steps else "--early_stopping_patience"
         self.say(
-            f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. For a new run give "
+            f"nothing to do: {self.folder} already holds this run, up to step {step}. For a new run give "
             f"--resume never or another --output_dir; for a longer one a higher {longer}."
         )
         return True

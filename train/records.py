@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.outputs import Outputs
 
+STARTED = time.perf_counter()  # of this process: main imports this module before any library
 IGNORE = -100  # a label that is not a target: padding, or a position that is only context
 
 EXIT_DONE, EXIT_ERROR, EXIT_USAGE = 0, 1, 2

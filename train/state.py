@@ -146,8 +146,8 @@ class TrainingState:
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state of each parameter that it has, in the order of the model."""
-        trained = set(itertools.chain(*self._groups()))
-        return {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters() if name in trained}
+        state = self.optimizer.state
+        return {name: state[p] for name, p in self.model.named_parameters() if p in state}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

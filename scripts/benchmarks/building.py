@@ -197,7 +197,7 @@ def start_accelerator(config: Config, launch: Launch, accumulation_steps: int) -
     device = training_device()
     precision, _ = resolve_precision(config.optimization.mixed_precision or launch.precision, device)
     set_up_device(device, launch, config)
-    options = accelerator_options(launch, precision, device)
+    options = accelerator_options(replace(launch, precision=precision), device)
     options |= extras.join().merged("accelerator_options", config, launch)
     return Accelerator(gradient_accumulation_steps=accumulation_steps, mixed_precision=precision, **options)
 

@@ -68,10 +68,11 @@ def run_of(job: Job, config: Config) -> Run:
     shards = job.sharding in ranks.SHARDED_WEIGHTS
     if shards:
         ranks.join(job.world_size, device.type, precision, offloads=job.sharding == "fsdp2_offload")
-    launch = Launch(world_size=job.world_size if shards else 1, engine="fsdp2" if shards else "ddp")
+    world_size, engine = (job.world_size, "fsdp2") if shards else (1, "ddp")
+    launch = Launch(world_size, engine=engine, precision=precision)
     if device.type == "cpu":
         init_gloo(launch)
-    accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, precision, device))
+    accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, device))
     outputs = Outputs(config, accelerator, is_silent=True)
     config = config.changed(max_length=job.length)
     return Run(config, launch, accelerator, extras.join(), outputs, StopRequest(), is_planned=True)

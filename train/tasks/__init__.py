@@ -24,7 +24,7 @@ from datasets import Dataset, IterableDataset
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from train.loss import Scores, cross_entropy_scores, cross_entropy_sum
+from train.loss import cross_entropy_scores, cross_entropy_sum
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ class Task:
     default_metric: ClassVar[str] = "loss"  # says which checkpoint is best
     headline_metric: ClassVar[str] = "loss"  # what a person reads first
     title: ClassVar[str] = ""  # what such a model is called in a sentence: a … model
-    pipeline_tag: ClassVar[str | None] = None  # of the Hub's model cards
     is_causal: ClassVar[bool] = False  # tokens must not see later ones; padding at the end then needs no mask
     labelled: ClassVar[bool] = False  # documents need a label
     target_share: ClassVar[str | None] = None  # the option with the share of positions that are targets; None: all
@@ -83,15 +82,8 @@ class Task:
         """``input_ids`` (S,) of an example and its labels, (S,) or (); randomness only from ``seed`` and its ``id``."""
         raise NotImplementedError
 
-    @staticmethod
-    def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-        """() the training loss, summed over targets."""
-        return cross_entropy_sum(logits, labels)
-
-    @staticmethod
-    def scores(logits: Tensor, labels: Tensor) -> Scores:
-        """What an evaluation keeps of a batch."""
-        return cross_entropy_scores(logits, labels)
+    loss_sum = staticmethod(cross_entropy_sum)  # of logits and labels: () the training loss, summed over targets
+    scores = staticmethod(cross_entropy_scores)  # of logits and labels: what an evaluation keeps of a batch
 
     def check_metrics(self, label_names: Sequence[str]) -> None:
         """Raises UserError when the metrics asked for cannot be computed."""

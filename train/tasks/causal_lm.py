@@ -20,7 +20,6 @@ class Task(tasks.Task):
 
     name = "causal_lm"
     title = "causal language"
-    pipeline_tag = "text-generation"
     is_causal = True
     auto_class = "AutoModelForCausalLM"
     headline_metric = "bits_per_byte"

@@ -21,7 +21,6 @@ class Task(tasks.Task):
 
     name = "masked_lm"
     title = "masked language"
-    pipeline_tag = "fill-mask"
     auto_class = "AutoModelForMaskedLM"
     target_share = "mlm_probability"
     example_columns = ("tokens", "special", "length", "vocab_size", "mask_id")

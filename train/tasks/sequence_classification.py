@@ -31,7 +31,6 @@ class Task(tasks.Task):
 
     name = "sequence_classification"
     title = "sequence classification"
-    pipeline_tag = "text-classification"
     auto_class = "AutoModelForSequenceClassification"
     default_metric = headline_metric = "accuracy"
     labelled = True

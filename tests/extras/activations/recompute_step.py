@@ -37,7 +37,7 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
     recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES = 1, 4096
     launch = read_launch()
     init_gloo(launch)
-    accelerator = Accelerator(**accelerator_options(launch, "no", torch.device("cpu")))
+    accelerator = Accelerator(**accelerator_options(launch, torch.device("cpu")))
     engine = Engine(accelerator, Config(optimization=Optimization(max_grad_norm=0.5)))
     lengths = [9, 2, 5, 7, 3, 3, 8, 1, 6]
     examples = rows(lengths)

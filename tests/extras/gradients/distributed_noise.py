@@ -23,7 +23,7 @@ def main(parts: list[list[list[int]]], lengths: list[int], accumulation_steps: i
     """``parts``: [rank][micro-batch] lists of examples; ``accumulation_steps``: as they were planned."""
     launch = read_launch()
     init_gloo(launch)
-    accelerator = Accelerator(**accelerator_options(launch, "no", torch.device("cpu")))
+    accelerator = Accelerator(**accelerator_options(launch, torch.device("cpu")))
     torch.manual_seed(0)
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.0))

@@ -25,7 +25,7 @@ def run_of(config: Config, launch: Launch) -> Run:
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
         mixed_precision="no",
-        **accelerator_options(launch, "no", torch.device("cpu")),
+        **accelerator_options(launch, torch.device("cpu")),
         **joined.merged("accelerator_options", config, launch),
     )
     return Run(config, launch, accelerator, joined, cast("Any", None), StopRequest())

@@ -18,7 +18,6 @@ from train.extras.losses.objective import PLAIN, Objective, is_cross_entropy
 from train.extras.weightless import obstacle_on_trial
 from train.loss import ModelWithLoss, Scores, balanced, cross_entropy_scores, logits_of
 from train.records import UserError
-from train.tasks import Task
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
@@ -159,7 +158,7 @@ def obstacle_to_loss_in_head(model: ModelWithLoss) -> str | None:
     """Why the output embedding of ``model`` cannot compute loss and scores, or None where it can."""
     if not is_cross_entropy(model):
         return "its task has a loss of its own"
-    if model.scores not in (cross_entropy_scores, Task.scores):
+    if model.scores is not cross_entropy_scores:
         return "its task has scores of its own"
     return obstacle_to_chunks(model.model)
 

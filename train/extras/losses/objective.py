@@ -10,7 +10,6 @@ from train.config import Config
 from train.extras.losses import Options
 from train.loss import ModelWithLoss, cross_entropy, cross_entropy_sum, wide_dtype
 from train.records import IGNORE, UserError
-from train.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ PLAIN = Objective()  # cross-entropy
 def is_cross_entropy(model: ModelWithLoss) -> bool:
     """Whether the loss of ``model`` is cross-entropy, with or without further terms, and not a task's own."""
     terms = getattr(model.loss_sum, "__self__", None)
-    return isinstance(terms, Objective) or model.loss_sum in (cross_entropy_sum, Task.loss_sum)
+    return isinstance(terms, Objective) or model.loss_sum is cross_entropy_sum
 
 
 def objective_of(config: Config) -> Objective:

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,6 +69,11 @@ class Room(Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
+        name, own = config.data.dataset, config.of(Options)
+        unread = [f.name for f in fields(own) if f.name != "on_bad_record" and getattr(own, f.name) != f.default]
+        if unread and ":" in name and not Path(name).exists():
+            why = f"{name} gives its documents as they are to be used"
+            raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
         if config.of(Options).streaming and config.optimization.max_steps is None:
             raise UsageError("streaming: the length of a stream is not known: give max_steps.")
         kind, _, size = (config.data.tokenizer or "").partition(":")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _SETTINGS = ("optimizer", "learning_rate", "lr_scheduler", "weight_decay", "max_grad_norm", "global_batch_size")
 _SETTINGS += ("max_length", "mixed_precision", "gradient_checkpointing", "seed")
 _ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA (its frozen layers in 4 bits)"}
+_PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
+_PIPELINES |= {"AutoModelForSequenceClassification": "text-classification"}
 
 
 def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
@@ -58,7 +60,7 @@ def _front_matter(config: Config, task: type[Task]) -> str:
     dataset = _hub_name(config.data.dataset)
     values = {
         "library_name": "transformers",
-        "pipeline_tag": task.pipeline_tag,
+        "pipeline_tag": _PIPELINES.get(task.auto_class),
         "base_model": _hub_name(config.architecture.model),
         "datasets": [dataset] if dataset and "/" in dataset else None,
         "tags": ["accelerate", "long-context", task.name.replace("_", "-")],
