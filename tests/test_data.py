@@ -11,7 +11,9 @@ import pytest
 
 from train.config import Config
 from train.data import corpus_of, load_function
-from train.records import UserError
+from train.extras.readers import Room
+from train.launch import Launch
+from train.records import UsageError, UserError
 from train.tasks import load_task
 
 
@@ -98,6 +100,17 @@ def test_a_function_is_found_in_a_file_and_in_a_module_of_the_current_folder(
         assert load_function(f"{source}:build", "model")().width == 3
 
 
+def test_a_function_imports_what_lies_next_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("early", "late"):
+        (tmp_path / f"{name}_helper_for_test.py").write_text(f"WORD = {name!r}")
+    lines = ["from early_helper_for_test import WORD", "def documents():", "    import late_helper_for_test as late"]
+    (tmp_path / "own_data_for_test.py").write_text("\n".join([*lines, "    return WORD, late.WORD"]))
+    assert load_function(f"{tmp_path}/own_data_for_test.py:documents", "dataset")() == ("early", "late")
+    with pytest.raises(UserError, match=r"dataset ':x': .*Give module:function"):
+        load_function(":x", "dataset")
+
+
 def test_a_file_may_be_named_as_a_package_is(tmp_path: Path) -> None:
     (tmp_path / "datasets.py").write_text(FILE)
     assert load_function(f"{tmp_path}/datasets.py:build", "dataset")().width == 3
@@ -111,3 +124,69 @@ def test_a_function_that_is_not_there_is_refused_in_one_line(spec: str) -> None:
     with pytest.raises(UserError, match=f"dataset '{spec}': .*Give module:function, .* or file.py:function") as caught:
         load_function(spec, "dataset")
     assert "\n" not in str(caught.value)
+
+
+# With the extra that reads files, as closely as those
+
+
+def returned(tmp_path: Path, body: str, labelled: bool = False) -> Any:
+    """What the readers make of a function with this ``body``."""
+    lines = ["import datasets", "from datasets import ClassLabel, Dataset, Features, Value", "def documents(config):"]
+    (tmp_path / "given.py").write_text("\n".join([*lines, f"    return {body}"]))
+    task = "sequence_classification" if labelled else "causal_lm"
+    config = Config().changed(dataset=f"{tmp_path}/given.py:documents", task=task)
+    return Room().documents(config, labelled)
+
+
+def test_classes_of_a_function_have_their_names(tmp_path: Path) -> None:
+    features = "Features({'text': Value('string'), 'label': ClassLabel(names=['ham', 'spam'])})"
+    split = f"Dataset.from_dict({{'text': ['a', 'b'], 'label': [1, 0]}}, features={features})"
+    found = returned(tmp_path, f"{{'train': {split}, 'validation': {split}}}", labelled=True)
+    assert (found.train["label"][:], found.validation["label"][:]) == (["spam", "ham"], ["spam", "ham"])
+    assert found.train["text"][:] == ["a", "b"] and found.notes == ()
+
+
+def test_empty_documents_of_a_function_are_skipped_and_counted(tmp_path: Path) -> None:
+    split = "Dataset.from_dict({'text': ['a', '', 'b', ' \\n'], 'extra': [1, 2, 3, 4]})"
+    found = returned(tmp_path, f"{{'train': {split}, 'validation': {split}}}")
+    assert found.train["text"][:] == ["a", "b"] and found.train["extra"][:] == [1, 3]
+    assert "the train split: skipped 2 empty documents, the first in row 1" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("{'text': ['a', None]}", "the train split: row 1 has no text; each row needs text"),
+        ("{'text': [1, 2]}", "the train split: column 'text' holds int64; each row needs text"),
+        ("{'text': ['a', 'b'], 'label': ['x', None]}", "row 1 has no label; each row needs text or a whole number"),
+        ("{'text': ['a', 'b'], 'label': [0.5, 1.0]}", "column 'label' holds float64; each row needs text or a whole"),
+        ("{'text': ['a', 'b'], 'label': [[1], [2]]}", "column 'label' holds list; each row needs text or a whole"),
+    ],
+)
+def test_a_row_of_a_function_that_cannot_be_used_is_named(columns: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        returned(tmp_path, f"Dataset.from_dict({columns})", labelled="label" in columns)
+
+
+def test_splits_of_a_function_have_known_names_and_it_takes_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="returned a split 'dev': use train, validation, test"):
+        returned(tmp_path, "{'train': Dataset.from_dict({'text': ['a']}), 'dev': Dataset.from_dict({'text': ['b']})}")
+    (tmp_path / "given.py").write_text("def documents(): ...")
+    with pytest.raises(UserError, match="it must take one argument, the configuration of the run"):
+        Room().documents(Config().changed(dataset=f"{tmp_path}/given.py:documents"), False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"max_train_samples": 3}, "max_train_samples"),
+        ({"text_column": "body"}, "text_column"),
+        ({"validation_dataset": "/nowhere"}, "validation_dataset"),
+        ({"streaming": True, "max_steps": 3}, "streaming"),
+    ],
+)
+def test_options_that_a_function_would_not_heed_are_refused(flags: dict[str, Any], named: str) -> None:
+    config = Config().changed(dataset="my_data:documents", **flags)
+    with pytest.raises(UsageError, match=f"{named}: my_data:documents gives its documents as they are to be used"):
+        Room.check(config, Launch())
+    Room.check(Config().changed(dataset="my_data:documents", on_bad_record="skip"), Launch())

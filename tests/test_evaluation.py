@@ -27,7 +27,7 @@ from train.evaluation import Evaluator, Goal, goal_of
 from train.launch import Launch
 from train.loss import ModelWithLoss, Scores
 from train.model import build_model
-from train.records import IGNORE, BatchArithmetic, Corpus, MicroBatch, StopAtOnce, UserError
+from train.records import IGNORE, BatchArithmetic, Corpus, MicroBatch, Progress, StopAtOnce, UserError
 from train.step import Engine
 from train.tasks import load_task, pad_token_id, tokenize
 from train.tasks.sequence_classification import class_metrics
@@ -297,6 +297,20 @@ def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, to
 
 
 @pytest.mark.parametrize(
+    ("progress", "total_steps"),
+    [
+        (Progress(step=7, epoch=1, step_in_epoch=2), 15),  # as many as from the start
+        (Progress(step=34, epoch=0, step_in_epoch=3), 34 + 12),  # made with smaller batches: 3 of 5 larger ones
+        (Progress(step=2, epoch=1, step_in_epoch=0), 2 + 10),
+        (Progress(step=40, epoch=2, step_in_epoch=5), 40),  # all epochs are over
+    ],
+)
+def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress: Progress, total_steps: int) -> None:
+    assert goal_for({"num_epochs": 3}, 5, progress).total_steps == total_steps
+    assert goal_for({"max_steps": 9}, 5, progress).total_steps == 9
+
+
+@pytest.mark.parametrize(
     ("changes", "metric", "grows"),
     [
         ({}, "loss", False),
@@ -312,10 +326,14 @@ def test_what_counts_as_best(changes: dict[str, Any], metric: str, grows: bool) 
     assert goal.best_of == f"{metric} on data abc" and goal.data == "abc"
 
 
-def goal_for(changes: dict[str, Any], steps_per_epoch: int | None = 5) -> Goal:
+def goal_for(
+    changes: dict[str, Any],
+    steps_per_epoch: int | None = 5,
+    progress: Progress = Progress(),  # noqa: B008
+) -> Goal:
     config = Config().changed(**changes)
     data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc")
-    return goal_of(run_for(config), data, steps_per_epoch, BatchArithmetic(2, 4, 1))
+    return goal_of(run_for(config), data, steps_per_epoch, BatchArithmetic(2, 4, 1), progress)
 
 
 def test_the_peak_learning_rate_is_that_of_the_global_batch() -> None:

@@ -149,6 +149,19 @@ def test_an_evaluation_on_other_data_is_not(whole: Path, tmp_path: Path) -> None
     assert json.loads((run / "summary.json").read_text())["best_metric"] > 0
 
 
+def test_only_what_a_run_has_made_moves_aside(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "thesis").mkdir(parents=True)
+    for name in ("notes.txt", "data.jsonl", "thesis/chapter.tex"):
+        (run / name).write_text("mine")
+    assert train(tmp_path) == train(tmp_path, "--resume", "never", "--max_steps", "1") == EXIT_DONE
+    kept = {path.name for path in run.iterdir()} - {path.name for path in (run / "previous-1").iterdir()}
+    assert kept >= {"notes.txt", "data.jsonl", "thesis"} and (run / "thesis" / "chapter.tex").read_text() == "mine"
+    assert {"checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json"} <= {
+        path.name for path in (run / "previous-1").iterdir()
+    }
+
+
 def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from train.tasks.causal_lm import Task
 

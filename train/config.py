@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import operator
 import os
@@ -47,7 +48,7 @@ class Data:
     """What is learned, and from which text."""
 
     task: str = everyday("causal_lm", "What is learned: a file in train/tasks/.")
-    dataset: str = everyday("stdlib", "Where documents come from; module:function returns 🤗 datasets.")
+    dataset: str = everyday("stdlib", "Where documents come from, or module:function.", is_path=True)
     dataset_options: dict[str, Any] | None = option(None, "Options for a module:function, as JSON.")
     validation_fraction: float = option(0.05, "Share held out where there is no validation data.", gt=0, lt=1)
     tokenizer: str | None = option(None, "Hub name, folder, bytes, words, train:8192; or the model's.", is_path=True)
@@ -248,7 +249,7 @@ def _from_text(text: Any, hint: Any) -> Any:
     if isinstance(text, list):
         return tuple(text)
     candidates: list[Any] = [None, text] if text in ("None", "null") else [text]
-    for read in (yaml.safe_load, float):
+    for read in (json.loads, yaml.safe_load, float):
         with contextlib.suppress(ValueError, yaml.YAMLError):
             candidates.append(read(text))
     return next((value for value in candidates if _type_problem(value, hint) is None), text)
@@ -366,6 +367,8 @@ def check(config: Config) -> None:
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
     if data.tokenizer is None and (model.model is None or model.is_function):
         raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
+    if not output.output_dir.strip():
+        raise UsageError("output_dir: it is empty. Give a folder for the files of this run.")
     if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
         raise UsageError(f"output_dir: {output.output_dir!r} leads outside its folder: write the path without '..'.")
     if output.early_stopping_patience is not None and output.eval_every_steps is None:

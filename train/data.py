@@ -83,17 +83,19 @@ def prepare_data(run: Run) -> PreparedData:
 def load_corpus(run: Run, labelled: bool) -> Corpus:
     """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
     name = run.config.data.dataset
+    if (corpus := run.extras.first("documents", run.config, labelled)) is not None:
+        return corpus
     if ":" in name and not Path(name).exists():
         return corpus_of(load_function(name, "dataset")(run.config), run.config, labelled)
-    if (corpus := run.extras.first("documents", run.config, labelled)) is None:
-        raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
-    return corpus
+    raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
 
 
 def load_function(spec: str, flag: str) -> Callable[..., Any]:
     """The function that ``module:function`` or ``file.py:function`` names; raises UserError where there is none."""
     source, _, name = spec.rpartition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    folder = str(Path(source).resolve().parent if source.endswith(".py") else Path.cwd())
+    sys.path += [folder] * (folder not in sys.path)  # for what is imported only when the function runs
+    sys.path.insert(0, folder)
     try:
         if source.endswith(".py"):
             # Under a name that no package has: the file may be called datasets.py.
@@ -104,7 +106,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(source)
         return getattr(module, name)
-    except (ImportError, AttributeError, FileNotFoundError) as error:
+    except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
         raise UserError(
             f"{flag} {spec!r}: {error}. Give module:function, importable from the current folder, or file.py:function."
         ) from None

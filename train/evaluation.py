@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from train.loss import Scores, wide_dtype
 from train.optim import peak_learning_rate
-from train.records import IGNORE, BatchArithmetic, Evaluation, Run, StopAtOnce, UserError, exchange
+from train.records import IGNORE, BatchArithmetic, Evaluation, Progress, Run, StopAtOnce, UserError, exchange
 
 if TYPE_CHECKING:
     from train.data import PreparedData
-    from train.records import MicroBatch, Progress
+    from train.records import MicroBatch
     from train.step import Engine
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
@@ -37,12 +37,16 @@ class Goal:
     data: str = ""  # a digest of the validation data
 
 
-def goal_of(run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic) -> Goal:
+def goal_of(
+    run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic, progress: Progress
+) -> Goal:
     """How many steps the run makes, at what learning rate, and what counts as best."""
     optim, output = run.config.optimization, run.config.output
     metric = output.metric_for_best or data.task.default_metric
     grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
-    total_steps = optim.max_steps or (optim.num_epochs or 1) * (steps_per_epoch or 1)
+    # From where the run stands: if its batch size was changed on the way, earlier epochs had other steps.
+    rest = ((optim.num_epochs or 1) - progress.epoch) * (steps_per_epoch or 1) - progress.step_in_epoch
+    total_steps = optim.max_steps or progress.step + max(0, rest)
     peak = peak_learning_rate(optim, arithmetic.global_batch_size)
     return Goal(total_steps, peak, metric, grows, f"{metric} on data {data.validation_digest}", data.validation_digest)
 

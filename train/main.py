@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +86,14 @@ def train(run: records.Run) -> int:
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, joined.mark))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
-    goal = goal_of(run, data, batches.steps_per_epoch, arithmetic)
+    goal = goal_of(run, data, batches.steps_per_epoch, arithmetic, records.Progress())
     evaluator = Evaluator(run, model, engine, data)
     parts = Parts(data, batches, arithmetic, model, sizes, optimizer, engine, state, evaluator, goal)
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
     progress = outputs.resume(state, goal)
+    goal = goal_of(run, data, batches.steps_per_epoch, arithmetic, progress)
+    parts = replace(parts, goal=goal)
     if is_done(run, goal, progress) and outputs.is_written(progress, goal.total_steps):
         return records.EXIT_DONE
     outputs.begin(goal.total_steps, progress)
@@ -169,11 +172,8 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
         )
     run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.prepare()
-    lines = [
-        launching.describe_device(accelerator, launch),
-        substitution,
-        f"extras: {', '.join(joined.by_name) or 'none'}",
-    ]
+    named = ", ".join(joined.by_name) or "none"
+    lines = [launching.describe_device(accelerator, launch), substitution, f"extras: {named}"]
     run.outputs.note(*filter(None, lines))
     return run
 

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from train.loop import Parts
 
 
+# What a run leaves in its folder, in which a person may keep other things.
+MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "stream.jsonl", "summary.json", "report.html")
+MADE += ("stopped.json", ".partial-*", "tokenizer-*.json", "memory_snapshot-*.pickle")
+
+
 def same_command(config: Config) -> str:
     """The command that resumes this run: the one that started it, unless that one says where to start."""
     return "the same command" if config.output.resume == "auto" else "the same command with --resume auto"
@@ -69,7 +74,7 @@ class Outputs:
 
         def make() -> None:
             with figures.writable(self.folder / "config.yaml"):
-                earlier = [p for p in self.folder.iterdir() if not p.name.startswith(("previous-", ".lock"))]
+                earlier = [path for pattern in MADE for path in self.folder.glob(pattern)]
                 if self.config.output.resume == "never" and earlier:
                     self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
 
@@ -312,7 +317,7 @@ class Outputs:
             "num_parameters": parts.sizes[1],
             "num_trained_parameters": parts.sizes[0],
             "steps": progress.step,
-            "epochs": progress.step / per_epoch if per_epoch else progress.epoch,
+            "epochs": progress.epoch + (progress.step_in_epoch / per_epoch if per_epoch else 0),
             "tokens": progress.tokens_seen,
             "padding_share": 1 - progress.tokens_seen / max(1, progress.positions_seen),
             "metric_name": metric,

@@ -63,7 +63,8 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         model, optimizer = accelerator.prepare(model, optimizer)
         state = TrainingState(network, optimizer.optimizer, {}, accelerator.scaler)
         engine = run.extras.pipe("wrap_step", run, Engine(accelerator, config, run.extras.mark))
-        goal, evaluator = goal_of(run, data, batches.steps_per_epoch, arithmetic), NoEvaluation()
+        goal = goal_of(run, data, batches.steps_per_epoch, arithmetic, Progress())
+        evaluator = NoEvaluation()
         parts = Parts(data, batches, arithmetic, model, sizes, optimizer, engine, state, evaluator, goal)  # pyright: ignore[reportArgumentType]
         run.extras.each("ready", run, parts)
         run.outputs.begin(goal.total_steps, Progress())

@@ -64,6 +64,10 @@ class Source(Options):
     notes: list[str] = field(default_factory=list)
 
 
+def _is_function(config: Config) -> bool:
+    return ":" in config.data.dataset and not Path(config.data.dataset).exists()
+
+
 class Room(Extra):
     Options = Options
 
@@ -71,7 +75,7 @@ class Room(Extra):
     def check(cls, config: Config, launch: Launch) -> None:
         name, own = config.data.dataset, config.of(Options)
         unread = [f.name for f in fields(own) if f.name != "on_bad_record" and getattr(own, f.name) != f.default]
-        if unread and ":" in name and not Path(name).exists():
+        if unread and _is_function(config):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
         if config.of(Options).streaming and config.optimization.max_steps is None:
@@ -101,6 +105,10 @@ class Room(Extra):
         return {"shuffle_buffer_size": config.of(Options).shuffle_buffer_size} if is_stream else {}
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
+        if _is_function(config):
+            from train.extras.readers.functions import load_returned
+
+            return load_returned(config, labelled)
         from train.extras.readers.corpus import load_corpus
 
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}

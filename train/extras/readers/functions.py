@@ -1,0 +1,55 @@
+"""Documents that a function of a fork returns, looked at as closely as those of files."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import datasets
+
+from train.config import Config
+from train.data import corpus_of, load_function
+from train.figures import several
+from train.records import Corpus, UserError
+
+
+def load_returned(config: Config, labelled: bool) -> Corpus:
+    """What the function that ``--dataset`` names returns, without documents of only space; classes by their names.
+
+    Raises UserError for a function that does not take the configuration, and for a row without text or label.
+    """
+    name = config.data.dataset
+    function = load_function(name, "dataset")
+    try:
+        inspect.signature(function).bind(config)
+    except TypeError:
+        raise UserError(f"dataset {name!r}: it must take one argument, the configuration of the run.") from None
+    found = function(config)
+    splits = dict(found) if isinstance(found, dict) else {"train": found}
+    if unknown := splits.keys() - {"train", "validation", "test"}:
+        raise UserError(f"dataset {name!r} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
+    notes: list[str] = []
+    for split, documents in splits.items():
+        if isinstance(documents, datasets.Dataset) and {"text", *(["label"] * labelled)} <= {*documents.column_names}:
+            splits[split] = _checked(documents, f"dataset {name!r}: the {split} split", labelled, notes)
+    corpus = corpus_of(splits if isinstance(found, dict) else splits["train"], config, labelled)
+    return Corpus(corpus.name, corpus.train, corpus.validation, corpus.test, tuple(notes))
+
+
+def _checked(documents: datasets.Dataset, what: str, labelled: bool, notes: list[str]) -> datasets.Dataset:
+    if labelled and (names := getattr(documents.features["label"], "names", None)):
+        labels = [names[label] if label in range(len(names)) else None for label in documents["label"]]
+        documents = documents.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
+    kinds = {"text": "(large_)?string", "label": r"(large_)?string|u?int\d+|bool"}
+    for column in ("text", "label") if labelled else ("text",):
+        kind = str(getattr(documents.features[column], "dtype", "list"))
+        needed = "text" if column == "text" else "text or a whole number"
+        if re.fullmatch(kinds[column], kind) is None:
+            raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed}.")
+        if documents.data.column(column).null_count and None in (values := documents[column][:]):
+            raise UserError(f"{what}: row {values.index(None)} has no {column}; each row needs {needed}.")
+    empty = [number for number, text in enumerate(documents["text"]) if not text.strip()]
+    if not empty:
+        return documents
+    notes.append(f"{what}: skipped {several(len(empty), 'empty document')}, the first in row {empty[0]}")
+    return documents.select(sorted(set(range(len(documents))) - set(empty)))
