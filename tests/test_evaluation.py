@@ -316,7 +316,7 @@ def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress
         ({}, "loss", False),
         ({"task": "sequence_classification"}, "accuracy", True),
         ({"metric_for_best": "bits_per_byte"}, "bits_per_byte", False),
-        ({"metric_for_best": "mean_gap", "greater_is_better": False}, "mean_gap", False),
+        ({"metric_for_best": "accuracy", "greater_is_better": False}, "accuracy", False),
         ({"metric_for_best": "loss", "greater_is_better": True}, "loss", True),
     ],
 )
@@ -326,13 +326,20 @@ def test_what_counts_as_best(changes: dict[str, Any], metric: str, grows: bool) 
     assert goal.best_of == f"{metric} on data abc" and goal.data == "abc"
 
 
+def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() -> None:
+    with pytest.raises(UserError, match=r"'f1' is not among this task's metrics: loss, accuracy, .*macro_f1"):
+        goal_for({"task": "sequence_classification", "metric_for_best": "f1"})
+
+
 def goal_for(
     changes: dict[str, Any],
     steps_per_epoch: int | None = 5,
     progress: Progress = Progress(),  # noqa: B008
 ) -> Goal:
     config = Config().changed(**changes)
-    data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc")
+    split = datasets.Dataset.from_dict({"num_bytes": [3.0], "length": [4]})
+    examples = SimpleNamespace(validation=split, label_names=("a", "b"))
+    data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc", examples=examples)
     return goal_of(run_for(config), data, steps_per_epoch, BatchArithmetic(2, 4, 1), progress)
 
 

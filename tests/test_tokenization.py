@@ -206,7 +206,7 @@ def test_tokenizer_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no/such-tokenizer-anywhere", "/no/such/folder"])
 def test_tokenizer_that_is_nowhere_is_refused_in_one_line(name: str) -> None:
-    with pytest.raises(UserError, match=f"tokenizer '{name}' cannot be loaded") as caught:
+    with pytest.raises(UserError, match=f"tokenizer '{name}'(: no such folder| cannot be loaded)") as caught:
         load_tokenizer(name)
     assert "\n" not in str(caught.value) and "train:8192" in str(caught.value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,12 @@ def goal_of(
     rest = ((optim.num_epochs or 1) - progress.epoch) * (steps_per_epoch or 1) - progress.step_in_epoch
     total_steps = optim.max_steps or progress.step + max(0, rest)
     peak = peak_learning_rate(optim, arithmetic.global_batch_size)
-    return Goal(total_steps, peak, metric, grows, f"{metric} on data {data.validation_digest}", data.validation_digest)
+    best_of = f"{metric} on data {data.validation_digest}"
+    goal = Goal(total_steps, peak, metric, grows, best_of, data.validation_digest)
+    with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own metrics, for one example
+        found = data.task.metrics(np.array([[0.0, 1, 1, 1, 0, 0]]), data.examples.validation, data.examples.label_names)
+        after_evaluation(progress, goal, Evaluation("validation", 0, found))  # refuses a metric that is not there
+    return goal
 
 
 class Evaluator:
@@ -95,11 +101,7 @@ class Evaluator:
 
 
 def after_evaluation(progress: Progress, goal: Goal, evaluation: Evaluation) -> Progress:
-    """``progress`` with an evaluation counted, and remembered if it is the best.
-
-    Raises:
-        UserError: the task has no such metric.
-    """
+    """``progress`` with an evaluation counted, and remembered if the best; UserError for a metric that is not there."""
     if goal.metric not in evaluation.metrics:
         known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
         raise UserError(f"metric_for_best: {goal.metric!r} is not among this task's metrics: {known}.")

@@ -77,7 +77,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
             set_learning_rate(parts.optimizer, learning_rate)
             try:
-                with run.extras.stepping(micro_batches):
+                with run.extras.inside("stepping", micro_batches):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
                 if error.weights_intact and progress.step > saved:  # nothing of the steps before is lost

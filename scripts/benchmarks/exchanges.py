@@ -232,7 +232,7 @@ def held_bytes(training: building.Training) -> dict[str, int]:
     kinds = [PARAMETERS, GRADIENTS, OPTIMIZER_STATE]
     if isinstance(training.model, DistributedDataParallel):
         kinds.append(WORKSPACE)  # between backward and update it holds only DDP's buckets
-    with StorageTracker("cpu", 1) as tracker:
+    with StorageTracker("cpu") as tracker:
         tag_held(tracker, network, optimizer)
 
         def mark(phase: str) -> None:

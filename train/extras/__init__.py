@@ -202,7 +202,6 @@ class Extras:
     def __init__(self, extras: Mapping[str, Extra]) -> None:
         self.by_name = dict(extras)
         self._marks = self.overriding("mark")
-        self._stepping = self.overriding("stepping")
 
     def overriding(self, method: str) -> list[Callable[..., Any]]:
         """``method`` of those extras that do something in it."""
@@ -239,12 +238,6 @@ class Extras:
             for call in self.overriding(method):
                 stack.enter_context(call(*args))
             yield
-
-    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Surrounds an optimizer step; on the hot path, so without a stack where one extra listens."""
-        if len(self._stepping) == 1:
-            return self._stepping[0](micro_batches)
-        return self.inside("stepping", micro_batches) if self._stepping else nullcontext()
 
     def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset:
         """What ``make`` gives, checked by an extra if one does."""

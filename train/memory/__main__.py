@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -137,9 +138,9 @@ def show_grid(request: Namespace) -> None:
     # Cells can be predicted in parallel; the search for a plan needs each answer before its next question.
     with _predictions(request.question, processes=2) as predictions:
         grid = make_grid(request.question, predictions, request.lengths, request.micro_batch_sizes)
+    _emit(request, grid_text(grid), grid_values(grid))
     if request.picture is not None:
         draw(grid, request.picture)
-    _emit(request, grid_text(grid), grid_values(grid))
 
 
 def run_predict(arguments: list[str]) -> None:
@@ -258,15 +259,19 @@ def _predictions(question: Question, processes: int = 1) -> Iterator[Predictions
 
 def _emit(request: Namespace, text: str, values: dict[str, Any]) -> None:
     written = json.dumps(values, indent=2)
+    print(written if request.json_path == "-" else text)
     if request.json_path not in (None, "-"):
         try:
             Path(request.json_path).write_text(written + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--json {request.json_path}: {error.strerror}. Give a file that can be written.") from None
-    print(written if request.json_path == "-" else text)
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as of head, which has read enough
+        status = 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

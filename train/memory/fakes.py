@@ -32,8 +32,8 @@ class FakeTracker(StorageTracker):
     ``costs``, where given, counts operations and bytes moved.
     """
 
-    def __init__(self, *args: Any, costs: Costs | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, device_type: str, costs: Costs | None = None) -> None:
+        super().__init__(device_type)
         self.fake_mode = active_fake_mode()
         self.costs = costs
         self.repeats = 1  # how often a real step would do what is done now

@@ -167,11 +167,11 @@ CHUNKED, MICRO_BATCH, CHECKPOINTING, EVALUATION, _, OPTIMIZER_OFFLOAD, EIGHT_BIT
 def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     """What makes the step of ``job`` need less memory, cheapest first: (what to type, what it does, the job)."""
     is_adamw = job.values["optimizer"] == "adamw" and job.sharding in ("none", "ddp")
-    is_plain = is_adamw and job.values["bf16_update"] == "nearest" and not job.values["optimizer_offload"]
+    is_plain = is_adamw and job.values.get("bf16_update") == "nearest" and not job.values["optimizer_offload"]
     helps = {  # only those whose saving can be predicted
-        CHUNKED: not job.num_labels and job.values["loss"] == "full",
-        MICRO_BATCH: job.micro_batch_size > 1 and not job.values["optimizer_in_backward"],
-        CHECKPOINTING: job.values["gradient_checkpointing"] != "full",
+        CHUNKED: not job.num_labels and job.values.get("loss") == "full",
+        MICRO_BATCH: job.micro_batch_size > 1 and not job.values.get("optimizer_in_backward"),
+        CHECKPOINTING: job.values.get("gradient_checkpointing", "full") != "full",
         OPTIMIZER_OFFLOAD: is_plain and job.target.device_type == "cuda",
         EIGHT_BIT: is_plain,
         ADAFACTOR: is_adamw,

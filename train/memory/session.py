@@ -225,7 +225,7 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
         # overflow, as at the first loss scale they may, would not make it.
         make_optimizer_state(run, parts.model, parts.optimizer)
         micro_batches = _with_targets(micro_batches)
-        with run.extras.stepping(micro_batches):
+        with run.extras.inside("stepping", micro_batches):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
         evaluated = next(parts.data.evaluation_batches(run, parts.data.examples.validation), None)
         if evaluated is not None:

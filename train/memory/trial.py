@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from train.config import Config, from_values
-from train.extras.meter.tracker import CUDA_GRANULE_BYTES, GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
+from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
 from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import replay
 from train.memory.building import build, run_of
@@ -102,13 +102,7 @@ def _costs_on(target: Target) -> Costs | None:
 
 def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[FakeTracker, set[str]]:
     """The counter of allocations, and the names of the card's kernels that run in place of torch's attention."""
-    on_cuda = job.target.device_type == "cuda"
-    tracker = FakeTracker(
-        job.target.device_type,
-        granule_bytes=CUDA_GRANULE_BYTES if on_cuda else 1,
-        keep_trace=on_cuda,
-        costs=costs,
-    )
+    tracker = FakeTracker(job.target.device_type, costs)
     stack.enter_context(tracker)
     if job.sharding in ranks.SHARDED_WEIGHTS:
         stack.enter_context(ranks.shapes_uncounted(tracker))

@@ -234,8 +234,13 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     outputs, lost = run.outputs, error.progress
 
     def choose() -> Path | None:
+        found, problems = None, []
         for until in (error.sound_step - 1, error.sound_step):
-            found, problems = checkpoint.newest_good(outputs.checkpoints, until)
+            try:
+                found, problems = checkpoint.newest_good(outputs.checkpoints, until)
+            except UserError:  # all of them are damaged; the one that nothing has proved may not be
+                if until == error.sound_step:
+                    raise
             if found is not None:
                 state_of_it = json.loads((found / checkpoint.STATE).read_text(encoding="utf-8"))
                 if state_of_it["progress"]["rollbacks"] < lost.rollbacks:  # the last one went there

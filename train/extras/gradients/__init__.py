@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config import option
 from train.extras import Extra, refuse
+from train.records import UsageError
 
 if TYPE_CHECKING:
     from train.config import Config
@@ -60,6 +61,10 @@ class Room(Extra):
         if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
             from train.extras.gradients.noise import NoiseScale
 
+            sizes, by_tokens = parts.arithmetic, run.config.get("max_tokens_per_micro_batch")
+            if sizes.accumulation_steps * sizes.world_size == 1 and not by_tokens:
+                chosen = f"micro_batch_size: auto chose all {sizes.micro_batch_size} examples of a step: give fewer"
+                raise UsageError(f"gradient_noise_scale compares gradients of two sizes, but {chosen}.")
             self._noise = NoiseScale(parts.model, parts.arithmetic)
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:

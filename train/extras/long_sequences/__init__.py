@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.data import PreparedData
+    from train.loop import Parts
     from train.tasks import Task
 
 
@@ -88,6 +89,13 @@ class Room(Extra):
 
         return packed(data, run.config.data.max_length)
 
+    def starting(self, run: Run, parts: Parts) -> None:
+        steps, warmup = parts.goal.total_steps, run.config.of(Options).sequence_length_warmup_steps
+        if warmup > steps:
+            run.outputs.note(
+                f"sequence length: cut to the end, because its warm-up takes {warmup:,} of {steps:,} steps"
+            )
+
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if run.config.of(Options).sequence_length_warmup_steps == 0:
             return micro_batches
@@ -110,10 +118,13 @@ class Room(Extra):
 
     def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
         if model_config is not None:
-            from train.extras.long_sequences.rope import extend
+            from train.extras.long_sequences.rope import scale_positions, slide
 
             own = run.config.of(Options)
-            extend(model_config, own.rope_scaling, own.rope_scaling_factor, own.sliding_window, max_length)
+            if own.rope_scaling != "none":
+                scale_positions(model_config, own.rope_scaling, own.rope_scaling_factor, max_length)
+            if own.sliding_window is not None:
+                slide(model_config, own.sliding_window)
         return {}
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:

@@ -10,16 +10,11 @@ from transformers import PretrainedConfig
 from train.records import UserError
 
 
-def extend(config: PretrainedConfig, scaling: str, factor: float | None, window: int | None, max_length: int) -> None:
-    """Changes ``config``, before the model is built; raises UserError if it has no such positions or windows."""
-    if scaling != "none":
-        _scale_positions(config, scaling, factor, max_length)
-    if window is not None:
-        _slide(config, window)
+def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, max_length: int) -> None:
+    """Linear position interpolation (arXiv 2306.15595) or YaRN (arXiv 2309.00071), and more positions by the factor.
 
-
-def _scale_positions(config: PretrainedConfig, kind: str, factor: float | None, max_length: int) -> None:
-    """Linear position interpolation (arXiv 2306.15595) or YaRN (arXiv 2309.00071), and more positions by the factor."""
+    Raises UserError if the model has no such positions.
+    """
     rope: dict[str, Any] | None = getattr(config, "rope_parameters", None)
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if not rope or not positions:
@@ -50,8 +45,8 @@ def _scale_positions(config: PretrainedConfig, kind: str, factor: float | None, 
     config.rope_parameters = {**rope, "full_attention": changed} if nested else changed
 
 
-def _slide(config: PretrainedConfig, window: int) -> None:
-    """Gives the layers that slide a window of so many tokens; where none does, all of them."""
+def slide(config: PretrainedConfig, window: int) -> None:
+    """Gives the layers that slide a window of so many tokens; where none does, all of them; else UserError."""
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     slides = any("sliding" in kind for kind in layers)
     if not hasattr(config, "sliding_window") or not (slides or set(layers) == {"full_attention"}):

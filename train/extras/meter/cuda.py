@@ -107,7 +107,7 @@ class CudaMeter(MemoryMeter):
         """Counts parameters, gradients and optimizer state, if that is due."""
         if len(self.optimizer.state) == self._states_counted and self._steps_since_count < COUNT_EVERY_STEPS:
             return
-        counted = tracker.StorageTracker(self.device.type, tracker.CUDA_GRANULE_BYTES)
+        counted = tracker.StorageTracker(self.device.type)
         tracker.tag_held(counted, self.network, self.optimizer)
         gradients = counted.bytes_by_kind[GRADIENTS] or self._held[GRADIENTS]  # at the end of a step there are none
         self._held = {**counted.bytes_by_kind, GRADIENTS: gradients}

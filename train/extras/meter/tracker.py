@@ -56,22 +56,21 @@ class Block:
 class StorageTracker(TorchDispatchMode):
     """While it is entered, follows every storage that operators touch on one type of device.
 
-    Sizes are rounded up to multiples of ``granule_bytes``. By ``num_classes``, C of logits (..., C), these are told
-    from other activations. With ``keep_trace`` each allocation and free is recorded in ``trace``.
+    By ``num_classes``, C of logits (..., C), these are told from other activations. Sizes on CUDA are rounded up as its
+    allocator does, and each allocation and free is recorded in ``trace``.
     """
 
-    def __init__(
-        self, device_type: str, granule_bytes: int = 1, num_classes: int | None = None, keep_trace: bool = False
-    ) -> None:
+    def __init__(self, device_type: str, num_classes: int | None = None) -> None:
         super().__init__()
-        self.device_type, self.granule_bytes, self.num_classes = device_type, granule_bytes, num_classes
+        self.device_type, self.num_classes, on_cuda = device_type, num_classes, device_type == "cuda"
+        self.granule_bytes = CUDA_GRANULE_BYTES if on_cuda else 1
         self.phase = "build"
         self.live: dict[int, Block] = {}
         self.live_bytes = 0
         self.bytes_by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.peak = Peak()
         self.peak_bytes_by_phase: dict[str, int] = {}
-        self.trace: list[tuple[int, int]] | None = [] if keep_trace else None  # (storage, ± bytes)
+        self.trace: list[tuple[int, int]] | None = [] if on_cuda else None  # (storage, ± bytes)
         self._ignored: set[int | None] = set()
 
     def __enter__(self) -> Self:

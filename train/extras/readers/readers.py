@@ -8,6 +8,7 @@ except ``.json`` and text files that are one document.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections import deque
@@ -78,6 +79,8 @@ def read_records(path: Path, columns: Sequence[str], encoding: str = "utf-8", qu
 def read_documents(path: Path, sample_by: str, encoding: str = "utf-8") -> Found:
     """The documents of a text file: the whole file, its paragraphs (separated by blank lines) or its lines."""
     with path.open("rb") as file:
+        if encoding == "utf-16" and isinstance(text := _decode(file.read(), 0, encoding), str):
+            file, encoding = io.BytesIO(text.encode()), "utf-8"  # whose lines end at a byte
         for line, raw in _blocks(file, sample_by):
             found = _TOO_LONG if len(raw) > LONGEST_TEXT_BYTES else _decode(raw, line, encoding)
             record = found if isinstance(found, Problem) else {"text": found.replace("\r\n", "\n")}
@@ -113,7 +116,9 @@ def _decode(raw: bytes, first_line: int, encoding: str) -> str | Problem:
 def _read_jsonl(path: Path, encoding: str) -> Found:
     """One object a line; blank lines are passed over. What begins like an array or an indented object is read whole."""
     with path.open("rb") as file:
-        if file.readline().removeprefix(b"\xef\xbb\xbf").strip() == b"{" or path.open("rb").read(9).strip()[:1] == b"[":
+        first = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
+        # In UTF-16 a line does not end where its byte stands.
+        if first == b"{" or first.startswith(b"[") or encoding == "utf-16":
             yield from _read_json(path, encoding)
             return
         file.seek(0)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from train.config import Config, option
@@ -39,6 +40,9 @@ class Room(Extra):
             raise UsageError(f"run_name: {name!r} is a name, not a path: use letters, without slashes.")
         if hub is not None and not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", hub):
             raise UsageError(f"hub_model_id: {hub!r}: write user/name.")
+        for tracker in own.report_to:
+            if find_spec(tracker) is None and (tracker != "tensorboard" or find_spec("tensorboardX") is None):
+                raise UsageError(f"report_to: {tracker} is not installed. pip install '.[{tracker}]' adds it.")
         if own.push_to_hub and hub is None:
             raise UsageError("push_to_hub needs hub_model_id (user/name).")
 
@@ -91,11 +95,11 @@ class Room(Extra):
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
         write_whole(outputs.final / "README.md", model_card(run.config, task, summary))
-        if own.push_to_hub:
-            _push(run, str(own.hub_model_id))
         outputs.say(f"report: {write_report(run.config, task, summary, sample)}")
         if sample:
             outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")
+        if own.push_to_hub:  # last, because what is here already needs no network
+            _push(run, str(own.hub_model_id))
 
 
 def _sample(run: Run, parts: Parts) -> str | None:
@@ -122,6 +126,6 @@ def _push(run: Run, name: str) -> None:
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:  # the library raises errors of several HTTP clients
         raise UserError(
-            f"push_to_hub: {name}: {type(error).__name__}. The model is in {folder}; log in with 'hf auth login' and "
-            "upload that folder."
+            f"push_to_hub: {name}: {type(error).__name__}. The model is in {folder}. With a connection, and after "
+            "'hf auth login', the same command uploads it."
         ) from None
