@@ -27,8 +27,9 @@ from train import extras
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE", ".gitignore")
 SCRIPTS = ("setup.sh", "test.sh", "slurm.sbatch", "quickstart.sh")
-# Pages of docs/ that are about one extra
-PAGES = {"long_sequences": "long_sequences", "memory": "memory", "reliability": "endurance"}
+# Pages of docs/ that are about one extra, or (None) about what is not copied
+PAGES = {"long_sequences": "long_sequences", "memory": "memory", "reliability": "endurance", "studies": None}
+LINK = re.compile(r"!?\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 RECIPE_SIGNS = {  # that a recipe needs an extra, in addition to the keys, which can be taken out
     "readers": r"^dataset: [^:\n]*$|^tokenizer: (bytes|words|train:)",
     "memory": r"^\w+: auto$",
@@ -88,7 +89,8 @@ class Fork:
 
     def make(self) -> list[str]:
         """Copies all; returns lines about recipes that stay behind."""
-        pages = [page for page in (ROOT / "docs").glob("*.md") if PAGES.get(page.stem) not in self.gone]
+        pages = [page for page in (ROOT / "docs").glob("*.md") if PAGES.get(page.stem, "") not in (*self.gone, None)]
+        pages += [page for page in (ROOT / "docs" / "extras").glob("*.md") if page.stem in self.keep]
         whole = [*(ROOT / name for name in FILES), *pages]
         for path in whole + self._files("train") + self._files("accelerate_configs"):
             self._copy(path)
@@ -106,6 +108,10 @@ class Fork:
             text = project.read_text(encoding="utf-8").replace(setting, f'{setting}reportMissingImports = "warning"\n')
             project.write_text(text, encoding="utf-8")
         (self.target / "README.md").write_text(self._readme(starts), encoding="utf-8")
+        for page in (self.target / "docs").rglob("*.md"):  # of a link to what is not copied its words stay
+            text, here = page.read_text(encoding="utf-8"), page.parent
+            text = LINK.sub(lambda link, here=here: link[0] if (here / link[2]).exists() else link[1], text)
+            page.write_text(text, encoding="utf-8")
         named = {path.relative_to(ROOT): needed for path, needed in needs.items() if path.suffix == ".yaml" and needed}
         return [f"{path} needs {', '.join(needed)}: left out" for path, needed in named.items()]
 

@@ -184,3 +184,16 @@ def test_sections_are_reached_by_their_class_and_fields_by_their_name() -> None:
     assert Config().get("packing") is False
     with pytest.raises(UsageError, match=r"unknown key no_such_option"):
         config.changed(no_such_option=1)
+
+
+def test_json_on_the_command_line_is_read_as_json(tmp_path: Path) -> None:
+    words = ["--model_config", '{"model_type": "llama", "rms_norm_eps": 1e-6}', "--tokenizer", "bytes"]
+    config = parse([*words, "--dataset_options", '{"threshold": 1E-3, "on": "yes"}'])
+    assert config.architecture.model_config == {"model_type": "llama", "rms_norm_eps": 1e-6}
+    assert config.data.dataset_options == {"threshold": 1e-3, "on": "yes"}
+
+
+@pytest.mark.parametrize("folder", ["", "  "])
+def test_an_empty_output_folder_is_refused(folder: str) -> None:
+    with pytest.raises(UsageError, match="output_dir: it is empty"):
+        parse(["--output_dir", folder])

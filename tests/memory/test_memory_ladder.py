@@ -172,3 +172,13 @@ def test_what_is_in_use_or_cannot_work_is_not_offered() -> None:
     kahan = {flags: job for flags, _, job in cheaper(step(bf16_update="kahan", dtype="bfloat16"))}
     assert kahan["--optimizer adafactor"].values["bf16_update"] == "nearest"
     assert "--optimizer adamw_8bit" not in kahan
+
+
+def test_advice_does_without_the_options_of_extras_that_are_gone() -> None:
+    whole = step()
+    without = ("loss", "bf16_update", "optimizer_in_backward", "gradient_checkpointing")
+    bare = replace(whole, values={name: value for name, value in whole.values.items() if name not in without})
+    assert not {"loss", "gradient_checkpointing"} & {
+        flags.split()[0].removeprefix("--") for flags, _, _ in cheaper(bare)
+    }
+    assert cheaper(bare)

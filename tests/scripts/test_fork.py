@@ -66,6 +66,18 @@ def run_in(folder: Path, scratch: Path, *command: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.parametrize("words", [("--only",), (), ("--without", "parallelism", "report")])
+def test_no_link_of_a_fork_leads_nowhere(words: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "my project"
+    assert fork.main([str(folder), *words]) == 0
+    pages = [*(folder / "docs").rglob("*.md"), folder / "README.md"]
+    links = [(page, found[2]) for page in pages for found in fork.LINK.finditer(page.read_text())]
+    assert [(page.name, to) for page, to in links if not (page.parent / to).exists()] == []
+    about_extras = {path.stem for path in (folder / "docs" / "extras").glob("*.md")}
+    gone = {"--only": set(extras.ORDER), "": set()}.get(words[0] if words else "", {"parallelism", "report"})
+    assert about_extras == set(extras.ORDER) - gone
+
+
 FORKS = [("--only",), ()]
 """The smallest and the largest."""
 WITHOUT = [("--without", name) for name in ("parallelism", "activations", "meter")]
@@ -134,7 +146,7 @@ def test_the_largest_fork_has_all_but_the_histories(forked: Callable[..., Path])
         assert (folder / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
     for path in (ROOT / "recipes").glob("*.yaml"):
         assert read_recipe(folder / path.relative_to(ROOT)) == read_recipe(path)
-    for name in ("pyproject.toml", "constraints.txt", "LICENSE", ".gitignore", "scripts/test.sh", "docs/memory.md"):
+    for name in ("pyproject.toml", "constraints.txt", "LICENSE", ".gitignore", "scripts/test.sh"):
         assert (folder / name).read_bytes() == (ROOT / name).read_bytes()
     for name in (
         "CHANGELOG.md",

@@ -123,7 +123,9 @@ def test_a_csv_is_divided_where_its_header_names_the_columns(tmp_path: Path, del
     assert {d["text"]: d["label"] for d in found.values()} == LINES
 
 
-@pytest.mark.parametrize(("encoding", "name"), [("cp1252", "a.csv"), ("latin-1", "a.jsonl"), ("utf-16", "a.csv")])
+@pytest.mark.parametrize(
+    ("encoding", "name"), [("cp1252", "a.csv"), ("latin-1", "a.jsonl"), ("utf-16", "a.csv"), ("utf-16", "a.jsonl")]
+)
 def test_another_encoding_is_read_when_it_is_named(tmp_path: Path, encoding: str, name: str) -> None:
     lines = ["text", *LINES] if name == "a.csv" else [f'{{"text": "{text}"}}' for text in LINES]
     (tmp_path / name).write_bytes(
@@ -132,6 +134,22 @@ def test_another_encoding_is_read_when_it_is_named(tmp_path: Path, encoding: str
     assert texts(load(tmp_path / name, encoding=encoding)) == {"hello you", "h; i", "café", "y"}
     if encoding != "utf-16":
         assert "not UTF-8" in message(tmp_path / name) and "--encoding cp1252" in message(tmp_path / name)
+
+
+@pytest.mark.parametrize(("sample_by", "found"), [("line", {"a ü", "b", "c"}), ("paragraph", {"a ü\nb", "c"})])
+def test_text_files_in_utf_16_are_divided_where_their_lines_end(
+    tmp_path: Path, sample_by: str, found: set[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes("a ü\nb\n\nc\n".encode("utf-16"))
+    assert texts(load(tmp_path / "a.txt", encoding="utf-16", sample_by=sample_by)) == found
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_after_a_byte_order_mark_is_read_whole(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "a.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps([{"text": t} for t in LINES], indent=indent).encode()
+    )
+    assert texts(load(tmp_path / "a.jsonl")) == set(LINES)
 
 
 @pytest.mark.parametrize(("encoding", "bad"), [("utf-8", b"\xff"), ("euc_kr", b"\xff"), ("shift_jis", b"\xfd")])

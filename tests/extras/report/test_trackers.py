@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState
 from train.config import Config, from_values
 from train.extras import report
 from train.extras.report.trackers import PROJECT, start_trackers, tracked_config
-from train.records import UserError
+from train.launch import Launch
+from train.records import UsageError, UserError
 
 
 @pytest.fixture
@@ -100,6 +101,15 @@ def test_only_numbers_are_logged_by_the_kind_or_split_of_their_line():
     assert recorder.calls == [({"train/a": 1, "train/b": 0.5}, 9), ({"test/loss": 2.0}, 9)]
 
 
+def test_a_tracker_that_is_not_installed_is_told_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    for name in ("wandb", "trackio", "tensorboard"):
+        with pytest.raises(UsageError, match=rf"report_to: {name} is not installed. pip install '.\[{name}\]' adds it"):
+            report.Room.check(_config(report_to=[name]), Launch())
+    monkeypatch.setattr(report, "find_spec", lambda name: name == "tensorboardX" or None)
+    report.Room.check(_config(report_to=["tensorboard"]), Launch())
+
+
 def test_no_tracker_no_call():
     recorder = _Recorder([])
     report.Room().starting(SimpleNamespace(accelerator=recorder, config=_config()), None)  # pyright: ignore
@@ -110,7 +120,6 @@ def test_no_tracker_no_call():
 @pytest.mark.parametrize(
     ("recorder", "message"),
     [
-        (_Recorder([]), r"wandb is not installed. pip install '.\[wandb\]'"),
         (_Recorder(["wandb"], ImportError("No module named 'wandb'")), r"pip install '.\[wandb\]'"),
         (_Recorder(["wandb"], RuntimeError("no API key")), r"no API key.*WANDB_MODE=offline"),
     ],

@@ -79,12 +79,19 @@ def read_records(path: Path, columns: Sequence[str], encoding: str = "utf-8", qu
 def read_documents(path: Path, sample_by: str, encoding: str = "utf-8") -> Found:
     """The documents of a text file: the whole file, its paragraphs (separated by blank lines) or its lines."""
     with path.open("rb") as file:
-        if encoding == "utf-16" and isinstance(text := _decode(file.read(), 0, encoding), str):
-            file, encoding = io.BytesIO(text.encode()), "utf-8"  # whose lines end at a byte
+        file, encoding = _by_lines(file, encoding)
         for line, raw in _blocks(file, sample_by):
             found = _TOO_LONG if len(raw) > LONGEST_TEXT_BYTES else _decode(raw, line, encoding)
             record = found if isinstance(found, Problem) else {"text": found.replace("\r\n", "\n")}
             yield (None if sample_by == "document" else line), record
+
+
+def _by_lines(file: BinaryIO, encoding: str) -> tuple[BinaryIO, str]:
+    """``file`` and its encoding; in UTF-8 instead of UTF-16, whose lines do not end where the byte of a newline is."""
+    if encoding != "utf-16" or isinstance(text := _decode(file.read(), 0, encoding), Problem):
+        file.seek(0)
+        return file, encoding
+    return io.BytesIO(text.encode()), "utf-8"
 
 
 def _blocks(file: BinaryIO, sample_by: str) -> Iterator[tuple[int, bytes]]:
@@ -115,15 +122,15 @@ def _decode(raw: bytes, first_line: int, encoding: str) -> str | Problem:
 
 def _read_jsonl(path: Path, encoding: str) -> Found:
     """One object a line; blank lines are passed over. What begins like an array or an indented object is read whole."""
-    with path.open("rb") as file:
+    with path.open("rb") as opened:
+        file, line_encoding = _by_lines(opened, encoding)
         first = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
-        # In UTF-16 a line does not end where its byte stands.
-        if first == b"{" or first.startswith(b"[") or encoding == "utf-16":
+        if first == b"{" or first.startswith(b"["):
             yield from _read_json(path, encoding)
             return
         file.seek(0)
         for number, raw in enumerate(file, start=1):
-            text = _decode(raw, number, encoding)
+            text = _decode(raw, number, line_encoding)
             if isinstance(text, Problem):
                 yield number, text
             elif text.strip():

@@ -19,12 +19,9 @@ PROJECT = "long-sequence-template"  # under which trackers group runs
 def start_trackers(accelerator: Accelerator, config: Config) -> None:
     """Opens a run with each tool of ``report_to`` and hands it the configuration, without what may be a secret.
 
-    Raises UserError for a tool that is not installed, or cannot start (wandb without a login, for example).
+    Raises UserError for a tool that cannot start (wandb without a login, for example).
     """
     wanted = config.of(Options).report_to
-    missing = [name for name in wanted if name not in {str(found) for found in accelerator.log_with}]
-    if missing:
-        raise UserError(f"report_to: {missing[0]} is not installed. pip install '.[{missing[0]}]' adds it.")
     run_name = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
     options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
     try:
