@@ -49,7 +49,7 @@ class StepError(UserError):
 
 
 class DivergenceError(UserError):
-    """The loss is far above the usual one, or too many steps had no finite gradient."""
+    """The loss is far above the usual one, too many steps had no finite gradient, or weights are not finite."""
 
     def __init__(self, message: str, progress: Progress, sound_step: int) -> None:
         """``progress``: where the run stands; ``sound_step``: the last step at which everything was in order."""

@@ -193,7 +193,7 @@ class Extra:
         return {}
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
-        """``final/`` and the summary are written."""
+        """``final/`` is written, and ``summary.json`` comes next: may add to ``summary``."""
 
 
 class Extras:

@@ -218,7 +218,7 @@ class Question:
 
     @property
     def automatic_loss(self) -> str:
-        """The loss that ``auto`` means for most models; the losses makes the final choice."""
+        """The loss that ``auto`` means for most models; the extra losses makes the final choice."""
         from train.extras.losses.in_head import MIN_CHUNKED_CLASSES
 
         return "full" if self.num_labels or self.vocab_size < MIN_CHUNKED_CLASSES else self._best_loss

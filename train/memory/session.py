@@ -89,7 +89,8 @@ class MemorySession:
 
         def needs(changes: dict[str, Any]) -> int:
             if not self._is_predictable:
-                raise UserError(f"{name}: auto is not known for {self._device.type}: choose it yourself.")
+                where = str(self._run.launch) if self._run.launch.copies > 1 else self._device.type
+                raise UserError(f"{name}: auto is not known for {where}: choose it yourself.")
             job = self._job(config.changed(**changes))
             job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
             found = self._predictor.predict(job)

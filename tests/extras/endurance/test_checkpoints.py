@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -253,3 +255,21 @@ def test_checkpoint_that_nobody_tries_again_ends_the_run_at_once(
     monkeypatch.setattr(checkpoint, "complete", full)
     with pytest.raises(UserError, match="No space left"):
         Saving(in_background=True).save(run, state, Progress(step=1), wait=True)
+
+
+def test_a_rollback_takes_an_unproved_checkpoint_where_all_before_it_are_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {step: tmp_path / f"step-{step:08d}" for step in (2, 4)}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "state.json").write_text(json.dumps({"progress": {"rollbacks": 0}}))
+    monkeypatch.setattr(checkpoint, "verify", lambda path: "altered" if path == folders[2] else None)
+    monkeypatch.setattr(checkpoint, "restore", lambda found, *_: Progress(step=int(found.name[5:])))
+    outputs: Any = Mock(checkpoints=tmp_path, from_main=lambda choose: choose(), with_its_best=lambda found, _: found)
+    error = DivergenceError("step 6: the loss is 9", Progress(step=6, epoch=1, step_in_epoch=2), sound_step=4)
+    found = checkpoints.go_back(Mock(outputs=outputs), Mock(), error)
+    assert (found.step, found.epoch, found.step_in_epoch, found.rollbacks) == (4, 1, 2, 1)
+    monkeypatch.setattr(checkpoint, "verify", lambda path: "altered")
+    with pytest.raises(UserError, match=r"no checkpoint .* is intact"):
+        checkpoints.go_back(Mock(outputs=outputs), Mock(), error)

@@ -210,7 +210,7 @@ class Room(Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance import checkpoints
 
-        held = checkpoints.trained_tensors(state, run.accelerator.process_index)
+        held = checkpoints.trained_tensors(state, state.parts(run.accelerator.process_index))
         checkpoints.refuse_nonfinite(run, progress, lambda: checkpoints.nonfinite(held))
 
     def failed(self, run: Run | None, error: Exception) -> str | None:

@@ -102,7 +102,7 @@ class Saving:
                 run.outputs.note(NO_ROOM)
             return False
         copies, sums = copied(parts, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
-        refuse_nonfinite(run, progress, lambda: nonfinite(trained_tensors(state, rank), sums))
+        refuse_nonfinite(run, progress, lambda: nonfinite(trained_tensors(state, parts), sums))
         self.checkpoints_in_background += 1
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
         self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
@@ -123,7 +123,7 @@ class Saving:
 
     def _write_now(self, run: Run, state: TrainingState, progress: Progress) -> None:
         """Writes while training waits; another thread looks at weights and moments meanwhile."""
-        held = trained_tensors(state, run.accelerator.process_index)
+        held = trained_tensors(state, state.parts(run.accelerator.process_index))
         with ThreadPoolExecutor(1) as pool:
             try:
                 found = pool.submit(nonfinite, held).result
@@ -169,9 +169,8 @@ class Saving:
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
-def trained_tensors(state: TrainingState, rank: int) -> dict[str, Tensor]:
-    """What this rank would save of trained weights and moments, by name."""
-    parts = state.parts(rank)
+def trained_tensors(state: TrainingState, parts: Mapping[str, Mapping[str, Part]]) -> dict[str, Tensor]:
+    """Trained weights and moments among the ``parts`` that this rank would save, by name."""
     trained = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
     return {n: p.tensor for s in parts for n, p in parts[s].items() if s == "optimizer" or n in trained}
 
