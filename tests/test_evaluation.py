@@ -300,9 +300,10 @@ def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, to
     ("progress", "total_steps"),
     [
         (Progress(step=7, epoch=1, step_in_epoch=2), 15),  # as many as from the start
-        (Progress(step=34, epoch=0, step_in_epoch=3), 34 + 12),  # made with smaller batches: 3 of 5 larger ones
-        (Progress(step=2, epoch=1, step_in_epoch=0), 2 + 10),
-        (Progress(step=40, epoch=2, step_in_epoch=5), 40),  # all epochs are over
+        (Progress(step=4, epoch=1, step_in_epoch=2), 15),  # also after a rollback, which leaves data out
+        (Progress(step=34, step_in_epoch=3, counted_from=(34, 0, 3)), 34 + 12),  # 34 smaller steps: 3 of 5 larger ones
+        (Progress(step=38, epoch=1, step_in_epoch=2, counted_from=(34, 0, 3)), 34 + 12),
+        (Progress(step=2, epoch=1, counted_from=(2, 1, 0)), 2 + 10),
     ],
 )
 def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress: Progress, total_steps: int) -> None:

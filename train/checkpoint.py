@@ -73,8 +73,8 @@ def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False)
             )
         state.restore(StoredBlocks(checkpoint), stored)
         if "global_batch_size" in changed:  # as many steps of another size would be other examples
-            examples = progress.step_in_epoch * identity["global_batch_size"]
-            progress = replace(progress, step_in_epoch=examples // present["global_batch_size"])
+            done = progress.step_in_epoch * identity["global_batch_size"] // present["global_batch_size"]
+            progress = replace(progress, step_in_epoch=done, counted_from=(progress.step, progress.epoch, done))
         return progress
     except torch.OutOfMemoryError:
         raise

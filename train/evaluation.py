@@ -45,15 +45,15 @@ def goal_of(
     optim, output = run.config.optimization, run.config.output
     metric = output.metric_for_best or data.task.default_metric
     grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
-    # From where the run stands: if its batch size was changed on the way, earlier epochs had other steps.
-    rest = ((optim.num_epochs or 1) - progress.epoch) * (steps_per_epoch or 1) - progress.step_in_epoch
-    total_steps = optim.max_steps or progress.step + max(0, rest)
+    step, epoch, done = progress.counted_from  # with another batch size an epoch has other steps
+    total_steps = optim.max_steps or step + ((optim.num_epochs or 1) - epoch) * (steps_per_epoch or 1) - done
     peak = peak_learning_rate(optim, arithmetic.global_batch_size)
-    best_of = f"{metric} on data {data.validation_digest}"
-    goal = Goal(total_steps, peak, metric, grows, best_of, data.validation_digest)
-    with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own metrics, for one example
-        found = data.task.metrics(np.array([[0.0, 1, 1, 1, 0, 0]]), data.examples.validation, data.examples.label_names)
-        after_evaluation(progress, goal, Evaluation("validation", 0, found))  # refuses a metric that is not there
+    goal = Goal(total_steps, peak, metric, grows, f"{metric} on data {data.validation_digest}", data.validation_digest)
+    if output.metric_for_best:  # what is not there is told now, by metrics of one example
+        with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more of them
+            split, names = data.examples.validation, data.examples.label_names
+            found = data.task.metrics(np.array([[0.0, 1, 1, 1, 0, 0]]), split, names)
+            after_evaluation(progress, goal, Evaluation("validation", 0, found))
     return goal
 
 

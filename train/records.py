@@ -205,12 +205,14 @@ class Progress:
     training_seconds: float = 0.0
     usual_loss: float | None = None  # a moving mean over the logging intervals
     rollbacks: int = 0
+    counted_from: tuple[int, int, int] = (0, 0, 0)  # step, epoch and step in it at which the batch was last changed
     interval: IntervalSums = IntervalSums()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Progress:
         """From what ``dataclasses.asdict`` made of one."""
-        return cls(**{**values, "interval": IntervalSums(**values["interval"])})
+        since = tuple(values.get("counted_from", (0, 0, 0)))
+        return cls(**{**values, "counted_from": since, "interval": IntervalSums(**values["interval"])})
 
 
 @dataclass(frozen=True)

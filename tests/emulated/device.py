@@ -92,15 +92,16 @@ def install(settings: Settings) -> None:
         mark(extras_of_run, phase)
 
     joined.mark = see_phase
-    stepping = joined.stepping
+    inside = joined.inside
 
     @contextmanager
-    def step_of(extras_of_run: Any, micro_batches: Any) -> Iterator[None]:
-        with stepping(extras_of_run, micro_batches):
+    def step_of(extras_of_run: Any, method: str, *arguments: Any) -> Iterator[None]:
+        with inside(extras_of_run, method, *arguments):
             yield
-        card.begin("between steps")
+        if method == "stepping":
+            card.begin("between steps")
 
-    joined.stepping = step_of
+    joined.inside = step_of
     card.kernels = stand_ins.enter_context(card_attention(settings.capability, prefers_cudnn=False))
     stand_ins.enter_context(OperatorsOfTheCard())
 

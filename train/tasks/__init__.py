@@ -263,9 +263,8 @@ def stored_config(config: Architecture) -> PretrainedConfig:
 
 def from_pretrained(loader: Any, name: str, trust_remote_code: bool, what: str, instead: str) -> Any:
     """What a class of transformers loads by ``name``; raises UserError, which says what to give, if it cannot."""
-    if not Path(name).exists() and (
-        name[:1] in (*"./~",) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
-    ):
+    is_path = name[:1] in (*"./~",) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
+    if is_path and not Path(name).exists():
         raise UserError(f"{what} {name!r}: no such folder. Give {instead}.")
     try:
         return loader.from_pretrained(name, trust_remote_code=trust_remote_code)

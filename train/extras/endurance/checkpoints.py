@@ -267,6 +267,7 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
         restored,
         epoch=lost.epoch,
         step_in_epoch=lost.step_in_epoch,
+        counted_from=lost.counted_from,
         nonfinite_steps=lost.nonfinite_steps,
         rollbacks=lost.rollbacks + 1,
         training_seconds=lost.training_seconds,
