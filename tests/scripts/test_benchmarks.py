@@ -77,6 +77,16 @@ def test_the_readme_shows_the_figures_of_the_quickstart() -> None:
     assert [line for line in expected if line not in readme] == []
 
 
+def test_the_readers_page_shows_how_long_the_quickstart_takes_to_begin() -> None:
+    found = json.loads((ROOT / "docs" / "results" / "start-cpu.json").read_text())
+    whole, parts = found["whole_seconds"], found["seconds"]["nothing cached"]
+    text = " ".join((ROOT / "docs" / "extras" / "readers.md").read_text().split())
+    assert (
+        f"its first step after {whole['nothing cached']:.0f} s, of which its 32 MB of text take "
+        f"{parts['tokenizer and tokens']:.0f}, and after {whole['new run']:.0f} s where they are cached"
+    ) in text
+
+
 def test_the_committed_pages_of_the_study_are_made_of_its_figures() -> None:
     folder = ROOT / "docs" / "results" / "sweep-cpu"
     sweep = sweep_from(json.loads((folder / "sweep.json").read_text(encoding="utf-8")))
