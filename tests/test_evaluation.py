@@ -210,6 +210,7 @@ def test_evaluation_leaves_dropout_out_and_the_model_in_training() -> None:
     first, second = evaluator.validation(step=1), evaluator.validation(step=2)
     assert first.metrics == second.metrics
     assert (first.split, first.step, second.step) == ("validation", 1, 2)
+    assert 0 < first.seconds < 60
     assert model.training and all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
