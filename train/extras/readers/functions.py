@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
+from typing import Any
 
 import datasets
+import numpy as np
+from pyarrow import compute
 
 from train.config import Config
 from train.data import corpus_of, load_function
 from train.figures import several
 from train.records import Corpus, UserError
+from train.state import ROWS_AT_ONCE
 
 
 def load_returned(config: Config, labelled: bool) -> Corpus:
@@ -33,12 +38,12 @@ def load_returned(config: Config, labelled: bool) -> Corpus:
         if isinstance(documents, datasets.Dataset) and {"text", *(["label"] * labelled)} <= {*documents.column_names}:
             splits[split] = _checked(documents, f"dataset {name!r}: the {split} split", labelled, notes)
     corpus = corpus_of(splits if isinstance(found, dict) else splits["train"], config, labelled)
-    return Corpus(corpus.name, corpus.train, corpus.validation, corpus.test, tuple(notes))
+    return replace(corpus, notes=tuple(notes))
 
 
 def _checked(documents: datasets.Dataset, what: str, labelled: bool, notes: list[str]) -> datasets.Dataset:
     if labelled and (names := getattr(documents.features["label"], "names", None)):
-        labels = [names[label] if label in range(len(names)) else None for label in documents["label"]]
+        labels = [names[label] if label in range(len(names)) else None for label in documents["label"][:]]
         documents = documents.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
     kinds = {"text": "(large_)?string", "label": r"(large_)?string|u?int\d+|bool"}
     for column in ("text", "label") if labelled else ("text",):
@@ -48,8 +53,11 @@ def _checked(documents: datasets.Dataset, what: str, labelled: bool, notes: list
             raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed}.")
         if documents.data.column(column).null_count and None in (values := documents[column][:]):
             raise UserError(f"{what}: row {values.index(None)} has no {column}; each row needs {needed}.")
-    empty = [number for number, text in enumerate(documents["text"]) if not text.strip()]
-    if not empty:
+    tables: Any = documents.select_columns("text").with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
+    trimmed = (compute.utf8_trim_whitespace(table["text"]) for table in tables)  # pyright: ignore
+    has_text = [mark for texts in trimmed for mark in compute.not_equal(texts, "").to_pylist()]  # pyright: ignore
+    if all(has_text):
         return documents
-    notes.append(f"{what}: skipped {several(len(empty), 'empty document')}, the first in row {empty[0]}")
-    return documents.select(sorted(set(range(len(documents))) - set(empty)))
+    count, first = several(has_text.count(False), "empty document"), has_text.index(False)
+    notes.append(f"{what}: skipped {count}, the first in row {first}")
+    return documents.select(np.flatnonzero(has_text))
