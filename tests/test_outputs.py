@@ -20,6 +20,7 @@ from support import ROOT, write_recipe
 
 from train import checkpoint
 from train.extras.endurance.lock import WITHOUT, lock
+from train.extras.report.trackers import PROJECT
 from train.figures import read_metrics
 from train.main import main
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
@@ -154,10 +155,11 @@ def test_only_what_a_run_has_made_moves_aside(tmp_path: Path) -> None:
     (run / "thesis").mkdir(parents=True)
     for name in ("notes.txt", "data.jsonl", "thesis/chapter.tex"):
         (run / name).write_text("mine")
-    assert train(tmp_path) == train(tmp_path, "--resume", "never", "--max_steps", "1") == EXIT_DONE
+    flags = ("--max_steps", "1", "--report_to", "tensorboard")
+    assert train(tmp_path, *flags) == train(tmp_path, *flags, "--resume", "never") == EXIT_DONE
     kept = {path.name for path in run.iterdir()} - {path.name for path in (run / "previous-1").iterdir()}
     assert kept >= {"notes.txt", "data.jsonl", "thesis"} and (run / "thesis" / "chapter.tex").read_text() == "mine"
-    assert {"checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json"} <= {
+    assert {"checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", PROJECT} <= {
         path.name for path in (run / "previous-1").iterdir()
     }
 

@@ -250,7 +250,7 @@ def _from_text(text: Any, hint: Any) -> Any:
         return tuple(text)
     candidates: list[Any] = [None, text] if text in ("None", "null") else [text]
     for read in (json.loads, yaml.safe_load, float):
-        with contextlib.suppress(ValueError, yaml.YAMLError):
+        with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
             candidates.append(read(text))
     return next((value for value in candidates if _type_problem(value, hint) is None), text)
 

@@ -104,9 +104,9 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
             module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
             found.loader.exec_module(module)
         else:
-            module = importlib.import_module(source)
+            module = importlib.import_module(source or spec)
         return getattr(module, name)
-    except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
+    except (ImportError, AttributeError, FileNotFoundError) as error:
         raise UserError(
             f"{flag} {spec!r}: {error}. Give module:function, importable from the current folder, or file.py:function."
         ) from None

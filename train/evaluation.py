@@ -41,7 +41,7 @@ class Goal:
 def goal_of(
     run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic, progress: Progress
 ) -> Goal:
-    """How many steps the run makes, at what learning rate, and what counts as best."""
+    """How many steps a run at ``progress`` makes in all, and what counts as best; UserError for an unknown metric."""
     optim, output = run.config.optimization, run.config.output
     metric = output.metric_for_best or data.task.default_metric
     grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
@@ -49,7 +49,7 @@ def goal_of(
     total_steps = optim.max_steps or step + ((optim.num_epochs or 1) - epoch) * (steps_per_epoch or 1) - done
     peak = peak_learning_rate(optim, arithmetic.global_batch_size)
     goal = Goal(total_steps, peak, metric, grows, f"{metric} on data {data.validation_digest}", data.validation_digest)
-    if output.metric_for_best:  # what is not there is told now, by metrics of one example
+    if output.metric_for_best:  # told now by the metrics of one example, not at the first evaluation
         with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more of them
             split, names = data.examples.validation, data.examples.label_names
             found = data.task.metrics(np.array([[0.0, 1, 1, 1, 0, 0]]), split, names)

@@ -198,8 +198,8 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
     if asked or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # which accelerate launch sets where nobody chose
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(asked or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    # accelerate searches the disk for this package twice a step: half of what its step costs.
-    accelerate.optimizer.is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
+    # accelerate's optimizer searches the disk for this package twice a step; once is enough.
+    accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
     if device.type != "cpu":
         return
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time

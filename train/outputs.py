@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 # What a run leaves in its folder, in which a person may keep other things.
-MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "stream.jsonl", "summary.json", "report.html")
-MADE += ("stopped.json", ".partial-*", "tokenizer-*.json", "memory_snapshot-*.pickle")
+MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "stream.jsonl", "summary.json", "report.html", "wandb")
+MADE += ("long-sequence-template", "stopped.json", ".partial-*", "tokenizer-*.json", "memory_snapshot-*.pickle")
 
 
 def same_command(config: Config) -> str:

@@ -96,7 +96,7 @@ def page(found: dict[str, Any]) -> str:
     table = harness.Table(("seconds", *KINDS), "l" + "r" * len(KINDS))
     rows = [[part, *(f"{found['seconds'][kind].get(part, 0.0):.1f}" for kind in KINDS)] for part in parts]
     rows.append(["until the first step is made", *(f"{found['whole_seconds'][kind]:.1f}" for kind in KINDS)])
-    place = f"{harness.machine_line(found, f'{harness.cpu_of(found)}, no GPU')}"
+    place = harness.machine_line(found, f"{harness.cpu_of(found)}, no GPU")
     return "\n".join(
         [
             f"# Seconds to the first step of recipes/{found['recipe']}.yaml",

@@ -110,6 +110,14 @@ def test_a_flag_that_neither_side_knows_is_refused(capsys: pytest.CaptureFixture
     assert "nosuch" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    words = [sys.executable, "-m", "train.memory", "explain", MESSAGE]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "BrokenPipeError" not in process.stderr.read() and process.wait() == 0
+
+
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", MESSAGE]) == 0
     text = capsys.readouterr().out

@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from test_distributed import ENVIRONMENT, forked
 from test_step import TinyModel, batch, rows
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.batching import without_targets
 from train.config import Config, Optimization, parse
@@ -235,3 +237,13 @@ def test_several_processes_need_no_accumulation(flags: list[str], monkeypatch: p
 
 def test_a_size_that_is_not_known_yet_is_accepted() -> None:
     parse(["--gradient_noise_scale", "--micro_batch_size=auto", "--global_batch_size=8"])
+
+
+@pytest.mark.parametrize(("accumulation", "world", "is_refused"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+def test_a_size_that_auto_chose_is_looked_at_before_the_first_step(
+    accumulation: int, world: int, is_refused: bool
+) -> None:
+    run: Any = SimpleNamespace(config=Config().changed(gradient_noise_scale=True))
+    parts: Any = SimpleNamespace(arithmetic=BatchArithmetic(4, accumulation, world), model=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="auto chose all 4 examples of a step") if is_refused else nullcontext():
+        Room().starting(run, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from test_main import checkpoint_digests, stopping_after, train
 
 from train import extras
 from train.config import Config, from_values
-from train.extras.long_sequences import attention
+from train.extras.long_sequences import Room, attention
 from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.extras.meter.tracker import StorageTracker
 from train.figures import read_metrics
@@ -133,3 +134,13 @@ def test_sequences_divided_among_ranks_are_not_cut(name: str) -> None:
     launch = replace(Launch(world_size=2, engine="deepspeed" if name == "sp_size" else "fsdp2"), **{name: 2})
     with pytest.raises(UsageError, match=r"cannot be combined with sequence_length_warmup_steps: 5: set it to 0"):
         extras.check(Config().changed(sequence_length_warmup_steps=5), launch)
+
+
+@pytest.mark.parametrize(("steps", "notes"), [(5, 1), (100, 0)])
+def test_a_warm_up_that_outlasts_the_run_is_told(steps: int, notes: int) -> None:
+    said: list[str] = []
+    config = Config().changed(sequence_length_warmup_steps=100, max_length=64)
+    run: Any = SimpleNamespace(config=config, outputs=SimpleNamespace(note=said.append))
+    parts: Any = SimpleNamespace(goal=SimpleNamespace(total_steps=steps))
+    Room().starting(run, parts)
+    assert said == ["sequence length: each step is cut: warm-up takes 100 steps of a run of 5"] * notes

@@ -92,9 +92,7 @@ class Room(Extra):
     def starting(self, run: Run, parts: Parts) -> None:
         steps, warmup = parts.goal.total_steps, run.config.of(Options).sequence_length_warmup_steps
         if warmup > steps:
-            run.outputs.note(
-                f"sequence length: cut to the end, because its warm-up takes {warmup:,} of {steps:,} steps"
-            )
+            run.outputs.note(f"sequence length: each step is cut: warm-up takes {warmup:,} steps of a run of {steps:,}")
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if run.config.of(Options).sequence_length_warmup_steps == 0:
