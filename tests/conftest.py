@@ -50,6 +50,24 @@ def _charts_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         monkeypatch.setattr(f"{report.__module__}.charts._svg", lambda *arguments, **options: "<svg></svg>")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def planner_from_scratch() -> Iterator[Any]:
+    """A process that predicts takes seconds to load its libraries; a fork has them. Yields how a user's starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        plain = None
+        if "memory" in classes():
+            from train.memory.predict import Predictor
+
+            def start(predictor: Any) -> Any:
+                from faults import predictors  # here: it imports torch
+
+                return predictors.start(predictor)
+
+            plain = Predictor.start
+            patch.setattr(Predictor, "start", start)
+        yield plain
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A recipe that trains in a second: 25 documents of different lengths, dropout on, a short last window."""

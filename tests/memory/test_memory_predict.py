@@ -379,7 +379,10 @@ def test_a_model_that_cannot_be_built_is_said_and_the_next_is_predicted(predicto
     assert predictor.predict(job()).peak_bytes > 0
 
 
-def test_a_process_that_dies_is_reported_and_replaced() -> None:
+def test_a_process_that_dies_is_reported_and_replaced(
+    planner_from_scratch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Predictor, "start", planner_from_scratch)
     with Predictor() as predictor:
         predictor.start().kill()
         with pytest.raises(UserError, match="status -9"):
