@@ -52,37 +52,30 @@ class Bf16AdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         step_size = group["lr"] / (1 - beta1**steps)
         second_scale = 1 / math.sqrt(1 - beta2**steps)
-        tensors = [parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"], state.get(ADDED)]
-        for number, (gradient, weight, first, second, added) in enumerate(_chunks(tensors)):
+        tensors = [parameter.grad, parameter, *(state[name] for name in names)]
+        for number, (gradient, weight, first, second, *added) in enumerate(_chunks(tensors)):
             gradient = gradient.float()
             mean = first.float().lerp_(gradient, 1 - beta1)
             square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             new = weight.float()
-            if added is not None:
-                new -= added
+            if added:
+                new -= added[0]
             new.mul_(1 - group["lr"] * group["weight_decay"])
             new.addcdiv_(mean, square.sqrt().mul_(second_scale).add_(group["eps"]), value=-step_size)
-            key = (self._seed, steps, self._numbers[parameter], number)
-            self._store(first, mean, (*key, 0))
-            self._store(second, square, (*key, 1))
-            self._store(weight, new, (*key, 2))
-            if added is not None:
-                added.copy_(new.neg_().add_(weight))
-
-    def _store(self, target: Tensor, value: Tensor, key: tuple[int, ...]) -> None:
-        if self._update == "stochastic" and target.dtype == torch.bfloat16:
-            round_at_random_(value, key)
-        target.copy_(value)
+            for place, (target, value) in enumerate(((first, mean), (second, square), (weight, new))):
+                if self._update == "stochastic" and target.dtype == torch.bfloat16:
+                    round_at_random_(value, (self._seed, steps, self._numbers[parameter], number, place))
+                target.copy_(value)
+            if added:
+                added[0].copy_(new.neg_().add_(weight))
 
 
-def _chunks(tensors: list[Tensor | None]) -> Iterator[list[Any]]:
+def _chunks(tensors: list[Any]) -> Iterator[tuple[Any, ...]]:
     """Views of the same rows of each of ``tensors``, which are of one shape."""
-    rows = [None if tensor is None else torch.atleast_1d(tensor.detach()) for tensor in tensors]
-    whole = next(tensor for tensor in rows if tensor is not None)
-    elements = CHUNK_ELEMENTS_ON_CPU if whole.device.type == "cpu" else CHUNK_ELEMENTS
-    size = max(1, elements * len(whole) // max(1, whole.numel()))
-    for start in range(0, len(whole), size):
-        yield [None if tensor is None else tensor[start : start + size] for tensor in rows]
+    whole = torch.atleast_1d(*tensors)
+    elements = CHUNK_ELEMENTS_ON_CPU if whole[0].device.type == "cpu" else CHUNK_ELEMENTS
+    rows = max(1, elements * len(whole[0]) // max(1, whole[0].numel()))
+    return zip(*(tensor.split(rows) for tensor in whole), strict=True)
 
 
 def round_at_random_(value: Tensor, key: tuple[int, ...]) -> Tensor:

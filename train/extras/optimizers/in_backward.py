@@ -52,10 +52,7 @@ class InBackward(Engine):
 
     def clip(self, model: nn.Module) -> float:
         """The norm of all gradients; the step's one wait for the device."""
-        norm = torch.zeros((), device=self._finite.device)
-        if self._norms:
-            norm = torch.linalg.vector_norm(torch.stack(self._norms), self._order)
-        return norm.item()
+        return torch.linalg.vector_norm(torch.stack(self._norms), self._order).item()
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
         return norm, not math.isfinite(norm)

@@ -6,7 +6,6 @@ parameter is updated, the gradient of the next is on its way (arXiv 2101.06840 d
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -108,44 +107,35 @@ class OffloadedAdamW(torch.optim.AdamW):
             slot = number % 2
             if number + 1 < len(work):
                 self._link.fetch(1 - slot, work[number + 1][1].grad)
-            weight = self._weight_of(parameter)
-            self._update(group, self.state[parameter], weight, self._link.arrived(slot))
+            weight, state = self._weight_of(parameter), self.state[parameter]
+            gradient, (beta1, beta2) = self._link.arrived(slot).to(weight.dtype), group["betas"]
+            kept = [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
+            settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+            adamw([weight], [gradient], *kept, fused=True, beta1=beta1, beta2=beta2, **settings)
             self._link.send(slot, weight, parameter)
         self._link.finish()
 
     def _weight_of(self, parameter: nn.Parameter) -> Tensor:
         """The weight on the host, in at least fp32; makes the state where there is none."""
-        state = self.state[parameter]
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        if parameter.dtype == dtype:
-            if not state or parameter not in self._weights:
-                self._weights[parameter] = parameter.detach().to("cpu", copy=True)
-            weight = self._weights[parameter]
-        else:
-            if MASTER not in state:
-                state[MASTER] = parameter.detach().to("cpu", dtype)
-            weight = state[MASTER]
+        state, dtype = self.state[parameter], torch.promote_types(parameter.dtype, torch.float32)
+        if not state:  # a new one, or one that was emptied: what was copied before is no longer right
+            self._weights.pop(parameter, None)
+        kept, key = (self._weights, parameter) if parameter.dtype == dtype else (state, MASTER)
+        if key not in kept:
+            kept[key] = parameter.detach().to("cpu", dtype, copy=True)
+        weight = kept[key]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
         return weight
 
-    def _update(self, group: dict[str, Any], state: dict[str, Tensor], weight: Tensor, gradient: Tensor) -> None:
-        beta1, beta2 = group["betas"]
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-        gradients, means, squares = [gradient.to(weight.dtype)], [state["exp_avg"]], [state["exp_avg_sq"]]
-        steps = [state["step"]]
-        adamw([weight], gradients, means, squares, [], steps, fused=True, beta1=beta1, beta2=beta2, **settings)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts the state on the host, in fp32; torch's own would put it on the parameters' device, in their type."""
+        super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.state = defaultdict(dict)
         for number, entries in state_dict["state"].items():
             dtype = torch.promote_types(parameters[number].dtype, torch.float32)
             self.state[parameters[number]] = {
                 name: value.to("cpu", torch.float32 if name == "step" else dtype) for name, value in entries.items()
             }
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
         self._weights.clear()
