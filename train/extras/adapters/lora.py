@@ -151,17 +151,15 @@ def _quantize(model: nn.Module, auto_class: str, compute_dtype: torch.dtype) -> 
 
 def _quantized(layer: nn.Linear) -> nn.Module:
     """A 4-bit layer with the weights of ``layer``."""
-    from bitsandbytes import nn as layers
     from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
-    with torch.device("meta"):
-        found = layers.Linear4bit(layer.in_features, layer.out_features, layer.bias is not None, quant_type="nf4")
-    how: dict[str, Any] = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    has_bias, how = layer.bias is not None, {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    found: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
     data, scales = quantize_4bit(layer.weight.data, **how)
-    make: Any = layers.Params4bit
-    found.weight = make(data, quant_state=scales, bnb_quantized=True, module=found, **how)
-    found.quant_state = cast("Any", scales)
-    if layer.bias is not None:
+    found.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=found, **how)  # pyright: ignore
+    found.quant_state = scales
+    if has_bias:
         found.bias = nn.Parameter(layer.bias.data, requires_grad=False)
     return found
 

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.config import option
+from train.config import Config, option
 from train.extras import Extra, refuse
+from train.launch import Launch, read_launch
 from train.records import UsageError
 
 if TYPE_CHECKING:
-    from train.config import Config
-    from train.launch import Launch
     from train.loop import Parts
     from train.records import MicroBatch, Run
 
@@ -47,9 +46,8 @@ class Room(Extra):
                 ("optimizer_in_backward", bool(early), "no whole gradient exists then. Leave one of them out"),
             )
         if own.gradient_noise_scale:
-            from train.extras.gradients.noise import check
-
-            check(config, launch)
+            # Flags are first checked as if for one process.
+            _check_noise_scale(config, launch if launch.world_size > 1 else read_launch())
 
     def ready(self, run: Run, parts: Parts) -> None:
         if (own := run.config.of(Options)).gradient_health:
@@ -86,3 +84,19 @@ class Room(Extra):
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         if self._noise is not None:
             values["gradient_noise_scale_examples"] = self._noise.examples()
+
+
+def _check_noise_scale(config: Config, launch: Launch) -> None:
+    """Raises UsageError where a step never has gradients of two sizes, or no rank has a whole one."""
+    from train.batching import arithmetic_of
+
+    is_open = config.optimization.micro_batch_size == "auto" or config.get("max_tokens_per_micro_batch")
+    is_whole, is_alone = launch.engine == "ddp" and launch.copies == 1, launch.world_size == 1 and not is_open
+    whole = "it needs whole gradients of different examples on every process. Use ddp.yaml or one process"
+    two = "it compares gradients of two sizes. Give gradient_accumulation_steps: 2 or more, or use several processes"
+    refuse(
+        "gradient_noise_scale",
+        (f"{launch} in the launch file", not is_whole, whole),
+        ("optimizer_in_backward: true", bool(config.get("optimizer_in_backward")), "leave one of the two out"),
+        ("one micro-batch per step", is_alone and arithmetic_of(config, 1).accumulation_steps == 1, two),
+    )

@@ -10,37 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from train.extras import refuse
 from train.records import BatchArithmetic, MicroBatch, exchange
 
-if TYPE_CHECKING:
-    from train.config import Config
-    from train.launch import Launch
-
 MEMORY = 0.95  # of the moving means of |G|² and tr(Σ), per step: about the last 20 steps
-
-
-def check(config: Config, launch: Launch) -> None:
-    """Raises UsageError where a step never has gradients of two sizes, or no rank has a whole one."""
-    from train.batching import arithmetic_of
-    from train.launch import read_launch
-
-    launch = launch if launch.world_size > 1 else read_launch()  # flags are first checked as if for one process
-    is_open = config.optimization.micro_batch_size == "auto" or config.get("max_tokens_per_micro_batch")
-    is_whole, is_alone = launch.engine == "ddp" and launch.copies == 1, launch.world_size == 1 and not is_open
-    whole = "it needs whole gradients of different examples on every process. Use ddp.yaml or one process"
-    two = "it compares gradients of two sizes. Give gradient_accumulation_steps: 2 or more, or use several processes"
-    refuse(
-        "gradient_noise_scale",
-        (f"{launch} in the launch file", not is_whole, whole),
-        ("optimizer_in_backward: true", bool(config.get("optimizer_in_backward")), "leave one of the two out"),
-        ("one micro-batch per step", is_alone and arithmetic_of(config, 1).accumulation_steps == 1, two),
-    )
 
 
 def estimated(ratio: float, n_small: float, n_big: float) -> tuple[float, float]:

@@ -89,7 +89,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().__init__(groups, **settings)
         for group in self.param_groups:  # only now: a scaler would else leave it to this class to skip steps
             group["fused"] = True
-        self._weights: dict[Tensor, Tensor] = {}  # fp32, as they are on the device; a copy, so not part of the state
+        # By parameter: fp32 weights as they are on the device; copies, so not part of the state.
+        self._weights: dict[Any, Tensor] = {}
         self._largest_bytes = max(p.nbytes for group in self.param_groups for p in group["params"])
         self._link: DirectLink | None = None
 
