@@ -196,22 +196,16 @@ def copied(
     parts: Mapping[str, Mapping[str, Part]], buffer: Tensor
 ) -> tuple[dict[str, dict[str, Part]], dict[str, Tensor]]:
     """``parts`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue; and their sums."""
-    place, sums = 0, {}
-
-    def copy(name: str, tensor: Tensor) -> Tensor:
-        nonlocal place
+    copies, sums, place = {section: {} for section in parts}, {}, 0
+    for section, name, part in ((s, n, p) for s, named in parts.items() for n, p in named.items()):
+        tensor = part.tensor
         host = buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place += _place_bytes(tensor)
         for to, piece in zip(host.view(-1).split(PIECE), tensor.reshape(-1).split(PIECE), strict=True):
             to.copy_(piece, non_blocking=True)
             if piece.itemsize > 1:  # those of one byte are integers, or of a type that cannot be added
                 sums[name] = sums.get(name, 0) + piece.sum()
-        return host
-
-    copies = {
-        section: {name: replace(part, tensor=copy(name, part.tensor)) for name, part in named.items()}
-        for section, named in parts.items()
-    }
+        copies[section][name] = replace(part, tensor=host)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return copies, sums
@@ -263,12 +257,5 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
     outputs.note(f"{error} Went back to the checkpoint of step {restored.step}, and past the data since.")
-    return replace(
-        restored,
-        epoch=lost.epoch,
-        step_in_epoch=lost.step_in_epoch,
-        counted_from=lost.counted_from,
-        nonfinite_steps=lost.nonfinite_steps,
-        rollbacks=lost.rollbacks + 1,
-        training_seconds=lost.training_seconds,
-    )
+    kept = ("epoch", "step_in_epoch", "counted_from", "nonfinite_steps", "training_seconds")
+    return replace(restored, rollbacks=lost.rollbacks + 1, **{name: getattr(lost, name) for name in kept})

@@ -248,7 +248,7 @@ class RankWatch:
         neighbour = f"beat/{(self._rank + 1) % len(self._ranks)}"
         last, since = "", time.monotonic()
         for count in itertools.count():
-            if self._closing.is_set():  # one that ends while it connects does not count as there
+            if self._closing.wait(POLL_SECONDS if count else 0):  # one that ends while it connects is not there
                 return
             store.set(f"beat/{self._rank}", str(count))
             store.set(f"here/{self._rank}", str(store.add("call", 0)))
@@ -264,8 +264,6 @@ class RankWatch:
             is_lost = is_lost or (not self._all_met and store.check(LEFT))
             if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
                 self._end_process()
-                return
-            if self._closing.wait(POLL_SECONDS):
                 return
 
     def _end_process(self) -> None:

@@ -16,11 +16,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, release_memory
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.extras.endurance.retry import Ranks, Start, Writes, free_memory, persistent_buffers, reset_scaler, room_for
+from train.extras.endurance.retry import Ranks, Start, Writes, persistent_buffers, reset_scaler, room_for
 from train.extras.host_memory import is_out_of_memory
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome
 from train.step import Counts, Engine, count
@@ -221,7 +221,7 @@ class Recovering(Engine):
         first = self._guarded(work)
         if not isinstance(first, Fault) or not self._writes.undone(gradients):
             return first
-        free_memory(self.accelerator.device)
+        release_memory()
         self._recovered(first, "nothing had been written yet, so it is tried once more")
         second = self._guarded(work)
         if isinstance(second, Fault):
@@ -230,7 +230,7 @@ class Recovering(Engine):
         return second
 
     def _guarded(self, work: Callable[[], T]) -> T | Fault:
-        """``work()``, or the fault where memory ran out."""
+        """``work()``, or the fault where memory ran out; the exception ends here, for it keeps activations alive."""
         try:
             return work()
         except Exception as error:
@@ -245,7 +245,7 @@ class Recovering(Engine):
         """Back to the start: no gradients, the random state and the persistent buffers of then."""
         for parameter in self._network.parameters():
             parameter.grad = None
-        free_memory(self.accelerator.device)
+        release_memory()  # collects garbage, too: frames of an exception that was raised again may form cycles
         self._start.restore()
 
     def _recovered(self, fault: Fault, remedy: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -78,13 +77,6 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], bool]]
     """Gradients in groups of one dtype; a large one alone, which needs no copy to be sent."""
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
         yield bucket, len(bucket) == 1 and bucket[0].is_contiguous()
-
-
-def free_memory(device: torch.device) -> None:
-    """Returns unused memory to the device. Call it outside ``except``: the exception keeps its activations alive."""
-    gc.collect()  # frames of an exception that was caught and raised again on its way may form cycles
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
