@@ -29,12 +29,9 @@ NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, s
 class Saving:
     """Writes a run's checkpoints; all methods but :meth:`wait` are called by all ranks together.
 
-    In the background each rank copies what it holds, and a thread of its own writes the copy. Rank 0's thread waits
-    for all others, and completes the checkpoint.
-
-    Args:
-        in_background: False: wait for the disk, and copy nothing.
-        gather: hands rank 0 a text of every rank, under a name that is used once, for a thread that may wait for them.
+    With ``in_background`` each rank copies what it holds, and a thread of its own writes the copy; without it training
+    waits for the disk. Rank 0's thread waits for all others, and completes the checkpoint: by ``gather``, which hands
+    it a text of every rank, under a name that is used once.
     """
 
     def __init__(self, in_background: bool, gather: Callable[[str, str], list[str]] = lambda _, text: [text]) -> None:

@@ -281,9 +281,8 @@ class RankWatch:
                     lost, left = self._call_roll(store, is_stopping)
                     if not lost and not left:
                         return False
-                    tells, message = store.add("told", 1) == 1, self._describe(store, lost, left)
-                    if tells:
-                        self._tell(message)
+                    if store.add("told", 1) == 1:
+                        self._tell(self._describe(store, lost, left))
             except RuntimeError:
                 if self._is_local_first:
                     self._tell(self._without_store())
@@ -349,9 +348,12 @@ def follow_launcher() -> None:
     if sys.platform != "linux" or not any(name in os.environ for name in launchers):
         return
     process, parent = os.getpid(), os.getppid()
+    may_launch = True  # whether process 1 may itself be the launcher, as in a container that runs nothing else
+    with suppress(OSError):
+        may_launch = b"python" in Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
 
     def look(*_: object) -> None:
-        is_orphan = os.getppid() != parent or (parent == 1 and not _first_process_is_python())
+        is_orphan = os.getppid() != parent or (parent == 1 and not may_launch)
         if is_orphan and os.getpid() == process:  # its own processes inherit this
             os.kill(process, signal.SIGTERM)
 
@@ -359,11 +361,3 @@ def follow_launcher() -> None:
     signal.signal(signal.SIGCONT, look)  # which reaches a process that is stopped, too
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGCONT)
     look()  # the kernel says nothing of a launcher that died before
-
-
-def _first_process_is_python() -> bool:
-    """Whether process 1 may itself be the launcher, as in a container that runs nothing else."""
-    try:
-        return b"python" in Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
-    except OSError:
-        return True

@@ -27,6 +27,7 @@ from train.step import Counts, Engine, count
 
 T = TypeVar("T")
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
+FindMeasures: TypeAlias = Callable[[Any], Sequence[Measure]]
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,11 @@ class Recovering(Engine):
     all ranks agree on whether every one has them, and only then are they averaged: a rank that fails alone keeps none
     of the others waiting for ever. This gives up the overlap of communication with backward.
 
-    Args:
-        engine: a plain engine, which this one replaces; by all ranks together.
-        say: told in one line what happened, on the rank where it happened.
-        find_measures: asked once, for the prepared model, when one example does not fit; what it returns is tried in
-            order, by all ranks at once.
+    It replaces a plain ``engine``, on all ranks together. A rank is told in one line, by ``say``, what happened on it;
+    ``find_measures`` is asked once, for the prepared model, and what it returns is tried in order, by all at once.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        say: Callable[[str], None],
-        find_measures: Callable[[Any], Sequence[Measure]] = lambda _: [],
-    ) -> None:
+    def __init__(self, engine: Engine, say: Callable[[str], None], find_measures: FindMeasures = lambda _: ()) -> None:
         super().__init__(engine.accelerator, engine.config, self._enter)
         self.recoveries = 0  # faults of this rank after which the step, or its update, was made again
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark
