@@ -400,10 +400,3 @@ def test_port_that_is_taken_is_named(store: TCPStore, watch: Callable[..., RankW
     with watch(0, 2) as first:
         assert first.concludes(DistNetworkError("The server socket has failed to bind. code: -98, name: EADDRINUSE"))
     assert len(told) == 1 and told[0].startswith(f"MASTER_PORT: {store.port} is taken on this host")
-
-
-def test_process_that_is_alone_needs_no_store(watch: Callable[..., RankWatch], told: list[str]) -> None:
-    with watch(0, world_size=1) as alone, alone.preparing():
-        assert alone.confirms_stop()
-        assert not alone.concludes(BROKEN)
-    assert told == []

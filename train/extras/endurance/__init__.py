@@ -91,9 +91,10 @@ class Room(Extra):
         refuse_strangers(os.environ, launch.world_size)
         follow_launcher()
         self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
-        with self._signals.listening(), RankWatch(launch, seconds, remedy, show_error) as self._watch:
+        watch = RankWatch(launch, seconds, remedy, show_error) if launch.world_size > 1 else nullcontext()
+        with self._signals.listening(), watch as self._watch:
             held = lock(Path(config.output.output_dir)) if launch.rank == 0 else None
-            self._saving = Saving(config.of(Options).save_in_background, self._watch.gather)
+            self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             self._is_unlocked = launch.rank == 0 and held is None
             with held or nullcontext():
                 try:
@@ -111,12 +112,12 @@ class Room(Extra):
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        assert self._watch is not None and self._signals is not None
+        assert self._signals is not None
         try:
-            with self._signals.at_once(), self._watch.preparing():
+            with self._signals.at_once(), self._watch.preparing() if self._watch else nullcontext():
                 yield
         except StopAtOnce:
-            if self._watch.confirms_stop():
+            if self._watch is None or self._watch.confirms_stop():
                 raise
             raise UserError("") from None  # a launcher ends the other ranks because one has failed, which is told
 

@@ -34,8 +34,8 @@ class Saving:
     it a text of every rank, under a name that is used once.
     """
 
-    def __init__(self, in_background: bool, gather: Callable[[str, str], list[str]] = lambda _, text: [text]) -> None:
-        self._in_background, self._gather = in_background, gather
+    def __init__(self, in_background: bool, gather: Callable[[str, str], list[str]] | None = None) -> None:
+        self._in_background, self._gather = in_background, gather or (lambda _, text: [text])
         self._thread: threading.Thread | None = None
         self._own_part_is_done = threading.Event()
         self._error: Exception | None = None

@@ -24,8 +24,7 @@ WITHOUT = "output_dir: this file system has no locks. Take care that no other ru
 def lock(folder: Path) -> IO[str] | None:
     """Locks ``folder`` until the file returned is closed or the process ends; None where the file system cannot lock.
 
-    It is a POSIX lock, which NFS has too (not run there). Raises UserError where another process has locked it, or it
-    cannot be written.
+    It is a POSIX lock, which NFS has too (not run there). Raises UserError where it is taken or cannot be written.
     """
     if fcntl is None:
         return None

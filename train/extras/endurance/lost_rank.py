@@ -53,8 +53,7 @@ def is_broken_connection(error: BaseException) -> bool:
 class Store:
     """The store through which the processes met; each call gives up after ``STORE_SECONDS`` with a RuntimeError.
 
-    A TCPStore waits for an answer without a limit, even where its host can no longer be reached, and then neither an
-    answer nor the end of the connection comes.
+    A TCPStore waits without a limit, also for a host that can no longer be reached, from which nothing will ever come.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -96,7 +95,7 @@ def _answer(question: Callable[[], T], seconds: float) -> T:
 
 
 class RankWatch:
-    """Watches, while its context is open, whether all ranks are there; does nothing for a process that is alone.
+    """Watches, while its context is open, whether all ranks are there; not for a process that is alone.
 
     A rank may say nothing for ``timeout_seconds``. When one is lost, ``tell`` shows a message that ends with the
     ``remedy``: on one of all ranks, or on one of each host if the store itself is gone.
@@ -106,7 +105,7 @@ class RankWatch:
         self, launch: Launch, timeout_seconds: float, remedy: Callable[[], str], tell: Callable[[str], None]
     ) -> None:
         self._rank, self._ranks = launch.rank, range(launch.world_size)
-        self._is_alone, self._is_local_first = launch.world_size == 1, os.environ.get("LOCAL_RANK", "0") == "0"
+        self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
         self._address, self._port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
@@ -116,14 +115,12 @@ class RankWatch:
         self._came, self._all_met, self._has_concluded = {launch.rank}, False, False
 
     def __enter__(self) -> RankWatch:
-        if not self._is_alone:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._closing.set()
-        if not self._is_alone:
-            self._thread.join(POLL_SECONDS)
+        self._thread.join(POLL_SECONDS)
         if self._store is not None:
             with suppress(RuntimeError):  # the store may have gone with its host
                 self._store.set(f"beat/{self._rank}", LEFT)
@@ -131,7 +128,7 @@ class RankWatch:
 
     def concludes(self, error: Exception) -> bool:
         """Whether ``error`` came of a rank that is no longer there, of which one rank has then told; takes seconds."""
-        if self._is_alone or not is_broken_connection(error):
+        if not is_broken_connection(error):
             return False
         if "EADDRINUSE" in str(error):
             self._tell(
@@ -154,7 +151,7 @@ class RankWatch:
 
     def confirms_stop(self) -> bool:
         """Whether a request to stop was meant for the run; else a rank has failed, and another one has told of it."""
-        if self._is_alone or not self._connected.wait(ANSWER_SECONDS) or self._store is None:
+        if not self._connected.wait(ANSWER_SECONDS) or self._store is None:
             return True
         with suppress(RuntimeError):
             self._store.set(f"asked to stop/{self._rank}", "1")
@@ -164,14 +161,11 @@ class RankWatch:
     def preparing(self) -> Iterator[None]:
         """The first rank of a host before its others, and all leave together, however long the work takes.
 
-        Barriers of the process group have a timeout; here a rank is waited for as long as it lives. Where one has ended
-        instead, this raises RankLeftError.
+        A barrier has a timeout; here a rank is waited for while it lives. Raises RankLeftError where one has ended.
         """
-        if not self._is_alone and not self._is_local_first:
+        if not self._is_local_first:
             self._wait_for(f"went first/{self._host}")
         yield
-        if self._is_alone:
-            return
         if self._is_local_first:
             self._ask(lambda store: store.set(f"went first/{self._host}", "1"))
         if self.gather("prepared", "1"):
@@ -183,8 +177,6 @@ class RankWatch:
 
         A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
         """
-        if self._is_alone:
-            return [text]
         self._ask(lambda store: store.set(f"{name}/{self._rank}", text))
         if self._rank != 0:
             return []
@@ -223,8 +215,7 @@ class RankWatch:
     def _watch(self) -> None:
         """The thread, over a connection of its own: the process group's may be waiting in a blocked collective.
 
-        Rank 0 may open the store only when it meets the others. If one that was there is gone for too long, this
-        process ends.
+        Rank 0 may open the store only when it meets the others. If it is then gone for too long, this process ends.
         """
         gone_since = time.monotonic()
         while not self._closing.is_set():

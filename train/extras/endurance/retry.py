@@ -20,8 +20,7 @@ BUCKET_BYTES = 25 * 2**20  # small gradients travel together in buckets as large
 class Ranks:
     """The processes of a run; made by all of them together.
 
-    They agree over a gloo group of their own: the answer is needed on the host, and nothing that failed elsewhere can
-    be pending there.
+    They agree over a gloo group of their own: on the host, where nothing that failed elsewhere can be pending.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -165,10 +165,8 @@ def of_all_ranks(run: Run, rows: list[list[float]], how: str) -> list[list[float
 def figures_of(table: list[list[float]], sizes: list[int], loss_scale: float | None) -> dict[str, Any]:
     """Figures of the whole gradient and, as lists, of the layers; None: not finite, or of weights that are all zero.
 
-    Args:
-        table: by layer what :func:`gradient_of` and :func:`change_of` gave, summed over ranks, who may hold copies.
-        sizes: elements of each layer.
-        loss_scale: by which the gradient is multiplied; a power of two.
+    ``table`` has by layer what :func:`gradient_of` and :func:`change_of` gave, summed over ranks, who may hold copies;
+    ``sizes`` are the elements of each layer; the gradient is multiplied by ``loss_scale``, a power of two.
     """
     present = 0 if loss_scale is None else round(math.log2(loss_scale))
     usual = round(math.log2(USUAL_SCALE)) if loss_scale is None else present

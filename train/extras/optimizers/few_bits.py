@@ -22,9 +22,8 @@ ADDED = "added_by_rounding"  # Kahan's compensation in a parameter's state: by h
 class Bf16AdamW(torch.optim.AdamW):
     """AdamW that computes in fp32 and stores in bf16; for parameters of other types, AdamW.
 
-    With ``update`` ``stochastic`` it rounds weights and moments at random, by numbers that are a function of (seed,
-    step, parameter, element): equal on every rank and after resuming. ``kahan`` rounds to the nearest and keeps what
-    that added.
+    ``update`` ``stochastic`` rounds weights and moments at random, by numbers that are a function of (seed, step,
+    parameter, element): equal on every rank and after resuming; ``kahan`` rounds to the nearest and keeps the rest.
     """
 
     def __init__(self, groups: list[dict[str, Any]], update: str, seed: int, **settings: Any) -> None:
