@@ -47,8 +47,8 @@ class Saving:
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, in the background if nobody has to ``wait`` and the host's memory has room for a copy.
 
-        One that fails in the background is noted when the next one is due. Two in a row, or one that nobody would try
-        again, end the run with a UserError.
+        A failure in the background is noted when the next one is due. Two in a row, or one that nobody would try again,
+        raise UserError.
         """
         started = time.perf_counter()
         self.finish(run)

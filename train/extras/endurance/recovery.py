@@ -107,8 +107,7 @@ class Recovering(Engine):
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             for buffer in persistent_buffers(self._network):
                 dist.broadcast(buffer, src=0)
-        several = self._ranks.size > 1
-        self._shared = [p for p in self._network.parameters() if p.requires_grad] if several else []
+        self._shared = [p for p in self._network.parameters() if p.requires_grad] if self._ranks.size > 1 else []
         self._optimizer, self._largest = optimizer.optimizer, max((b.shape for b in micro_batches), key=math.prod)
         self._start, first_words = Start(self.accelerator.device, self._network), ""
         # A rank that makes its step again must not ask for the totals again: that is a collective.
