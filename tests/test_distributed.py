@@ -204,6 +204,7 @@ def killed_at_step_4(folder: Path) -> Path:
     return script
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_and_resumed_are_exact(recipe: Path, tmp_path: Path) -> None:
     flags = ("--save_every_steps", 1)
     run(recipe, tmp_path / "whole", 2, *flags)
@@ -224,7 +225,7 @@ def test_processes_find_each_other_without_being_told_of_cpus(recipe: Path, tmp_
         pytest.skip("with a GPU the processes meet there")
     plain = {k: v for k, v in ENVIRONMENT.items() if k != "ACCELERATE_USE_CPU"}
     flags = ("--config", recipe, "--output_dir", tmp_path / "run", "--max_steps", 1)
-    done = torchrun("train/main.py", *flags, env=plain)
+    done = forked("train/main.py", *flags, env=plain)
     assert done.returncode == EXIT_DONE, done.stderr[-3000:]
     assert "device: 2 × CPU" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

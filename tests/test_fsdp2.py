@@ -69,7 +69,10 @@ def test_run_equals_that_of_one_process_and_resumes_anywhere(recipe: Path, tmp_p
     recipe.write_text(recipe.read_text().replace("_pdrop: 0.1", "_pdrop: 0.0"))
     flags = ("--eval_every_steps", 2, "--eval_batch_size", 3, "--save_every_steps", 2, "--save_total_limit", 9)
     run("cpu", recipe, tmp_path / "one", *flags, processes=1)
-    said = run("fsdp2", recipe, tmp_path / "two", *flags, "--loss", "chunked")  # one process: all logits
+    words = (MAIN, "--config", recipe, "--output_dir", tmp_path / "two", *flags, "--loss", "chunked")  # one: all logits
+    done = run_script(words, 2, {**os.environ, **FSDP2, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == EXIT_DONE, done.stderr[-3000:]
+    said = done.stdout
     assert "device: 2 × CPU, 1 thread each, fsdp2, precision fp32" in said
     assert said.count("data: ") == 1  # one rank speaks
     assert largest_difference(final_weights(tmp_path / "one"), final_weights(tmp_path / "two")) < 2e-4  # Adam magnifies

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.processes import script
 from support import ROOT, log_of, write_recipe
 from torch import Tensor, nn
 
@@ -42,6 +43,12 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**options, "stdout": subprocess.PIPE}
 
 
+def test_every_module_of_the_extras_can_be_loaded_as_on_windows(windows: dict[str, Any]) -> None:
+    done = subprocess.run([sys.executable, "train/main.py", "--help"], timeout=60, **windows)
+    assert done.returncode == 0 and "--save_in_background" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
 def test_a_run_is_stopped_and_resumed_as_on_windows(windows: dict[str, Any], tmp_path: Path) -> None:
     output = tmp_path / "run"
     words = [sys.executable, "train/main.py", "--config", str(write_recipe(tmp_path)), "--output_dir", str(output)]
@@ -197,9 +204,9 @@ def test_a_step_on_mps_is_predicted_with_the_scores_of_its_attention(tmp_path: P
     recipe, found = str(write_recipe(tmp_path)), {}
     model = json.dumps({"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 1024})
     for length in (512, 1024):
-        words = [sys.executable, "-m", "train.memory", "predict", "--config", recipe, "--device", "mps 16GiB", "--json"]
-        words += ["--max_length", str(length), "--model_config", model, "--mixed_precision", "bf16"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+        words = ["train/memory/__main__.py", "predict", "--config", recipe, "--device", "mps 16GiB", "--json"]
+        words += ["--max_length", length, "--model_config", model, "--mixed_precision", "bf16"]
+        done = script(words, 1, dict(os.environ))
         assert done.returncode == 0, done.stderr
         found[length] = json.loads(done.stdout)["prediction"]
     assert found[512]["attention_kernels"] == ["math"]

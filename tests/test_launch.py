@@ -61,6 +61,7 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
     assert read_launch({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"}).dp_size == 2
 
 
+@pytest.mark.slow
 def test_a_launcher_that_starts_one_of_two_is_noticed(tmp_path: Path) -> None:
     command = [*ACCELERATE_LAUNCH, "--cpu", "--num_processes", "2", "--quiet", "train/main.py", "--output_dir"]
     done = subprocess.run([*command, tmp_path / "run"], cwd=ROOT, capture_output=True, text=True, timeout=120)

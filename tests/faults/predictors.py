@@ -21,8 +21,9 @@ class Forked:
         theirs, jobs = os.pipe()
         answers, ours = os.pipe()
         self.errors = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         ends = Connection(theirs, writable=False), Connection(ours, readable=False)
-        self._process = context().Process(target=_serve, args=(*ends, self.errors.name))
+        self._process = context().Process(target=_serve, args=(*ends, self.errors.name, environment))
         self._process.start()
         for end in ends:  # else nobody would notice that the process has ended
             end.close()
@@ -50,7 +51,7 @@ def start(predictor: Any) -> Any:
     return predictor._process
 
 
-def _serve(jobs: Connection, answers: Connection, errors: str) -> None:
+def _serve(jobs: Connection, answers: Connection, errors: str, environment: dict[str, str]) -> None:
     import torch
 
     from train.memory.predict import main
@@ -60,7 +61,7 @@ def _serve(jobs: Connection, answers: Connection, errors: str) -> None:
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.__stdout__ = sys.stdout  # which keeps it open
-    for name in [name for name in os.environ if name.startswith(FOREIGN)]:
-        del os.environ[name]
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     main()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from contextlib import suppress
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train/main.py sets it before torch is imported
@@ -30,7 +31,9 @@ import train.state  # noqa: F401
 
 logging.captureWarnings(True)
 with suppress(ImportError):  # accelerate loads it at the end of each run where it is installed
-    import deepspeed  # noqa: F401
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator()  # says on standard output that there is no card
 with suppress(ImportError):
     from train.extras.report import charts
 
@@ -42,3 +45,5 @@ with suppress(ImportError):
     from train.memory.predict import Predictor
 
     Predictor.start = predictors.start
+
+sys.stdout.flush()  # else each fork prints what libraries have said

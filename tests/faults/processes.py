@@ -7,6 +7,7 @@ a *fault*: a function of this folder that is called in the new process with its 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -20,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def context() -> ForkServerContext:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *([before] if before else [])])
     try:
-        ensure_running()
+        multiprocessing.forkserver._forkserver.ensure_running()  # pyright: ignore
     finally:
         os.environ.pop("PYTHONPATH")
         if before:
@@ -237,6 +237,8 @@ def _child(work: Work, variables: dict[str, str], log: Path, rank: int) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.environ.update(variables)
+    # A fork that starts a fork asks the server that it came from, instead of starting another.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # pyright: ignore
     multiprocessing.set_start_method("fork", force=True)  # as it is in a process that nobody has forked
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     status = 70

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ VARIANTS: dict[str, tuple[int, tuple[Any, ...], int]] = {
 """Ranks, flags and steps."""
 SHARDED = "2 ranks, sharded"
 VARIANTS_OF_SAVING = {name: VARIANTS[name] for name in ("1 rank", "2 ranks")} | {SHARDED: (2, (), STEPS)}
-QUICK = ("1 rank, packing", "2 ranks, packing")
+slowly = partial(pytest.param, marks=pytest.mark.slow)
 EVERY = 1 if os.environ.get("KILLS") == "all" else 4
 """KILLS=all kills before each change to the disk, which takes minutes, instead of before one of four."""
 
@@ -136,7 +137,9 @@ def test_killed_at_any_step_and_started_again(runs: Callable[[str], Runs], varia
         its.assert_ended_as_the_whole(name)
 
 
-@pytest.mark.parametrize("variant", [pytest.param(v, marks=() if v in QUICK else pytest.mark.slow) for v in VARIANTS])
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=() if v == "1 rank, packing" else pytest.mark.slow) for v in VARIANTS]
+)
 def test_killed_again_and_again(runs: Callable[[str], Runs], variant: str) -> None:
     its = runs(variant)
     for step in range(1, its.steps):
@@ -168,8 +171,14 @@ def test_rank_that_stops_answering_is_named_and_the_restart_is_exact(runs: Calla
     its.assert_ended_as_the_whole(name)
 
 
-@pytest.mark.parametrize("action", [die, stop_answering])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "action"),
+    [
+        (0, die),
+        (1, stop_answering),
+        *(pytest.param(*w, marks=pytest.mark.slow) for w in [(1, die), (0, stop_answering)]),
+    ],
+)
 def test_rank_lost_before_all_have_met_is_named(
     runs: Callable[[str], Runs], victim: int, action: Callable[[], None]
 ) -> None:
@@ -187,7 +196,7 @@ def prepare_for_long() -> None:
     time.sleep(7)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_preparing_data_may_take_longer_than_the_timeout(runs: Callable[[str], Runs], rank: int) -> None:
     its, name = runs("2 ranks, packing"), f"slow-{rank}"
     with its.started(name, on_rank(rank, at_call("train.data:tokenize", prepare_for_long)), timeout_seconds=4) as job:

@@ -151,8 +151,9 @@ def test_stops_with_a_checkpoint_and_goes_on(
     assert checkpoint_digests(tmp_path / "run", STEPS) == checkpoint_digests(whole[ranks], STEPS)
 
 
-@pytest.mark.parametrize("saves", [None, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "saves"), [(1, None), (2, 2), *(pytest.param(*w, marks=pytest.mark.slow) for w in [(1, 2), (2, None)])]
+)
 def test_a_long_evaluation_is_cut_short_and_made_again(
     tmp_path: Path, whole: dict[int, Path], ranks: int, saves: int | None
 ) -> None:

@@ -145,7 +145,11 @@ def test_host_memory_bounds_what_is_tried(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"optimizer_in_backward": True, "max_grad_norm": None, "dtype": "bfloat16", "tiled_mlp": True}]
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"optimizer_in_backward": True, "max_grad_norm": None, "dtype": "bfloat16", "tiled_mlp": True},
+    ],
 )
 def test_real_step_in_a_process_of_its_own(settings: dict[str, Any]) -> None:
     row = ladder_search.tried_apart(tiny_job(128, **settings), "template", 120)
@@ -153,6 +157,7 @@ def test_real_step_in_a_process_of_its_own(settings: dict[str, Any]) -> None:
     assert row["tokens_per_second"] == pytest.approx(128 / row["seconds"])
 
 
+@pytest.mark.slow
 def test_a_failing_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = replace(tiny_job(128), task="nothing")
     row = ladder_search.tried_apart(broken, "template", 120)

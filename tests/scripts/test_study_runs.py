@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.processes import script
 from support import ROOT, write_recipe
 
 from scripts.benchmarks import study
@@ -192,7 +193,7 @@ def command(folder: Path, *more: Any) -> list[str]:
 
 def test_a_plan_names_runs_memory_and_flags_that_exclude_each_other(tmp_path: Path) -> None:
     toggles = ("--toggle", "ckpt:gradient_checkpointing=full", "--toggle", "wrong:lora_rank=4")
-    done = subprocess.run(command(tmp_path, "ablation", *toggles, "--plan"), capture_output=True, text=True, cwd=ROOT)
+    done = script(command(tmp_path, "ablation", *toggles, "--plan")[1:], 1, dict(os.environ))
     assert done.returncode == 0, done.stderr
     baseline, ckpt, wrong, both, every = done.stdout.splitlines()
     assert re.fullmatch(r"baseline: 3 runs, 3 to make; predicted peak [\d.]+ MiB, 1\d s a run", baseline), baseline

@@ -551,11 +551,10 @@ def test_sharded_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """What ``distributed_recovery.py`` left behind: weights by case, and what each rank saw."""
-    from test_distributed import ENVIRONMENT, torchrun  # the processes started here import this file too, not that
+    from test_distributed import ENVIRONMENT, forked  # the processes started here import this file too, not that
 
     output = tmp_path_factory.mktemp("two_ranks")
-    environment = ENVIRONMENT
-    done = torchrun(ROOT / "tests/extras/endurance/distributed_recovery.py", output, env=environment)
+    done = forked(ROOT / "tests/extras/endurance/distributed_recovery.py", output, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     return output, json.loads((output / "found.json").read_text())
 

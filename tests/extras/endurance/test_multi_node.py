@@ -149,7 +149,8 @@ def test_file_says_eight_processes_for_each_host_and_how_to_start_it(name: str) 
     }
 
 
-@pytest.mark.parametrize("launcher", ["ddp_multi_node", pytest.param("fsdp2_multi_node", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ddp_multi_node", "fsdp2_multi_node"])
 def test_two_hosts_make_the_run_of_one_process(
     hosts: Callable[..., list[Host]], recipe: Path, tmp_path: Path, launcher: str
 ) -> None:

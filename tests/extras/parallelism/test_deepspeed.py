@@ -176,6 +176,7 @@ def test_two_ranks_that_share_sequences_make_the_run_of_one(without_dropout: Pat
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_a_number_of_heads_that_ranks_cannot_share_is_explained(without_dropout: Path, tmp_path: Path) -> None:
     flags = ("--model_config", LLAMA.replace('_heads": 4', '_heads": 1').replace('_heads": 2', '_heads": 1'))
     words = ("--config", without_dropout, "--output_dir", tmp_path / "run", *flags)
@@ -208,6 +209,7 @@ def test_accumulation_is_left_to_the_recipe(monkeypatch: pytest.MonkeyPatch) -> 
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in os.environ
 
 
+@pytest.mark.slow
 def test_launch_file_that_disagrees_is_named(recipe: Path, tmp_path: Path) -> None:
     options = ("--gradient_clipping", 0.3)
     done = launched("deepspeed_zero2", "--config", recipe, "--output_dir", tmp_path / "run", options=options)
