@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -38,7 +39,11 @@ MASKED: dict[str, dict[str, Any]] = {
     "modernbert": {**SIZES, **MARKS, "num_attention_heads": 2, "num_hidden_layers": 3, "local_attention": 6,
                    "global_attn_every_n_layers": 3},
 }  # fmt: skip
-ROWS = {"cut alike": [[9, 7], [9, 7]], "cut in their own ways": [[3, 9, 4], [16], [10, 5]]}
+ROWS = {
+    "cut alike": [[9, 7], [9, 7]],
+    "cut in their own ways": [[3, 9, 4], [16], [10, 5]],
+    "one query left for the last window": [[257, 3]],
+}
 
 
 def built(model_type: str, fields: dict[str, Any], dtype: torch.dtype = torch.float64, name: str = "sdpa") -> Any:
@@ -173,7 +178,9 @@ def as_on_a_card(patch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Has attention believe that the CPU has flash attention over lengths; what it was called with."""
     calls: list[Any] = []
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, cuts: Tensor, *rest: Any, scale: float, window_size: Any) -> Tensor:
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor, cuts: Tensor, *rest: Any, scale: float, window_size: Any, **_: Any
+    ) -> Tensor:
         cuts_again, longest, longest_again = rest
         assert cuts.dtype == torch.int32 and cuts is cuts_again
         assert longest == longest_again == max(cuts.diff())
@@ -185,7 +192,7 @@ def as_on_a_card(patch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
     with patch.context() as patched:
-        patched.setattr(attention, "_flash_of_lengths", lambda: flash)
+        patched.setattr(attention, "varlen_attn", flash)
         patched.setattr(attention, "_suits_flash", lambda query, value: True)
         yield calls
 
@@ -213,7 +220,7 @@ def test_the_kernel_gets_what_autocast_would_multiply(monkeypatch: pytest.Monkey
 
 
 def test_this_torch_has_flash_attention_over_lengths_with_windows() -> None:
-    assert attention._flash_of_lengths() is not None
+    assert {"window_size", "scale"} <= set(inspect.signature(attention.varlen_attn).parameters)
 
 
 @pytest.mark.gpu

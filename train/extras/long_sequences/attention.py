@@ -8,15 +8,14 @@ in one call, elsewhere each document is attended to by itself. Without lengths i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -26,6 +25,8 @@ from train.extras.small_copy import differ, logits_on_trial, small_copy, tokens_
 from train.records import UserError, one_line
 
 NAME = "documents"  # of the implementation, among those of transformers
+# torch 2.11 shares heads without being asked.
+_SHARING: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
 
 
@@ -96,7 +97,7 @@ def attend(
     causal, window = options.get("is_causal"), options.get("sliding_window")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     window = None if window is None or window >= documents.longest else window
-    how = _How(options.get("dropout", 0.0), options.get("scaling"), causal, window)
+    how = _How(module, options.get("dropout", 0.0), options.get("scaling"), causal, window)
     return _attend_within(query, key, value, documents, how), None
 
 
@@ -128,6 +129,7 @@ def _kernels_share_heads(query: Tensor) -> bool:
 class _How(NamedTuple):
     """The arguments of :func:`attend` that all documents share."""
 
+    module: nn.Module
     dropout: float
     scaling: float | None
     causal: bool
@@ -137,74 +139,44 @@ class _How(NamedTuple):
 @torch.compiler.disable(reason="each batch has other lengths: each would be compiled again")
 def _attend_within(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
     """(B, S, H, D) attention within documents."""
-    if how.dropout == 0.0 and (flash := _flash_of_lengths()) is not None and _suits_flash(query, value):
-        return _attend_at_once(flash, query, key, value, documents, how)
+    if how.dropout == 0.0 and _suits_flash(query, value):
+        return _attend_at_once(query, key, value, documents, how)
+    options = {"dropout": how.dropout, "scaling": how.scaling, "is_causal": how.causal}
 
     def within(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if how.window is None or how.window >= query.shape[2]:
-            return _sdpa(query, key, value, None, how)
+            return attend_rows(how.module, query, key, value, None, **options)[0]
         windows = _windows(query.shape[2], how.window, how.causal, query.device)
-        return torch.cat(
-            [_sdpa(query[:, :, q], key[:, :, k], value[:, :, k], mask, how) for q, k, mask in windows], dim=2
-        )
+        parts = ((query[:, :, q], key[:, :, k], value[:, :, k], mask) for q, k, mask in windows)
+        return torch.cat([attend_rows(how.module, *part, **options)[0] for part in parts], dim=1)
 
-    return _one_by_one(within, query, key, value, documents).transpose(1, 2)
+    return _one_by_one(within, query, key, value, documents.lengths)
 
 
 def _one_by_one(
-    within: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, documents: Documents
+    within: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, rows: Sequence[tuple[int, ...]]
 ) -> Tensor:
-    """(B, H, S, D) ``within`` of each document; rows that are cut alike go together."""
-    rows = documents.lengths
-    if len(set(rows)) == 1:
-        parts = zip(*(tensor.split(rows[0], dim=2) for tensor in (query, key, value)), strict=True)
-        attended = [within(*part) for part in parts]
-        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-    attended = []
-    for number, lengths in enumerate(rows):
-        row = [tensor[number : number + 1].split(lengths, dim=2) for tensor in (query, key, value)]
-        attended.append(torch.cat([within(*part) for part in zip(*row, strict=True)], dim=2))
-    return torch.cat(attended)
-
-
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _How) -> Tensor:
-    """Attention, heads of the query sharing those of key and value; a mask says what is visible, causality included."""
-    options: dict[str, Any] = {}
-    if (shared := query.shape[1] // key.shape[1]) > 1:
-        if mask is None and _kernels_share_heads(query):
-            options["enable_gqa"] = True
-        else:  # with a mask and shared heads torch takes the kernel that holds all scores
-            key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
-    causal = how.causal and mask is None
-    return F.scaled_dot_product_attention(query, key, value, mask, how.dropout, causal, scale=how.scaling, **options)
+    """(B, S, H, D) ``within`` of each document; rows that are cut alike go together."""
+    if len(set(rows)) > 1:
+        each = zip(query.split(1), key.split(1), value.split(1), rows, strict=True)
+        return torch.cat([_one_by_one(within, q, k, v, [lengths]) for q, k, v, lengths in each])
+    parts = zip(*(tensor.split(rows[0], dim=2) for tensor in (query, key, value)), strict=True)
+    attended = [within(*part) for part in parts]
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 
 def _windows(length: int, window: int, causal: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries of a window or more, the keys that any of them sees, and which sees which (queries, keys)."""
+    """Queries of a window or more, the keys that any of them sees, and which sees which (1, 1, queries, keys)."""
     step = max(window, MIN_QUERIES)
     for first in range(0, length, step):
         end = min(length, first + step)
         left, right = max(0, first - window + 1), end if causal else min(length, end + window - 1)
         ahead = torch.arange(left, right, device=device) - torch.arange(first, end, device=device).unsqueeze(1)
         visible = (ahead > -window) & (ahead < (1 if causal else window))
-        yield slice(first, end), slice(left, right), visible
+        yield slice(first, end), slice(left, right), visible[None, None]
 
 
 # Flash attention for all documents at once
-
-
-@cache
-def _flash_of_lengths() -> Callable[..., Any] | None:
-    """torch's flash attention over sequences of different lengths, where this torch has one with windows."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" not in known or "scale" not in known:
-        return None
-    # Older versions share heads without this argument.
-    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in known else varlen_attn
 
 
 def _suits_flash(query: Tensor, value: Tensor) -> bool:
@@ -219,16 +191,15 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if cast else tensor.dtype
 
 
-def _attend_at_once(
-    flash: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How
-) -> Tensor:
+def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
     """(B, S, H, D) by one kernel, the rows laid end to end."""
     dtype = _product_dtype(query)
     laid_out = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     cuts, longest = documents.boundaries, documents.longest
     reach = -1 if how.window is None else how.window - 1
     window = (reach, 0 if how.causal else reach)
-    attended = flash(*laid_out, cuts, cuts, longest, longest, scale=how.scaling, window_size=window)
+    options: dict[str, Any] = {"scale": how.scaling, "window_size": window, **_SHARING}
+    attended = cast("Tensor", varlen_attn(*laid_out, cuts, cuts, longest, longest, **options))
     return attended.unflatten(0, (query.shape[0], query.shape[2]))
 
 
