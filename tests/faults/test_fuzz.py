@@ -105,8 +105,8 @@ def read_all(path: Path, read: Callable[[], readers.Found], labelled: bool) -> t
     """Records that are good and bad, each as a row that a data set can hold."""
     good = bad = 0
     for position, record in read():
-        found = rows.row(record, path.name, position, "text", "label" if labelled else None)
-        assert set(found) == set(rows.features())
+        found = rows.row(record, path.name, position, ("text", "label" if labelled else None))
+        assert set(found) == set(rows.FEATURES)
         for value in found.values():
             if isinstance(value, str):
                 value.encode()

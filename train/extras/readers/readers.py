@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from train.extras.cache import ROWS_IN_MEMORY
-from train.extras.readers.rows import Problem, row
+from train.extras.readers.rows import Columns, Problem, row
 from train.figures import without_secrets
 from train.records import UserError
 
@@ -48,17 +48,15 @@ def has_records(path: str | Path) -> bool:
     return Path(path).suffix.lower() in RECORD_SUFFIXES
 
 
-def file_rows(
-    files: Sequence[File], text_column: str, label_column: str | None, how: tuple[str, str, str]
-) -> Iterator[dict[str, Any]]:
+def file_rows(files: Sequence[File], columns: Columns, how: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
     """The rows of files; ``how``: sample_by, encoding and quoting."""
-    columns = [column for column in (text_column, label_column) if column is not None]
+    wanted = [column for column in columns if column is not None]
     for shown, path in files:
         if has_records(path):
-            found, names = read_records(Path(path), columns, *how[1:]), (text_column, label_column)
+            found, own = read_records(Path(path), wanted, *how[1:]), columns
         else:
-            found, names = read_documents(Path(path), *how[:2]), ("text", None)
-        yield from (row(record, shown, position, *names) for position, record in found)
+            found, own = read_documents(Path(path), *how[:2]), ("text", None)
+        yield from (row(record, shown, position, own) for position, record in found)
 
 
 def read_records(path: Path, columns: Sequence[str], encoding: str = "utf-8", quoting: str = "standard") -> Found:

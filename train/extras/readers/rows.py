@@ -10,9 +10,9 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
@@ -28,30 +28,27 @@ NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those
 ADVICE = {"without": NAME_COLUMNS, "not UTF-8": "Name its encoding, such as --encoding cp1252."}
 ADVICE |= {"not CSV": "Give --quoting none where quotes are only characters."}
 FORMAT = 5  # part of every cache key: raise it when a reader or a check gives other rows
+_TEXTS = ("text", "label", "source", "file", "problem", "detail")
+# Of a row: ``label_number`` is null where the label is text, ``file`` to ``detail`` in a good row.
+FEATURES = Features({name: Value("string") for name in _TEXTS} | {"label_number": Value("int64")})
 _HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 logger = logging.getLogger(__name__)
 
+Columns = tuple[str, str | None]
+"""Names of the columns of the text and, where documents are labelled, of the label."""
 
-@dataclass(frozen=True)
-class Problem:
+
+class Problem(NamedTuple):
     """Why a record cannot be used: ``reason`` groups records of one kind, ``detail`` belongs to this one."""
 
     reason: str
     detail: str = ""
 
 
-def features() -> Features:
-    """Columns of a row: ``label_number`` is null where the label is text, ``file`` to ``detail`` in a good row."""
-    text = ("text", "label", "source", "file", "problem", "detail")
-    return Features({name: Value("string") for name in text} | {"label_number": Value("int64")})
-
-
-def row(
-    record: Any, file: str, position: int | str | None, text_column: str, label_column: str | None
-) -> dict[str, Any]:
+def row(record: Any, file: str, position: int | str | None, columns: Columns) -> dict[str, Any]:
     """One row from a record, or a :class:`Problem`, that a reader found at ``position`` (a line) of ``file``."""
     source = file if position is None else f"{file}:{position}"
-    found = record if isinstance(record, Problem) else _check(record, text_column, label_column)
+    found = record if isinstance(record, Problem) else _check(record, *columns)
     if isinstance(found, Problem):
         empty = dict.fromkeys(("text", "label", "label_number"))
         return empty | {"source": source, "file": file, "problem": found.reason, "detail": found.detail}
@@ -104,18 +101,17 @@ def documents(
 ) -> Any:
     """The good rows of ``generator`` as documents (``text``, ``label`` if labelled, ``source``); the bad are noted.
 
-    ``key`` are its arguments but for the columns; ``what`` is how a message calls the rows, such as "train.jsonl".
+    ``key`` are its arguments but for ``columns``; ``what`` is how a message calls the rows, such as "train.jsonl".
     Raises UserError for a bad record that may not be skipped, a column that no record has, or nothing left. In a stream
     (an IterableDataset), a bad row raises when it is reached, or is logged and left out.
     """
-    label_column = data.label_column if data.labelled else None
-    key |= {"text_column": data.text_column, "label_column": label_column}
+    key["columns"] = (data.text_column, data.label_column if data.labelled else None)
     if streams:
-        return _stream(generator, key, data, what)
-    return _settle(cached(generator, features(), **key), data, what)
+        return _stream(partial(generator, **key), data, what)
+    return _settle(cached(generator, FEATURES, **key), data, what)
 
 
-def cached(generator: Callable[..., Iterator[Any]], columns: Features, **key: Any) -> Dataset:
+def cached(generator: Callable[..., Iterator[Any]], features: Features, **key: Any) -> Dataset:
     """The rows of ``generator(**key)``, from the cache where its arguments and the content of ``files`` are known.
 
     Raises the UserError that the generator raised, or one for a file that cannot be read or written.
@@ -123,7 +119,7 @@ def cached(generator: Callable[..., Iterator[Any]], columns: Features, **key: An
     try:
         contents = [file_digest(Path(path)) for _, path in key.get("files", ())]
         fingerprint = Hasher.hash([generator.__qualname__, key, contents, FORMAT])
-        return generated(generator, columns, fingerprint, **key)
+        return generated(generator, features, fingerprint, **key)
     except OSError as error:
         raise UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.") from None
 
@@ -155,12 +151,13 @@ def _settle(rows: Dataset, data: Source, what: str) -> Dataset:
     return documents.select(np.flatnonzero(~bad)) if bad.any() else documents
 
 
-def _stream(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: Source, what: str) -> IterableDataset:
+def _stream(rows: partial[Iterator[Any]], data: Source, what: str) -> IterableDataset:
     """What is read one after another are shards: a run that resumes reads those before its own no more."""
+    key = rows.keywords
     shards: list[dict[str, Any]] = [{"files": (file,)} for file in key["files"]]
     if (count := getattr(key.get("table"), "num_shards", 1)) > 1:
         shards = [{"table": key["table"].shard(count, i), "shown": f"{what}:{i}"} for i in range(count)]
-    options = {"shards": shards or [{}], "generator": generator, "key": key, "data": data}
+    options = {"shards": shards or [{}], "rows": rows, "data": data}
     first = next(_good(**options), None)
     if first is None:
         raise UserError(f"{what}: no document to learn from; --text_column and --label_column name what to read.")
@@ -170,14 +167,10 @@ def _stream(generator: Callable[..., Iterator[Any]], key: dict[str, Any], data: 
 
 
 def _good(
-    shards: Sequence[dict[str, Any]],
-    generator: Callable[..., Iterator[Any]],
-    key: dict[str, Any],
-    data: Source,
-    label: str | None = None,
+    shards: list[dict[str, Any]], rows: Callable[..., Iterator[Any]], data: Source, label: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The documents among the rows of ``generator``; labels are all text or all numbers, as ``label`` or the first."""
-    for found in (row for shard in shards for row in generator(**{**key, **shard})):
+    """The documents among ``rows`` of all shards; labels are all text or all numbers, as ``label`` or the first."""
+    for found in (row for shard in shards for row in rows(**shard)):
         own = "label" if found["label_number"] is None else "label_number"
         if found["problem"] is None and own != (label := label or own):
             found |= {"problem": "labels are text in some records and numbers in others", "detail": None}

@@ -123,17 +123,15 @@ def _documents(table: Any, data: Source, name: Any, split: str, streams: bool = 
     return rows.documents(table_rows, data, what, streams, table=table, shown=what, files=files)
 
 
-def table_rows(
-    table: Any, shown: str, files: Any, text_column: str, label_column: str | None
-) -> Iterator[dict[str, Any]]:
+def table_rows(table: Any, shown: str, files: Any, columns: rows.Columns) -> Iterator[dict[str, Any]]:
     """The records of ``table`` as rows, a class by its name; one out of range (-1: a hidden label) is empty."""
-    names = getattr((table.features or {}).get(label_column), "names", None)
+    label = columns[1]
+    names = getattr((table.features or {}).get(label), "names", None)
     for index, record in enumerate(table):
-        if names is not None and label_column is not None:
-            number = record[label_column]
-            known = isinstance(number, int) and 0 <= number < len(names)
-            record = {**record, label_column: names[number] if known else None}
-        yield rows.row(record, shown, index, text_column, label_column)
+        if names is not None:
+            known = isinstance(record[label], int) and 0 <= record[label] < len(names)
+            record = {**record, label: names[record[label]] if known else None}
+        yield rows.row(record, shown, index, columns)
 
 
 def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
