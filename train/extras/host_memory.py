@@ -73,26 +73,19 @@ def page_locked(num_bytes: int) -> Tensor:
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """What each control group around this process leaves, of version 1 or 2; files it has read count as free."""
-    try:
+    lines: list[str] = []
+    with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers not in GROUPS:
             continue
         place, limit, usage = GROUPS[controllers]
-        top = root / place
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(top):
-                break
-            try:
-                most = (folder / limit).read_text(encoding="ascii").strip()
-                used = int((folder / usage).read_text(encoding="ascii"))
-                stat = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-            except (OSError, ValueError):
-                continue
-            if most != "max":
-                cached = {name: int(value) for name, value in (entry.split() for entry in stat)}
-                yield max(0, int(most) - used + cached.get("total_inactive_file", cached.get("inactive_file", 0)))
+        group = root / place / path.lstrip("/")
+        for folder in (group, *group.parents):  # those above the groups hold no such files
+            with suppress(OSError, ValueError):  # no number: "max"
+                left = int((folder / limit).read_text(encoding="ascii"))
+                left -= int((folder / usage).read_text(encoding="ascii"))
+                entries = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+                cached = dict(entry.split() for entry in entries)
+                yield max(0, left + int(cached.get("total_inactive_file", cached.get("inactive_file", 0))))
