@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -65,13 +66,6 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
 
 def _pieces(lengths: list[int], length: int) -> list[list[int]]:
     """The documents of a row in rows of ``length`` tokens, those divided that reach over an end."""
-    rows: list[list[int]] = [[]]
-    for left in lengths:
-        while left:
-            taken = min(left, length - sum(rows[-1]))
-            if not taken:
-                rows.append([])
-                continue
-            rows[-1].append(taken)
-            left -= taken
-    return rows
+    ends = np.union1d(np.cumsum(lengths), np.arange(length, sum(lengths) + 1, length))  # of documents and of rows
+    rows = np.split(np.diff(ends, prepend=0), np.flatnonzero(ends % length == 0) + 1)[:-1]
+    return [row.tolist() for row in rows]

@@ -37,10 +37,9 @@ def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, m
                 f"rope_scaling: {kind}: max_length {max_length} is within the model's {positions} positions: leave it "
                 "out, raise max_length, or give rope_scaling_factor (a model_config may say max_position_embeddings)."
             )
-    added: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
+    changed = {**scaled, "rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
-        added["original_max_position_embeddings"] = positions
-    changed = {**scaled, **added}
+        changed["original_max_position_embeddings"] = positions
     config.max_position_embeddings = math.ceil(positions * factor)
     config.rope_parameters = {**rope, "full_attention": changed} if nested else changed
 
