@@ -101,10 +101,18 @@ def _gradient_norm(training: Sequence[Row], metrics: Sequence[Row], limit: float
     line = None if limit is None else (limit, f"clipped to {limit:g}")
 
     def finish(axes: Axes) -> None:
+        from matplotlib.ticker import LogLocator, NullFormatter
+
         if skipped:
             label, foot = f"not finite, skipped ({len(skipped)})", axes.get_xaxis_transform()
             axes.plot(sorted(skipped), [0.05] * len(skipped), "x", transform=foot, color=WARN, label=label)
-        _log_scale(axes, [*(value for _, value in norms), *([] if limit is None else [limit])])
+        values = [value for _, value in norms] + ([] if limit is None else [limit])
+        axes.set_yscale("log")
+        axes.set_ylim(min(values) / 2, max(values) * 2)
+        decades = max(values) / min(values) >= 100
+        axes.yaxis.set_major_locator(LogLocator(10, (1,) if decades else (1, 2, 5), numticks=8))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
     return [(norms, {"color": FIRST, "label": "gradient norm"})], finish, line
 
@@ -190,17 +198,6 @@ def _from_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
     zeros = re.compile(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])")  # 5k rather than 5.00k
     axes.yaxis.set_major_formatter(lambda value, _: zeros.sub("", count(value)))
-
-
-def _log_scale(axes: Axes, values: Sequence[float]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    axes.set_ylim(min(values) / 2, max(values) * 2)
-    decades = max(values) / min(values) >= 100
-    axes.yaxis.set_major_locator(LogLocator(10, (1,) if decades else (1, 2, 5), numticks=8))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _reference_lines(references: Mapping[str, float], axes: Axes) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,10 +139,7 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
 
 def _cards(summary: Mapping[str, Any]) -> str:
     """Boxes with a name, its value and a line below; those without a value are left out."""
-
-    def get(name: str, text: Callable[[Any], str]) -> str | None:
-        return shown(summary, name, text)
-
+    get = partial(shown, summary)
     gpus = (summary.get("hardware") or {}).get("gpus")
     memory = get("predicted_peak_bytes", lambda size: f"predicted {gib(size)}")
     memory = memory or (f"of {gib(gpus[0]['memory_bytes'])} on the device" if gpus else None)
