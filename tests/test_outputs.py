@@ -20,7 +20,7 @@ from support import ROOT, write_recipe
 
 from train import checkpoint
 from train.extras.endurance.lock import WITHOUT, lock
-from train.extras.report.trackers import PROJECT
+from train.extras.report import PROJECT
 from train.figures import read_metrics
 from train.main import main
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError

@@ -272,7 +272,7 @@ def test_words():
 
 def test_importing_these_parts_loads_neither_torch_nor_matplotlib():
     code = (
-        "import sys, train.extras.report.page, train.extras.report.trackers, train.extras.report.model_card,"
+        "import sys, train.extras.report.page, train.extras.report.model_card,"
         "train.extras.meter.cards;"
         "print(sorted({'torch', 'matplotlib', 'transformers', 'accelerate'} & set(sys.modules)))"
     )

@@ -9,9 +9,9 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from train.config import Config, from_values
+from train.config import Config, from_values, to_values
 from train.extras import report
-from train.extras.report.trackers import PROJECT, start_trackers, tracked_config
+from train.extras.report import PROJECT, start_trackers, tracked
 from train.launch import Launch
 from train.records import UsageError, UserError
 
@@ -40,7 +40,7 @@ def _config(**values: Any) -> Config:
 
 
 def test_trackers_see_flat_settings_and_no_secrets():
-    flat = tracked_config(_config(metrics=["f1", "mcc"], dataset_options={"api_key": "k", "test": 5}))
+    flat = dict(tracked(to_values(_config(metrics=["f1", "mcc"], dataset_options={"api_key": "k", "test": 5}))))
     assert flat["learning_rate"] == 5e-5 and flat["tokenizer"] == "bytes" and flat["metrics"] == "f1, mcc"
     assert flat["model_config.hidden_size"] == 64 and flat["model_config.num_key_value_heads"] == 2
     assert flat["dataset_options.test"] == 5 and flat["model_config.rope.theta"] == 1e4
@@ -89,7 +89,7 @@ def test_runs_are_named_and_wandb_keeps_its_files_in_the_run(tmp_path: Path):
     start_trackers(recorder, config)  # pyright: ignore[reportArgumentType]
     (project,), named = recorder.calls[0]
     assert project == PROJECT
-    assert named["config"] == tracked_config(config)
+    assert named["config"] == dict(tracked(to_values(config)))
     assert named["init_kwargs"]["trackio"] == {"name": "night"}
     assert named["init_kwargs"]["wandb"] == {"name": "night", "dir": str(tmp_path / "night")}
 

@@ -7,16 +7,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config import Config, option
+from train.config import Config, option, to_values
 from train.extras import Extra
 from train.figures import without_secrets, write_whole
 from train.launch import Launch
 from train.records import Run, StopRequest, UsageError, UserError
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from train.loop import Parts
+
+PROJECT = "long-sequence-template"  # under which trackers group runs
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,6 @@ class Room(Extra):
 
     def starting(self, run: Run, parts: Parts) -> None:
         if run.config.of(Options).report_to:
-            from train.extras.report.trackers import start_trackers
-
             start_trackers(run.accelerator, run.config)
             self._trackers = list(run.accelerator.trackers)
 
@@ -100,6 +103,39 @@ class Room(Extra):
             outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")
         if own.push_to_hub:  # last, because what is here already needs no network
             _push(run, str(own.hub_model_id))
+
+
+def start_trackers(accelerator: Accelerator, config: Config) -> None:
+    """Opens a run with each tool of ``report_to`` and hands it the configuration, without what may be a secret.
+
+    Raises UserError for a tool that cannot start (wandb without a login, for example).
+    """
+    wanted = config.of(Options).report_to
+    run_name = config.of(Options).run_name or Path(config.output.output_dir).resolve().name
+    options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
+    try:
+        accelerator.init_trackers(PROJECT, config=dict(tracked(to_values(config))), init_kwargs=options)
+    except ImportError as error:
+        raise UserError(f"report_to: {error}. pip install '.[{','.join(wanted)}]' adds what is missing.") from error
+    except Exception as error:  # each tool raises its own kinds of error
+        hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
+        raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error
+
+
+def tracked(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float | str]]:
+    """A configuration as flat numbers and texts; mappings get dotted names, lists become text.
+
+    Texts whose name contains token, key, secret or password are left out, because a tracker may be public.
+    """
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        plain = name.lower().replace("tokenizer", "")
+        if isinstance(value, Mapping):
+            yield from tracked(value, f"{name}.")
+        elif isinstance(value, int | float):
+            yield name, value
+        elif value is not None and not any(word in plain for word in ("token", "key", "secret", "password")):
+            yield name, ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _sample(run: Run, parts: Parts) -> str | None:
