@@ -273,7 +273,7 @@ def packing(task: str, model: ModelWithLoss, build: Callable[..., ModelWithLoss]
         tokens = example(number, length + (task == "causal_lm")).tolist()
         row = {"id": number, "tokens": tokens, "length": length, "special": [False] * len(tokens)}
         members.append({**row, "vocab_size": VOCABULARY, "mask_id": 3})
-    rows = [{**joined(members), "id": 0}]
+    rows = [{**joined({name: [member[name] for member in members] for name in members[0]}), "id": 0}]
     packed = partial(collate_packed, pad_id=0, collate=own.collate)(rows, (0, 0))
     together = loss_of(changed, packed)
     alone = loss_of(model, batch_of(task, [5])) + loss_of(model, batch_of(task, [7], first=1))

@@ -74,7 +74,8 @@ def batches(rows: list[list[int]]) -> tuple[MicroBatch, MicroBatch]:
     members = [
         [{"tokens": torch.randint(3, 97, (n,), generator=generator), "length": n, "id": 0} for n in row] for row in rows
     ]
-    packed = collate_packed([{**joined(row), "id": i} for i, row in enumerate(members)], (0,), 0, collate)
+    columns = [{name: [member[name] for member in row] for name in row[0]} for row in members]
+    packed = collate_packed([{**joined(row), "id": i} for i, row in enumerate(columns)], (0,), 0, collate)
     return packed, collate([member for row in members for member in row], (0,), 0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,35 +80,31 @@ def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     return rows
 
 
-def in_order(examples: Iterable[Mapping[str, Any]], room: int) -> Iterator[list[Mapping[str, Any]]]:
-    """The examples of each row, taken as they come: a row ends where the next example does not fit."""
-    row: list[Mapping[str, Any]] = []
-    left = room
-    for example in examples:
-        if row and example["length"] > left:
-            yield row
-            row, left = [], room
-        row.append(example)
-        left -= example["length"]
-    if row:
-        yield row
+def in_order(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """The numbers of the examples in each row, taken as they come: a row ends where the next one does not fit."""
+    rows: list[list[int]] = []
+    left = 0
+    for number, length in enumerate(lengths):
+        if not rows or length > left:
+            rows.append([])
+            left = room
+        rows[-1].append(number)
+        left -= length
+    return rows
 
 
-def joined(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A row of ``members``, each with its ``id`` in what was packed."""
-    names = {"member_ids" if name == "id" else name: name for name in members[0]}
-    return {
-        new: sum(m[old] for m in members) if old in SUMMED else [m[old] for m in members] for new, old in names.items()
-    }
+def joined(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """A row of the examples in ``columns``, one of them the ``id`` that each has in what was packed."""
+    row = {name: sum(values) if name in SUMMED else list(values) for name, values in columns.items()}
+    row["member_ids"] = row.pop("id")
+    return row
 
 
 def members(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What :func:`joined` made a row of, without the sums."""
-    names = [name for name in row if name not in (*SUMMED, "id")]
-    return [
-        {"id" if name == "member_ids" else name: row[name][number] for name in names}
-        for number in range(len(row["member_ids"]))
-    ]
+    columns = {name: values for name, values in row.items() if name not in (*SUMMED, "id")}
+    columns["id"] = columns.pop("member_ids")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
@@ -124,8 +120,7 @@ def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
 def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:
     numpy = examples.with_format("numpy")
     for numbers in best_fit(column(examples, "length"), room):
-        found = numpy[numbers]
-        yield joined([{**{name: found[name][i] for name in found}, "id": n} for i, n in enumerate(numbers)])
+        yield joined({**numpy[numbers], "id": numbers})
 
 
 def pack_stream(examples: datasets.IterableDataset, room: int) -> datasets.IterableDataset:
@@ -135,9 +130,9 @@ def pack_stream(examples: datasets.IterableDataset, room: int) -> datasets.Itera
 
 
 def _rows_in_order(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int], room: int) -> dict[str, list[Any]]:
-    examples = [{**{name: batch[name][i] for name in batch}, "id": number} for i, number in enumerate(numbers)]
-    rows = [joined(members) for members in in_order(examples, room)]
-    return {name: [row[name] for row in rows] for name in rows[0]}
+    columns, rows = {**batch, "id": numbers}, in_order(batch["length"], room)
+    packed = [joined({name: [values[i] for i in row] for name, values in columns.items()}) for row in rows]
+    return {name: [row[name] for row in packed] for name in packed[0]}
 
 
 # From rows to a batch
