@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from train.records import UserError, one_line
 NAME = "documents"  # of the implementation, among those of transformers
 # torch 2.11 shares heads without being asked.
 _SHARING: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+Tensors = Sequence[Tensor]  # query (B, H, S, D), key and value (B, H', S, D)
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
 
 
@@ -97,8 +98,8 @@ def attend(
     causal, window = options.get("is_causal"), options.get("sliding_window")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     window = None if window is None or window >= documents.longest else window
-    how = _How(module, options.get("dropout", 0.0), options.get("scaling"), causal, window)
-    return _attend_within(query, key, value, documents, how), None
+    how = {"dropout": options.get("dropout", 0.0), "scaling": options.get("scaling"), "is_causal": causal}
+    return _attend_within(module, (query, key, value), documents, window, how), None
 
 
 def attend_rows(
@@ -126,41 +127,30 @@ def _kernels_share_heads(query: Tensor) -> bool:
     return is_half and capability >= (8, 0) and query.shape[-1] <= limit
 
 
-class _How(NamedTuple):
-    """The arguments of :func:`attend` that all documents share."""
-
-    module: nn.Module
-    dropout: float
-    scaling: float | None
-    causal: bool
-    window: int | None
-
-
 @torch.compiler.disable(reason="each batch has other lengths: each would be compiled again")
-def _attend_within(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
-    """(B, S, H, D) attention within documents."""
-    if how.dropout == 0.0 and _suits_flash(query, value):
-        return _attend_at_once(query, key, value, documents, how)
-    options = {"dropout": how.dropout, "scaling": how.scaling, "is_causal": how.causal}
+def _attend_within(
+    module: nn.Module, tensors: Tensors, documents: Documents, window: int | None, how: dict[str, Any]
+) -> Tensor:
+    """(B, S, H, D) attention within documents; ``how``: what :func:`attend_rows` is told."""
+    if how["dropout"] == 0.0 and _suits_flash(tensors[0], tensors[2]):
+        return _attend_at_once(tensors, documents, window, how)
 
     def within(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if how.window is None or how.window >= query.shape[2]:
-            return attend_rows(how.module, query, key, value, None, **options)[0]
-        windows = _windows(query.shape[2], how.window, how.causal, query.device)
+        if window is None or window >= query.shape[2]:
+            return attend_rows(module, query, key, value, None, **how)[0]
+        windows = _windows(query.shape[2], window, how["is_causal"], query.device)
         parts = ((query[:, :, q], key[:, :, k], value[:, :, k], mask) for q, k, mask in windows)
-        return torch.cat([attend_rows(how.module, *part, **options)[0] for part in parts], dim=1)
+        return torch.cat([attend_rows(module, *part, **how)[0] for part in parts], dim=1)
 
-    return _one_by_one(within, query, key, value, documents.lengths)
+    return _one_by_one(within, tensors, documents.lengths)
 
 
-def _one_by_one(
-    within: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, rows: Sequence[tuple[int, ...]]
-) -> Tensor:
+def _one_by_one(within: Callable[..., Tensor], tensors: Tensors, rows: Sequence[tuple[int, ...]]) -> Tensor:
     """(B, S, H, D) ``within`` of each document; rows that are cut alike go together."""
     if len(set(rows)) > 1:
-        each = zip(query.split(1), key.split(1), value.split(1), rows, strict=True)
-        return torch.cat([_one_by_one(within, q, k, v, [lengths]) for q, k, v, lengths in each])
-    parts = zip(*(tensor.split(rows[0], dim=2) for tensor in (query, key, value)), strict=True)
+        each = zip(*(tensor.split(1) for tensor in tensors), strict=True)
+        return torch.cat([_one_by_one(within, row, [lengths]) for row, lengths in zip(each, rows, strict=True)])
+    parts = zip(*(tensor.split(rows[0], dim=2) for tensor in tensors), strict=True)
     attended = [within(*part) for part in parts]
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
@@ -191,15 +181,13 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if cast else tensor.dtype
 
 
-def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: _How) -> Tensor:
+def _attend_at_once(tensors: Tensors, documents: Documents, window: int | None, how: dict[str, Any]) -> Tensor:
     """(B, S, H, D) by one kernel, the rows laid end to end."""
-    dtype = _product_dtype(query)
-    laid_out = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    cuts, longest = documents.boundaries, documents.longest
-    reach = -1 if how.window is None else how.window - 1
-    window = (reach, 0 if how.causal else reach)
-    options: dict[str, Any] = {"scale": how.scaling, "window_size": window, **_SHARING}
-    attended = cast("Tensor", varlen_attn(*laid_out, cuts, cuts, longest, longest, **options))
+    query, (cuts, longest) = tensors[0], (documents.boundaries, documents.longest)
+    laid_out = [tensor.to(_product_dtype(query)).transpose(1, 2).flatten(0, 1) for tensor in tensors]
+    reach = -1 if window is None else window - 1
+    options: dict[str, Any] = {"window_size": (reach, 0 if how["is_causal"] else reach), **_SHARING}
+    attended: Any = varlen_attn(*laid_out, cuts, cuts, longest, longest, scale=how["scaling"], **options)
     return attended.unflatten(0, (query.shape[0], query.shape[2]))
 
 
