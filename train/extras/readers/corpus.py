@@ -253,16 +253,12 @@ def _divide(document: datasets.Dataset, data: Source) -> tuple[Any, Any]:
 def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[dict[str, str]]:
     """The only text of ``document`` in two, the second its last ``fraction``; without parts that are only space."""
     text = document[0]["text"]
-    cut = _line_boundary(text, round(len(text) * (1 - fraction)))
+    place = round(len(text) * (1 - fraction))
+    # At the start of a line near there that leaves something on both sides, if one does.
+    lines = (text.rfind("\n", max(place - NEARBY, 0), place) + 1, text.find("\n", place, place + NEARBY) + 1)
+    good = [at for at in lines if at and text[:at].strip() and text[at:].strip()]
+    cut = min(good, key=lambda at: abs(at - place), default=place)
     yield from ({**document[0], "text": part} for part in (text[:cut], text[cut:]) if part.strip())
-
-
-def _line_boundary(text: str, position: int) -> int:
-    """The start of a line near ``position`` that leaves something on both sides, else ``position``."""
-    before = text.rfind("\n", max(position - NEARBY, 0), position) + 1
-    after = text.find("\n", position, position + NEARBY) + 1
-    good = [at for at in (before, after) if at and text[:at].strip() and text[at:].strip()]
-    return min(good, key=lambda at: abs(at - position), default=position)
 
 
 def _hold_out_head(stream: datasets.IterableDataset, data: Source) -> tuple[Any, Any]:
