@@ -65,16 +65,13 @@ def build_tokenizer(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         trainer = trainers.WordLevelTrainer(special_tokens=[*special, UNKNOWN], show_progress=False)
     else:
-        pieces = {piece: i for i, piece in enumerate([*special, *sorted(alphabet)])}
-        tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]) if spec == "bytes" else models.BPE())
+        tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
+        size = int(spec.partition(":")[2] or len(special) + len(alphabet))  # which leaves bytes no room for a merge
         options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
-        trainer = trainers.BpeTrainer(vocab_size=int(spec.partition(":")[2] or len(pieces)), **options)
-    if spec == "bytes":
-        tokenizer.add_special_tokens(special)
-    else:
-        tokenizer.train_from_iterator(_beginning(texts, TOKENIZER_TRAINING_BYTES), trainer)
+        trainer = trainers.BpeTrainer(vocab_size=size, **options)
+    tokenizer.train_from_iterator(_beginning(texts, TOKENIZER_TRAINING_BYTES), trainer)
     return _with_names(tokenizer, spec)
 
 
