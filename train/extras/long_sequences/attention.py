@@ -183,12 +183,12 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
 
 def _attend_at_once(tensors: Tensors, documents: Documents, window: int | None, how: dict[str, Any]) -> Tensor:
     """(B, S, H, D) by one kernel, the rows laid end to end."""
-    query, (cuts, longest) = tensors[0], (documents.boundaries, documents.longest)
-    laid_out = [tensor.to(_product_dtype(query)).transpose(1, 2).flatten(0, 1) for tensor in tensors]
+    cuts, longest, dtype = documents.boundaries, documents.longest, _product_dtype(tensors[0])
+    query, key, value = (tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in tensors)
     reach = -1 if window is None else window - 1
     options: dict[str, Any] = {"window_size": (reach, 0 if how["is_causal"] else reach), **_SHARING}
-    attended: Any = varlen_attn(*laid_out, cuts, cuts, longest, longest, scale=how["scaling"], **options)
-    return attended.unflatten(0, (query.shape[0], query.shape[2]))
+    attended: Any = varlen_attn(query, key, value, cuts, cuts, longest, longest, scale=how["scaling"], **options)
+    return attended.unflatten(0, (len(documents), -1))
 
 
 # Whether a model takes document boundaries
