@@ -46,7 +46,7 @@ def chunked_sum(
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
     prepares = learns and how.dtype != torch.float16
-    one_chunk = len(labels) <= _tokens_per_chunk(len(weight))  # nothing to save by computing it twice
+    one_chunk = len(rows_by_chunk(len(labels), len(weight))) <= 1  # nothing to save by computing it twice
     if learns and not prepares and one_chunk and how.part is None:
         return how.objective.loss_sum(F.linear(hidden, weight, bias), labels)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
@@ -161,16 +161,15 @@ def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple
 
     def of_label(values: Tensor) -> Tensor:
         picked = values.gather(1, column).squeeze(1).to(log_p.dtype)
-        return picked if part is None or held is None else part.sum(picked.masked_fill(~held, 0))
+        return picked if held is None else part.sum(picked.masked_fill(~held, 0))
 
     log_p_of_label = of_label(log_p)
     losses = (smoothing - 1) * log_p_of_label
     if smoothing:
         total = log_p.sum(1)
         losses -= smoothing / num_classes * (total if part is None else part.sum(total))
-    log_z = None
-    if z_loss:
-        log_z = of_label(logits) - log_p_of_label
+    log_z = of_label(logits) - log_p_of_label if z_loss else None
+    if log_z is not None:
         losses += z_loss * log_z.square()
     if not learns:
         return losses, None
@@ -193,13 +192,9 @@ def rows_to_compute(hidden: Tensor, labels: Tensor, num_targets: int | None) -> 
     return hidden, labels
 
 
-def _tokens_per_chunk(num_classes: int) -> int:
-    return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
-
-
 def rows_by_chunk(num_rows: int, num_classes: int) -> list[slice]:
     """The chunks that ``num_rows`` positions are cut into."""
-    tokens = _tokens_per_chunk(num_classes)
+    tokens = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
     return [slice(start, start + tokens) for start in range(0, num_rows, tokens)]
 
 

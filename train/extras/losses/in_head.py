@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,7 @@ from train.records import UserError
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
-Answer: TypeAlias = Callable[..., Any]
-"""Computed from hidden states (..., H), weight (V, H) and bias (V,) of an output embedding, and where these are only
-those of a part of the classes, ``part``."""
+_asked = threading.local()  # its ``answer`` is called in place of the output embedding, by this thread alone
 
 
 def head_of(model: nn.Module) -> Any:
@@ -31,39 +29,34 @@ def head_of(model: nn.Module) -> Any:
 
 
 class LossHead(nn.Linear):
-    """An output embedding that can be asked for something else than its logits.
+    """An output embedding that gives what :func:`answering` asks for, in place of its logits.
 
-    It is computed within this module's forward, where sharded weights are gathered. Asked by one thread, other
-    callers of the model get logits as ever.
+    It is computed within this module's forward, where sharded weights are gathered.
     """
 
-    answers: dict[int, Answer]
-    part: Any  # which classes this rank computes, or None for all; weight and bias are then sharded DTensors
-
-    @classmethod
-    def adopt(cls, head: Any) -> None:
-        """Makes ``head`` one of these, with the same weights and hooks."""
-        head.__class__ = cls
-        head.answers, head.part = {}, getattr(head, "part", None)
-
-    @contextmanager
-    def answering(self, answer: Answer) -> Iterator[None]:
-        """Gives this thread's callers ``answer`` while the context is open."""
-        thread = threading.get_ident()
-        self.answers[thread] = answer
-        try:
-            yield
-        finally:
-            del self.answers[thread]
+    part: Any = None  # which classes this rank computes, or None for all; weight and bias are then sharded DTensors
 
     def forward(self, input: Tensor) -> Any:
-        answer = self.answers.get(threading.get_ident())
+        answer = getattr(_asked, "answer", None)
         if (part := self.part) is None:
             return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
         if answer is None:
             return part.all_logits(input, self.weight, self.bias)
         weight, bias = (None if p is None else p.to_local() for p in (self.weight, self.bias))  # pyright: ignore
         return answer(input, weight, bias, part=part)
+
+
+@contextmanager
+def answering(answer: Callable[..., Any]) -> Iterator[None]:
+    """Output embeddings give this thread ``answer`` of hidden states (..., H), weight (V, H) and bias (V,).
+
+    Where these have only a part of the classes, it is also told the ``part``. Other threads get logits as ever.
+    """
+    _asked.answer = answer
+    try:
+        yield
+    finally:
+        del _asked.answer
 
 
 @dataclass(frozen=True)
@@ -82,23 +75,17 @@ class LossInHead:
             kept.append(chunked_scores(*tensors, labels=labels, **options))
             return kept[-1].loss_sums  # a tensor, because some models still handle what they take for logits
 
-        answer: Answer = score
-        if not scored:
-            kinds = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
-            answer = partial(kinds[self.kind], labels=labels, num_targets=num_targets)
-            if self.kind in ("chunked", "liger"):
-                answer = partial(answer, objective=self.objective)
-        with head_of(model.model).answering(answer):
+        kinds = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
+        terms = {"objective": self.objective} if self.kind in ("chunked", "liger") else {}
+        summed = partial(kinds[self.kind], labels=labels, num_targets=num_targets, **terms)
+        with answering(score if scored else summed):
             output = model.model(**inputs)
         return kept[-1] if scored else balanced(logits_of(output), output, labels, model.model)
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLAIN) -> None:
-    """From now on ``model``, which has no :func:`obstacle_to_chunks`, never holds all logits.
-
-    ``kind`` is chunked, torch, cce or liger.
-    """
-    LossHead.adopt(head_of(model.model))
+    """Has ``model``, to which there is no :func:`obstacle_to_chunks`, use chunked, torch, cce or liger from now on."""
+    head_of(model.model).__class__ = LossHead
     model.loss_in_head = LossInHead(kind, objective)
 
 
@@ -110,24 +97,23 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
     """
     if type(head_of(model)) not in (nn.Linear, LossHead):
         return "its output embedding is not a plain nn.Linear"
-    return obstacle_on_trial(model, _trial)
 
+    def trial(twin: Any) -> str | None:
+        if hasattr(twin, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
+            twin.set_attn_implementation("eager")
+            twin.set_experts_implementation("batched_mm")
+        head, given = head_of(twin), []
+        head.__class__, ids = LossHead, head.weight.new_zeros((1, 8), dtype=torch.long)
 
-def _trial(model: Any) -> str | None:
-    if hasattr(model, "set_attn_implementation"):  # of transformers: what every device has, and looks at no value
-        model.set_attn_implementation("eager")
-        model.set_experts_implementation("batched_mm")
-    head, given = head_of(model), []
-    ids = head.weight.new_zeros((1, 8), dtype=torch.long)
+        def answer(*tensors: Any) -> Tensor:
+            given.append(chunked_sum(*tensors, ids))
+            return given[-1]
 
-    def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        given.append(chunked_sum(hidden, weight, bias, ids))
-        return given[-1]
+        with answering(answer):
+            out = logits_of(twin(input_ids=ids))
+        return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
 
-    LossHead.adopt(head)
-    with head.answering(answer):
-        out = logits_of(model(input_ids=ids))
-    return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
+    return obstacle_on_trial(model, trial)
 
 
 def choose_loss(
