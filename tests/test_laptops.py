@@ -150,9 +150,9 @@ def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
         data = SimpleNamespace(examples=SimpleNamespace(label_names=["a", "b"]), tokenizer=[])
 
     # The meter of MPS over tensors of a CPU: what it reads of torch.mps is the stand-in's.
-    from train.extras.meter import mps
+    from train.extras.meter.cpu import MpsMeter
 
-    monkeypatch.setattr(mps.MpsMeter, "__init__", lambda meter, *args: made.update(args=args))
+    monkeypatch.setattr(MpsMeter, "__init__", lambda meter, *args: made.update(args=args))
     model, optimizer = nn.Linear(64, 64), None
     run = SimpleNamespace(
         accelerator=SimpleNamespace(device=torch.device("mps")),
@@ -162,12 +162,12 @@ def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
     room: Any = Room()
     parts = Parts(state=SimpleNamespace(model=model), optimizer=SimpleNamespace(optimizer=optimizer))
     room.ready(run, parts)
-    assert isinstance(room.meter, mps.MpsMeter) and made["args"][:2] == (torch.device("mps"), model)
+    assert isinstance(room.meter, MpsMeter) and made["args"][:2] == (torch.device("mps"), model)
     monkeypatch.undo()
     metal.__init__(monkeypatch)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    meter = mps.MpsMeter(torch.device("cpu"), model, optimizer, 2, print)
+    meter = MpsMeter(torch.device("cpu"), model, optimizer, 2, print)
     metal.allocated, metal.driver = 5 * 2**20, 40 * 2**20
     with meter.measure("forward", []):
         loss = model(torch.ones(1024, 64)).sum()

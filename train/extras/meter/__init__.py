@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from train.config import option
@@ -56,13 +56,13 @@ class Room(Extra):
 
     def ready(self, run: Run, parts: Parts) -> None:
         device, own = run.accelerator.device, run.config.of(Options)
-        meter_of = {"cpu": "CpuMeter", "cuda": "CudaMeter", "mps": "MpsMeter"}
+        meter_of = {"cpu": "cpu:CpuMeter", "cuda": "cuda:CudaMeter", "mps": "cpu:MpsMeter"}
         if own.measure_memory and device.type in meter_of:
             from train.extras.meter.tracker import num_classes_of
 
             names, model = parts.data.examples.label_names, parts.state.model
             classes = num_classes_of(model, len(names), len(parts.data.tokenizer))
-            kind = getattr(import_module(f"train.extras.meter.{device.type}"), meter_of[device.type])
+            kind = resolve_name(f"train.extras.meter.{meter_of[device.type]}")
             self.meter = kind(device, model, parts.optimizer.optimizer, classes, run.outputs.say)
         if own.memory_snapshot and device.type == "cuda":
             self._record_history(run)

@@ -1,4 +1,4 @@
-"""Memory on a CPU, which counts nothing itself: every operator of some steps is followed.
+"""Memory on CPUs and Apple's GPUs, which keep no peaks themselves: every operator of some steps is followed.
 
 That makes a step slower by a fifth and a very short one by more, so only few are followed.
 """
@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import mps
 
 from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMeter, describe, peak_bytes
 from train.extras.meter.tracker import HELD, StorageTracker, tag_gradients, tag_held
@@ -117,3 +119,32 @@ class CpuMeter(MemoryMeter):
         blocks = list(self._tracker.live.values())  # a copy: what is freed meanwhile leaves it
         left = [block for block in blocks if block.kind not in HELD]
         return Counter((f"{describe(b.shape, b.dtype)} made in {b.phase}", b.num_bytes) for b in left)
+
+
+class MpsMeter(CpuMeter):
+    """A :class:`CpuMeter` that also asks torch.mps, which keeps no peaks, where a phase begins.
+
+    No peak is below what was allocated then. Reserved is what Metal's driver holds, blocks that torch keeps included.
+    """
+
+    _allocated_bytes = _driver_bytes = 0  # the most since the step began
+
+    def _mark(self, phase: str) -> None:
+        super()._mark(phase)
+        self._ask()
+
+    def _end(self, completed: bool) -> None:
+        self._ask()
+        super()._end(completed)
+        self._allocated_bytes = self._driver_bytes = 0
+        # Lengths that vary leave blocks that fit no other step, and beyond this the machine begins to swap.
+        if mps.driver_allocated_memory() > mps.recommended_max_memory():
+            mps.empty_cache()
+
+    def _ask(self) -> None:
+        self._allocated_bytes = max(self._allocated_bytes, mps.current_allocated_memory())
+        self._driver_bytes = max(self._driver_bytes, mps.driver_allocated_memory())
+
+    def _add(self, measured: Measured) -> None:
+        peak = max(measured.peak_allocated_bytes, self._allocated_bytes)
+        super()._add(replace(measured, peak_allocated_bytes=peak, peak_reserved_bytes=self._driver_bytes))

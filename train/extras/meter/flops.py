@@ -7,7 +7,7 @@ in PaLM, that see each other: half of the square if attention is causal, within 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.weightless import without_weights
@@ -155,17 +156,12 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
         ids = torch.zeros((1, length), dtype=torch.long, device="meta")
         named = {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
         with _FlopCounter() as counter, torch.enable_grad():
-            answer = _first_tensor(part(**named) if by_name else part(ids))
+            output: Any = part(**named) if by_name else part(ids)
+            # Logits, or hidden states: the first tensor of real numbers in what a model gives.
+            found = tree_leaves(output if isinstance(output, Tensor) else getattr(output, "__dict__", None) or output)
+            answer = next(value for value in found if isinstance(value, Tensor) and value.is_floating_point())
             if answer.requires_grad:
                 counter.in_backward = True
                 torch.autograd.backward(answer.sum())  # into gradients of the copy, which nobody reads
         counts.append(counter.flops)
     return counts
-
-
-def _first_tensor(output: Any) -> Tensor:
-    """Logits, or hidden states: the first tensor of real numbers in a model's output."""
-    if isinstance(output, Tensor):
-        return output
-    values = output.values() if isinstance(output, Mapping) else getattr(output, "__dict__", {}).values() or output
-    return next(value for value in values if isinstance(value, Tensor) and value.is_floating_point())

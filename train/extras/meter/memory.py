@@ -48,11 +48,10 @@ class Measured:
 
     def merged(self, other: Measured) -> Measured:
         """The larger of each figure; counts are added."""
-        phases = {**self.peak_bytes_by_phase, **other.peak_bytes_by_phase}
         return Measured(
             max(self.peak_allocated_bytes, other.peak_allocated_bytes),
             max(self.peak_reserved_bytes, other.peak_reserved_bytes),
-            {phase: max(size, self.peak_bytes_by_phase.get(phase, 0)) for phase, size in phases.items()},
+            dict(Counter(self.peak_bytes_by_phase) | Counter(other.peak_bytes_by_phase)),
             (other if other.peak_allocated_bytes >= self.peak_allocated_bytes else self).bytes_by_kind,
             self.num_alloc_retries + other.num_alloc_retries,
             self.num_ooms + other.num_ooms,
