@@ -6,8 +6,9 @@ parallelism divides each layer. Each is a small engine behind the one optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from train.config import Config, option
@@ -82,7 +83,7 @@ class Room(Extra):
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         if (kind := _kind(run.launch)) is not None:
             self._sp_size = run.launch.sp_size
-            kind[0](run, model)
+            kind.prepare(run, model)
         elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
             return _expect_unused(run, model, self._batches.longest())
         return []
@@ -101,7 +102,7 @@ class Room(Extra):
         self._sp_size, launch, kind = 1, run.launch, _kind(run.launch)
         if kind is None:
             return engine
-        divided = kind[1](engine.accelerator, engine.config, engine.mark)
+        divided = kind(engine.accelerator, engine.config, engine.mark)
         divided.copies, divided.loss_share = launch.copies, 1 / launch.tp_size
         return divided
 
@@ -140,23 +141,16 @@ def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> list[st
     return [f"DDP looks for parameters without a gradient in each step: {found}"]
 
 
-def _kind(launch: Launch) -> tuple[Callable[[Run, ModelWithLoss], None], type[Engine]] | None:
-    """What makes a model ready, and the engine, of the kind that ``launch`` asks for; Ulysses includes DeepSpeed."""
-    if launch.cp_size > 1 or launch.sp_size > 1:
-        from train.extras.parallelism.sequences import ContextParallel, Ulysses, check_model, set_attention
-
-        if launch.sp_size > 1:
-            return set_attention, Ulysses
-        return lambda run, model: check_model(model.model), ContextParallel
-    if launch.engine == "deepspeed":
-        from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
-
-        return complete_settings, DeepSpeed
-    if launch.tp_size > 1:
-        from train.extras.parallelism.tensor import TensorParallel, split_weights
-
-        return split_weights, TensorParallel
-    return None
+def _kind(launch: Launch) -> Any:
+    """The class of the engine that ``launch`` asks for, or None; its ``prepare`` makes a model ready for it."""
+    kinds = (
+        (launch.sp_size > 1, "sequences:Ulysses"),  # includes DeepSpeed
+        (launch.cp_size > 1, "sequences:ContextParallel"),
+        (launch.engine == "deepspeed", "deepspeed_engine:DeepSpeed"),
+        (launch.tp_size > 1, "tensor:TensorParallel"),
+    )
+    asked = [name for is_asked, name in kinds if is_asked]
+    return resolve_name(f"train.extras.parallelism.{asked[0]}") if asked else None
 
 
 def _check_tensors(config: Config, launch: Launch) -> None:

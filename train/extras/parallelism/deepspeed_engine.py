@@ -42,10 +42,25 @@ MAX_REDUCE_BUCKET_ELEMENTS = 50_000_000  # summed over the ranks at once: 100 or
 class DeepSpeed(Engine):
     """Gradients, clipping and update by the DeepSpeed engine that accelerate has prepared."""
 
+    @staticmethod
+    def prepare(run: Run, model: ModelWithLoss) -> None:
+        """Tells DeepSpeed the batch and bucket sizes, which are known once the model is there; accelerate's agree."""
+        plugin, arithmetic = run.accelerator.state.deepspeed_plugin, arithmetic_of(run.config, run.launch.dp_size)
+        assert plugin is not None
+        plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=arithmetic.micro_batch_size,
+            gradient_accumulation_steps=arithmetic.accumulation_steps,
+        )
+        run.accelerator.gradient_accumulation_steps = arithmetic.accumulation_steps
+        # DeepSpeed allocates the whole buffer, and by default for 500 million gradients, however small the model is.
+        bucket = min(MAX_REDUCE_BUCKET_ELEMENTS, sum(p.numel() for p in model.parameters()))
+        plugin.deepspeed_config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
+        if plugin.zero_stage == 3 and not all(p.requires_grad for p in model.parameters()):
+            raise UserError("zero_stage: 3 with frozen weights: checkpoints would miss them. Use zero_stage: 2.")
+
     @property
     def engine(self) -> Any:
-        wrapped: Any = self.accelerator.deepspeed_engine_wrapped
-        return wrapped.engine
+        return self.accelerator.deepspeed_engine_wrapped.engine  # pyright: ignore[reportOptionalMemberAccess]
 
     @property
     def loss_scale(self) -> float:
@@ -88,24 +103,8 @@ def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
     # Compared above. With these accelerate would refuse a file and fields together, and read "auto" as a number.
     for name in ("ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         os.environ.pop(name, None)
-    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}  # until complete_settings
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}  # until DeepSpeed.prepare
     return DeepSpeedPlugin(hf_ds_config={**settings, **sizes}, zero3_init_flag=False)
-
-
-def complete_settings(run: Run, model: ModelWithLoss) -> None:
-    """Tells DeepSpeed the batch and bucket sizes, which are known once the model is there; accelerate's agree."""
-    plugin, arithmetic = run.accelerator.state.deepspeed_plugin, arithmetic_of(run.config, run.launch.dp_size)
-    assert plugin is not None
-    plugin.deepspeed_config.update(
-        train_micro_batch_size_per_gpu=arithmetic.micro_batch_size,
-        gradient_accumulation_steps=arithmetic.accumulation_steps,
-    )
-    run.accelerator.gradient_accumulation_steps = arithmetic.accumulation_steps
-    # DeepSpeed allocates the whole buffer, and by default for 500 million gradients, however small the model is.
-    bucket = min(MAX_REDUCE_BUCKET_ELEMENTS, sum(p.numel() for p in model.parameters()))
-    plugin.deepspeed_config["zero_optimization"].setdefault("reduce_bucket_size", bucket)
-    if plugin.zero_stage == 3 and not all(p.requires_grad for p in model.parameters()):
-        raise UserError("zero_stage: 3 with frozen weights: checkpoints would miss them. Use zero_stage: 2.")
 
 
 def engine_settings(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,36 +117,29 @@ class DeepSpeedState(TrainingState):
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
         whole = {name: tensor.detach().cpu() for name, tensor in self._untrained() if keep}
-        for name, parameter in self._trained():
-            tensor = cast("Tensor", safe_get_full_fp32_param(parameter))
-            if keep:
+        for name, parameter in self.model.named_parameters():
+            tensor: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            if keep and tensor is not None:
                 whole[name] = tensor.detach().cpu()
         return whole
 
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> Iterator[Stretch]:
         """What this rank holds of the trained parameters, in the order of its buffers."""
-        return list(self._stretches_of_stage_3() if self._is_stage_3() else self._stretches_of_stage_2())
-
-    def _stretches_of_stage_2(self) -> Iterator[Stretch]:
-        names = self._names()
-        for number, group in enumerate(self.optimizer.bit16_groups):
-            for parameter in group:
-                if (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
-                    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                    name, shape = names[id(parameter)], tuple(parameter.shape)
-                    yield Stretch(name, shape, there.start, there.numel, number, here.start)
-
-    def _stretches_of_stage_3(self) -> Iterator[Stretch]:
-        names = self._names()
-        for number, group in enumerate(self.optimizer.fp16_groups):
+        names, is_stage_3 = self._names(), self._is_stage_3()
+        for number, group in enumerate(self.optimizer.fp16_groups if is_stage_3 else self.optimizer.bit16_groups):
             offset = 0
             for parameter in group:
-                share = parameter.partition_numel()
-                start = self.optimizer._get_param_partition_rank(parameter) * share
-                length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
-                if length > 0:
-                    yield Stretch(names[id(parameter)], tuple(parameter.ds_shape), start, length, number, offset)
-                offset += share
+                name = names[id(parameter)]
+                if is_stage_3:
+                    share = parameter.partition_numel()
+                    start = self.optimizer._get_param_partition_rank(parameter) * share
+                    length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
+                    if length > 0:
+                        yield Stretch(name, tuple(parameter.ds_shape), start, length, number, offset)
+                    offset += share
+                elif (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
+                    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                    yield Stretch(name, tuple(parameter.shape), there.start, there.numel, number, here.start)
 
     def _is_stage_3(self) -> bool:
         return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
@@ -161,11 +154,8 @@ class DeepSpeedState(TrainingState):
             return [group["params"] for group in self.optimizer.trainable_param_groups]
         return self.optimizer.bit16_groups
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._trained()}
+        return {id(parameter): name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def _untrained(self) -> list[tuple[str, Tensor]]:
         trained = self._names()

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from train.extras.parallelism.deepspeed_engine import DeepSpeed, complete_settings
+from train.extras.parallelism.deepspeed_engine import DeepSpeed
 from train.loss import ModelWithLoss
 from train.records import IGNORE, MicroBatch, Run, UserError
 from train.step import Engine
@@ -42,6 +43,11 @@ def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: in
 
 class ContextParallel(Engine):
     """The step of ranks that each hold a part of every sequence, in training and evaluation."""
+
+    @staticmethod
+    def prepare(run: Run, model: ModelWithLoss) -> None:
+        """Raises UserError unless the model's sequences can be divided."""
+        check_model(model.model)
 
     @contextmanager
     def share(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
@@ -76,8 +82,7 @@ def part_of(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
     return part
 
 
-@contextmanager
-def attention_over_all(mesh: DeviceMesh, length: int) -> Iterator[None]:
+def attention_over_all(mesh: DeviceMesh, length: int) -> AbstractContextManager[Any]:
     """Causal attention over the parts on all ranks, which torch has for GPUs alone; its mask is (S ÷ ranks, S)."""
     held = [positions_of(length, rank, mesh.size()) for rank in range(mesh.size())]
     visible = held[mesh.get_local_rank()].unsqueeze(1) >= torch.cat(held)
@@ -88,11 +93,7 @@ def attention_over_all(mesh: DeviceMesh, length: int) -> Iterator[None]:
         assert options.pop("is_causal", False)
         return plain(query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=visible, **options)
 
-    F.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain
+    return patch.object(F, "scaled_dot_product_attention", attend)
 
 
 def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -128,6 +129,14 @@ def check_model(model: nn.Module) -> None:
 class Ulysses(DeepSpeed):
     """DeepSpeed on ranks that share sequences in training; in evaluation each of them takes whole ones."""
 
+    @staticmethod
+    def prepare(run: Run, model: Any) -> None:
+        """Has DeepSpeed exchange heads around the attention that the model, one of transformers, was built with."""
+        DeepSpeed.prepare(run, model)
+        sizes: Any = run.accelerator.parallelism_config
+        model.config = model.model.config  # where accelerate looks for it
+        sizes.sp_handler.sp_attn_implementation = model.config._attn_implementation
+
     @property
     def loss_scale(self) -> float:
         """Stage 3 divides the sum of gradients by all ranks; stage 2 counts ranks that share a sequence as one."""
@@ -140,14 +149,6 @@ class Ulysses(DeepSpeed):
             return nullcontext(micro_batch)
         rank, num_rows = self.accelerator.process_index % self.copies, self.engine.train_micro_batch_size_per_gpu()
         return nullcontext(part_of_sequences(micro_batch, rank, self.copies, num_rows))
-
-
-def set_attention(run: Run, model: ModelWithLoss) -> None:
-    """Has DeepSpeed exchange heads around the attention that the model, one of transformers, was built with."""
-    complete_settings(run, model)
-    network, sizes = cast("Any", model.model), cast("Any", run.accelerator.parallelism_config)
-    model.config = network.config  # where accelerate looks for it
-    sizes.sp_handler.sp_attn_implementation = network.config._attn_implementation
 
 
 def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:

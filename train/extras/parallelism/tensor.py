@@ -40,56 +40,55 @@ _UNEVEN = "which {} ranks cannot share evenly. Set parallelism_config_tp_size in
 class TensorParallel(Engine):
     """The step of ranks that share the weights: all compute the same loss, and each the gradient of its part."""
 
+    @staticmethod
+    def prepare(run: Run, with_loss: ModelWithLoss) -> None:
+        """Leaves this rank its part of the weights, on its device, and has the model work with it.
+
+        To be called before the optimizer is built. The model is the same on all ranks; whole weights become those of
+        the first. Where its loss is in chunks the classes are divided, too. Raises UserError if the model has no plan,
+        or cannot be divided among so many ranks.
+        """
+        assert run.accelerator.torch_device_mesh is not None
+        model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
+        ranks = mesh.size()
+        plan, tied = plan_of(model, ranks), _tied(model)
+        embeddings, head = (getattr(model, f"get_{side}_embeddings")() for side in ("input", "output"))
+        for name, style in plan.items():
+            module = model.get_submodule(name)
+            if style == GRADIENT_SUM:  # every rank has the whole weight, but sees its own heads alone
+                for parameter in filter(lambda p: p.requires_grad, module.parameters()):
+                    parameter.register_hook(partial(_summed, group=mesh.get_group()))
+            elif module is head and with_loss.loss_in_head is not None:
+                # Only the loss in chunks asks the other ranks for their part of the classes.
+                assert getattr(with_loss.loss_in_head, "kind", None) == "chunked"
+                head.part = VocabularyPart(len(head.weight), mesh)
+                for kind, parameter in list(module.named_parameters()):
+                    divided = distribute_tensor(parameter, mesh, [Shard(0)])
+                    setattr(module, kind, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+            else:
+                parallelize_module(module, mesh, STYLES[style]())
+        if isinstance(embeddings.weight, DTensor):
+            embeddings.padding_idx = None  # a part would take it for a row of its own; padding has no gradient anyway
+        for owners in tied:
+            first = model.get_submodule(owners[0])
+            for other in owners[1:]:
+                model.get_submodule(other).weight = first.weight
+        _copy_the_rest(model, mesh, run.accelerator.device)
+        with_loss.tp_size = ranks  # pyright: ignore[reportArgumentType] - accelerate asks for it
+
     @property
     def loss_scale(self) -> float:
         """Undoes averages over micro-batches and data parallelism; ranks with the same examples average nothing."""
         return super().loss_scale / self.copies
 
 
-def split_weights(run: Run, with_loss: ModelWithLoss) -> None:
-    """Leaves this rank its part of the weights, on its device, and has the model work with it; before the optimizer.
-
-    The model is the same on all ranks; whole weights become those of the first. Where its loss is in chunks the classes
-    are divided, too. Raises UserError if the model has no plan, or cannot be divided among so many ranks.
-    """
-    assert run.accelerator.torch_device_mesh is not None
-    model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
-    ranks = mesh.size()
-    plan, tied = plan_of(model, ranks), _tied(model)
-    embeddings, head = (getattr(model, f"get_{side}_embeddings")() for side in ("input", "output"))
-    for name, style in plan.items():
-        module = model.get_submodule(name)
-        if style == GRADIENT_SUM:  # every rank has the whole weight, but sees its own heads alone
-            for parameter in filter(lambda p: p.requires_grad, module.parameters()):
-                parameter.register_hook(partial(_summed, group=mesh.get_group()))
-        elif module is head and with_loss.loss_in_head is not None:
-            # Only the loss in chunks asks the other ranks for their part of the classes.
-            assert getattr(with_loss.loss_in_head, "kind", None) == "chunked"
-            head.part = VocabularyPart(len(head.weight), mesh)
-            for kind, parameter in list(module.named_parameters()):
-                divided = distribute_tensor(parameter, mesh, [Shard(0)])
-                setattr(module, kind, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-        else:
-            parallelize_module(module, mesh, STYLES[style]())
-    if isinstance(embeddings.weight, DTensor):
-        embeddings.padding_idx = None  # a part would take it for a row of its own; padding has no gradient anyway
-    for owners in tied:
-        first = model.get_submodule(owners[0])
-        for other in owners[1:]:
-            model.get_submodule(other).weight = first.weight
-    _copy_the_rest(model, mesh, run.accelerator.device)
-    with_loss.tp_size = ranks  # pyright: ignore[reportArgumentType] - accelerate asks for it
-
-
 def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
     """The style of each module of ``model`` that is divided, by the module's name; raises UserError as above."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     written: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    plan = {}
-    modules = dict(model.named_modules())
+    plan, modules = {}, dict(model.named_modules())
     for key in [*modules, *dict(model.named_parameters())]:
-        style = written.get(re.sub(r"\.\d+(?=\.|$)", ".*", key))
-        if style is None:
+        if (style := written.get(re.sub(r"\.\d+(?=\.|$)", ".*", key))) is None:
             continue
         if style not in {*STYLES, GRADIENT_SUM} or key not in modules:
             raise UserError(f"tensor parallelism: {name} wants {style!r} for {key}, which is not done here. {_REMEDY}")
@@ -136,10 +135,8 @@ def _check_module(model: str, name: str, module: nn.Module, style: str, ranks: i
     if style in (GRADIENT_SUM, EMBEDDING):
         return
     if not isinstance(module, nn.Linear):
-        kind = type(module).__name__
-        raise UserError(
-            f"tensor parallelism: {model} has a {kind} for {name}; only plain linear layers are divided. {_REMEDY}"
-        )
+        found = f"{model} has a {type(module).__name__} for {name}"
+        raise UserError(f"tensor parallelism: {found}; only plain linear layers are divided. {_REMEDY}")
     width = module.in_features if style.startswith("rowwise") else module.out_features
     if width % ranks and style in ("colwise", "rowwise"):
         raise UserError(f"tensor parallelism: {name} of {model} is {width} wide, {_UNEVEN.format(ranks)}")
@@ -153,15 +150,12 @@ def _summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def _copy_the_rest(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Moves whole weights and buffers to the device, and gives every rank the weights of the first."""
+    """Moves whole weights to the device, and gives every rank those of the first; accelerate moves the buffers."""
     first = dist.get_global_rank(mesh.get_group(), 0)
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
             dist.broadcast(parameter.data, first, mesh.get_group())
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
 
 
 class VocabularyPart:
