@@ -109,7 +109,7 @@ class OffloadedInputs:
         self.transfers: dict[torch.device, StreamTransfers | None] = {torch.device("cpu"): None}
         """By device, made when it is first seen; None: its memory is the host's."""
         self._free: list[Tensor] = []
-        self._last: weakref.ref[_Resting] | None = None
+        self._last: Callable[[], _Resting | None] = lambda: None  # a weak reference; here as if its object were gone
 
     def __deepcopy__(self, memo: Any) -> OffloadedInputs:
         return self  # a copy of the model shares streams and pinned memory
@@ -142,16 +142,12 @@ class OffloadedInputs:
 
     @torch.no_grad()
     def _rest(self, tensor: Tensor) -> _Resting:
-        version, known = getattr(tensor, "_rests_as", (None, None))
-        resting = known() if known is not None else None
-        if resting is not None and version == tensor._version:
+        version, known = getattr(tensor, "_rests_as", (None, lambda: None))
+        if (resting := known()) is not None and version == tensor._version:
             return resting
-        before = self._last() if self._last is not None else None
-        if before is not None:
+        if (before := self._last()) is not None:
             before.leave()
-        transfers = self.transfers[tensor.device]
-        assert transfers is not None
-        resting = _Resting(tensor, transfers, self._free, before)
+        resting = _Resting(tensor, self)
         self._last = weakref.ref(resting)
         tensor._rests_as = (tensor._version, self._last)  # pyright: ignore[reportAttributeAccessIssue]
         return resting
@@ -172,17 +168,17 @@ class _Resting:
     It is deleted when autograd releases it, after backward or an exception; then its pinned memory can be reused.
     """
 
-    def __init__(self, tensor: Tensor, transfers: StreamTransfers, free: list[Tensor], before: _Resting | None) -> None:
+    def __init__(self, tensor: Tensor, inputs: OffloadedInputs) -> None:
         self._on_device: Tensor | None = None
-        self._transfers, self._free = transfers, free
-        self._before = weakref.ref(before) if before is not None else None
+        self._transfers: Any = inputs.transfers[tensor.device]
+        self._free, self._before = inputs._free, inputs._last
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
         self._pieces: list[Tensor] = []
         whole = tensor.detach().contiguous()  # before the copy is queued, so that it waits for this
         piece_bytes = piece_bytes_for(whole.nbytes)
         while piece_bytes * len(self._pieces) < whole.nbytes:
-            self._pieces.append(free.pop() if free else transfers.host_buffer(piece_bytes))
-        self._event = transfers.copy([(piece, part) for part, piece in self._parts(whole)])
+            self._pieces.append(self._free.pop() if self._free else self._transfers.host_buffer(piece_bytes))
+        self._event = self._transfers.copy([(piece, part) for part, piece in self._parts(whole)])
         self._on_device = whole
 
     def __del__(self) -> None:
@@ -209,7 +205,7 @@ class _Resting:
         assert self._on_device is not None
         whole = self._on_device
         self.leave()
-        if self._before is not None and (before := self._before()) is not None:
+        if (before := self._before()) is not None:
             before.fetch()
         return whole
 

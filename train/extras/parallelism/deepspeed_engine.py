@@ -136,8 +136,7 @@ def engine_settings(
             f"schedule belong in the training configuration; a DeepSpeed file may set {', '.join(sorted(_TAKEN))}."
         )
     for name, (key, value) in ours.items():
-        if name in ("gradient_accumulation_steps", "gradient_clipping"):
-            _compare(name, environment.get(f"ACCELERATE_{name.upper()}"), LAUNCH_FILE, key, value)
+        _compare(name, environment.get(f"ACCELERATE_{name.upper()}"), LAUNCH_FILE, key, value)
         _compare(name, settings.get(name), where, key, value)
     for name in ("bf16", "fp16"):
         enabled = (settings.get(name) or {}).get("enabled")
