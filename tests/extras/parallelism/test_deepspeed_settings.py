@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,9 +34,10 @@ def settings(launch: Launch = TWO, dtype: str = "float32", attention: str | None
     optimization = {name: value for name, value in given.items() if not name.isupper()}
     config = Config(
         architecture=Architecture(dtype=cast("Any", dtype), attn_implementation=attention),
-        optimization=Optimization(**{"micro_batch_size": 2, **optimization}),
+        optimization=Optimization(**{"micro_batch_size": 2, "gradient_accumulation_steps": 4, **optimization}),
     )
-    return engine_settings(config, launch, 4, environment)
+    with patch.dict(os.environ, environment):
+        return engine_settings(config, launch)
 
 
 def file_of(folder: Path, **content: Any) -> Path:

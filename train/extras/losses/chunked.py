@@ -142,7 +142,7 @@ def _in_chunks(
     if of_hidden is not None:
         of_hidden.masked_fill_(ignored_rows, 0)
         if how.part is not None:
-            how.part.sum(of_hidden)
+            how.part.reduce(of_hidden)
     return loss, (of_hidden, of_weight, of_bias)
 
 
@@ -161,13 +161,13 @@ def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple
 
     def of_label(values: Tensor) -> Tensor:
         picked = values.gather(1, column).squeeze(1).to(log_p.dtype)
-        return picked if held is None else part.sum(picked.masked_fill(~held, 0))
+        return picked if held is None else part.reduce(picked.masked_fill(~held, 0))
 
     log_p_of_label = of_label(log_p)
     losses = (smoothing - 1) * log_p_of_label
     if smoothing:
         total = log_p.sum(1)
-        losses -= smoothing / num_classes * (total if part is None else part.sum(total))
+        losses -= smoothing / num_classes * (total if part is None else part.reduce(total))
     log_z = of_label(logits) - log_p_of_label if z_loss else None
     if log_z is not None:
         losses += z_loss * log_z.square()

@@ -90,8 +90,7 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
     None for a device that is not known, and for a type that it cannot multiply.
     """
-    if precision == "tf32":  # half of bf16's rate in the data sheet of every card above that has both
-        half = peak_flops_per_second(device_name, "bf16")
-        return half and half / 2
-    field = {"no": "fp32"}.get(precision, precision)
-    return getattr(find_card(device_name), field, None) if field in ("fp16", "bf16", "fp32") else None
+    field = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "tf32": "bf16"}.get(precision)
+    rate = getattr(find_card(device_name), field, None) if field else None
+    # half of bf16's rate in the data sheet of every card above that has both
+    return rate / 2 if rate and precision == "tf32" else rate

@@ -226,8 +226,8 @@ class LeakWatch:
         grown = now - self._listed_bytes
         large = [name for name, size in sizes.most_common() if size >= 0.01 * grown]
         named = [f"{more[name]} × {name}" for name in large[:_NAMED]]
-        if large[_NAMED:]:
-            named.append(f"{sum(more[name] for name in large[_NAMED:])} others")
+        if others := sum(more[name] for name in large[_NAMED:]):
+            named.append(f"{others} others")
         if grown - sizes.total() >= 0.01 * grown:  # graphs hold tensors that Python does not know of
             named.append(f"{gib(grown - sizes.total())} held by autograd graphs")
         num_steps = self._step - self._first_step

@@ -92,7 +92,7 @@ class DeepSpeed(Engine):
 
 def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
     """What the Accelerator needs to set up DeepSpeed; raises UserError if it is missing or asked for in two ways."""
-    settings = engine_settings(config, launch, arithmetic_of(config, launch.dp_size).accumulation_steps, os.environ)
+    settings = engine_settings(config, launch)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("the launch file asks for DeepSpeed, which is not installed: pip install -e '.[deepspeed]'")
     if torch.distributed.is_initialized():  # by torch: DeepSpeed has to be told
@@ -107,28 +107,26 @@ def deepspeed_plugin(config: Config, launch: Launch) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config={**settings, **sizes}, zero3_init_flag=False)
 
 
-def engine_settings(
-    config: Config, launch: Launch, accumulation_steps: int, environment: Mapping[str, str]
-) -> dict[str, Any]:
+def engine_settings(config: Config, launch: Launch) -> dict[str, Any]:
     """The configuration of ``deepspeed.initialize``, except for the batch size, which may not be known yet.
 
-    Of ``micro_batch_size: auto`` no accumulation is known, and no number elsewhere agrees with it. ``environment`` is
+    Of ``micro_batch_size: auto`` no accumulation is known, and no number elsewhere agrees with it. The environment is
     where ``accelerate launch`` leaves the contents of its file. Raises UsageError where two places contradict each
     other, or something was asked for that does not work with DeepSpeed.
     """
-    path, optim = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config.optimization
+    path, optim = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config.optimization
     try:
         settings = dict(json.loads(Path(path).read_text(encoding="utf-8"))) if path else {}
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"deepspeed_config_file: {path} cannot be read: {error}") from None
     where = path or LAUNCH_FILE
-    half, micro, clipping = optim.mixed_precision or launch.precision, optim.micro_batch_size, optim.max_grad_norm
-    is_auto = micro == "auto"
+    half, clipping = optim.mixed_precision or launch.precision, optim.max_grad_norm or 0.0
+    sizes, auto = arithmetic_of(config, launch.dp_size), "auto" if optim.micro_batch_size == "auto" else None
     ours = {  # by DeepSpeed's name: ours, and the value
-        "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto" if is_auto else accumulation_steps),
-        "gradient_clipping": ("max_grad_norm", clipping or 0.0),
-        "train_micro_batch_size_per_gpu": ("micro_batch_size", micro),
-        "train_batch_size": ("global_batch_size", micro if is_auto else micro * accumulation_steps * launch.dp_size),
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", auto or sizes.accumulation_steps),
+        "gradient_clipping": ("max_grad_norm", clipping),
+        "train_micro_batch_size_per_gpu": ("micro_batch_size", auto or sizes.micro_batch_size),
+        "train_batch_size": ("global_batch_size", auto or sizes.global_batch_size),
     }
     if unknown := sorted(settings.keys() - _TAKEN - ours.keys() - {"bf16", "fp16"}):
         raise UsageError(
@@ -136,16 +134,16 @@ def engine_settings(
             f"schedule belong in the training configuration; a DeepSpeed file may set {', '.join(sorted(_TAKEN))}."
         )
     for name, (key, value) in ours.items():
-        _compare(name, environment.get(f"ACCELERATE_{name.upper()}"), LAUNCH_FILE, key, value)
+        _compare(name, os.environ.get(f"ACCELERATE_{name.upper()}"), LAUNCH_FILE, key, value)
         _compare(name, settings.get(name), where, key, value)
     for name in ("bf16", "fp16"):
         enabled = (settings.get(name) or {}).get("enabled")
         if enabled not in (None, "auto") and bool(enabled) != (half == name):
             raise _disagreement(f"{name}.enabled", str(enabled).lower(), where, "mixed_precision", half)
-    zero = _zero(environment, settings.get("zero_optimization") or {}, where)
+    zero = _zero(settings.get("zero_optimization") or {}, where)
     _refuse(config, zero["stage"])
     if launch.sp_size > 1:
-        _refuse_sequences(config, environment, zero, where)
+        _refuse_sequences(config, zero, where)
     exact = {} if half == "no" else {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     return {
         "zero_allow_untested_optimizer": True,
@@ -153,7 +151,7 @@ def engine_settings(
         **exact,
         **{name: value for name, value in settings.items() if name in _TAKEN},
         "zero_optimization": zero,
-        "gradient_clipping": clipping or 0.0,
+        "gradient_clipping": clipping,
     }
 
 
@@ -174,16 +172,16 @@ def _disagreement(name: str, given: Any, where: str, ours: str, value: Any) -> U
     )
 
 
-def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _zero(from_file: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The section ``zero_optimization``: a DeepSpeed file's, completed by the launch file's fields."""
     zero = {name: value for name, value in from_file.items() if value != "auto"}
-    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
     if stage is not None and zero.setdefault("stage", int(stage)) != int(stage):
         raise UsageError(f"zero_stage: {stage} in {LAUNCH_FILE}, zero_optimization.stage: {zero['stage']} in {where}.")
     if zero.setdefault("stage", 2) not in (2, 3):
         raise UsageError(f"zero_stage: {zero['stage']} in {where}: use 2 or 3, or ddp.yaml for no sharding.")
     for part in ("offload_optimizer", "offload_param"):
-        device = environment.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_DEVICE")
+        device = os.environ.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_DEVICE")
         zero[part] = {"device": device or "none", **(zero.get(part) or {})}
         found = zero[part]["device"]
         if device not in (None, found):
@@ -192,7 +190,7 @@ def _zero(environment: Mapping[str, str], from_file: Mapping[str, Any], where: s
             raise UsageError(f"{part}_device: {found} in {where}: checkpoints work with none and cpu alone.")
     if zero["offload_param"]["device"] == "cpu" and zero["stage"] == 2:
         raise UsageError(f"offload_param_device: cpu in {where}: only stage 3 shards parameters; set zero_stage: 3.")
-    if environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
+    if os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false").lower() == "true":
         raise UsageError(
             f"zero3_init_flag: true in {LAUNCH_FILE} would draw other initial weights than one process does. Set it to "
             "false: each process then builds the model in host memory and keeps its part."
@@ -218,10 +216,10 @@ def _refuse(config: Config, stage: int) -> None:
     )
 
 
-def _refuse_sequences(config: Config, environment: Mapping[str, str], zero: Mapping[str, Any], where: str) -> None:
+def _refuse_sequences(config: Config, zero: Mapping[str, Any], where: str) -> None:
     """Stops where Ulysses would use another attention, or scale gradients in another way, than expected."""
     name, ours = "parallelism_config_sp_attn_implementation", config.architecture.attn_implementation
-    given = environment.get(name.upper())
+    given = os.environ.get(name.upper())
     if given not in (None, "None") and ours not in (None, given):
         raise _disagreement(name, given, LAUNCH_FILE, "attn_implementation", ours)
     if zero["stage"] == 3 and zero.get("reduce_scatter") is False:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,38 +177,31 @@ class VocabularyPart:
         held = (labels >= self._first) & (labels < self._end)
         return (labels - self._first).masked_fill(~held, 0), held
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """``tensor``, now summed over the parts."""
-        dist.all_reduce(tensor, group=self._mesh.get_group())
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """``tensor``, now that of all parts: their sum, or as ``op`` says."""
+        dist.all_reduce(tensor, op=op, group=self._mesh.get_group())
         return tensor
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(N,) −log p(label) from this part's logits (N, C), in fp32 or fp64; 0 where the label is IGNORE."""
         classes, held = self.own(labels)  # IGNORE is in no part
         of_label = self.log_softmax(logits).gather(1, classes.unsqueeze(1)).squeeze(1)
-        return -self.sum(of_label.masked_fill(~held, 0))
+        return -self.reduce(of_label.masked_fill(~held, 0))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """(N, C) log p of this part's classes, in fp32 or fp64."""
         logits = logits.to(wide_dtype(logits.dtype))
-        logits = logits - self._largest(logits.amax(1)).unsqueeze(1)
-        return logits.sub_(self.sum(logits.exp().sum(1)).log().unsqueeze(1))
+        logits = logits - self.reduce(logits.amax(1), dist.ReduceOp.MAX).unsqueeze(1)
+        return logits.sub_(self.reduce(logits.exp().sum(1)).log().unsqueeze(1))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """(N,) the most probable class of all; of equal ones the first."""
         best, index = logits.to(wide_dtype(logits.dtype)).max(1)
-        candidate = torch.where(best == self._largest(best), index + self._first, self.num_classes)
-        dist.all_reduce(candidate, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
-        return candidate
+        is_best = best == self.reduce(best.clone(), dist.ReduceOp.MAX)
+        return self.reduce(torch.where(is_best, index + self._first, self.num_classes), dist.ReduceOp.MIN)
 
     def all_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(..., V) of all classes, on every rank, from ``hidden`` (..., H) and the whole, sharded ``weight``."""
         whole = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
-        logits = F.linear(whole, weight, bias)
-        assert isinstance(logits, DTensor)
+        logits: Any = F.linear(whole, weight, bias)
         return logits.full_tensor()
-
-    def _largest(self, values: Tensor) -> Tensor:
-        largest = values.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
-        return largest
