@@ -61,12 +61,11 @@ def test_loss_and_gradients_stay_and_three_lengths_need_two_compilations(mode: d
             for name, gradient in found.items():  # fp32, the same operations
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     kinds = 2 if mode == MODES[1] else 1  # layers that recompute and layers that do not are two functions
-    assert compilation.compilations == 2 * kinds
-    assert compilation.recompilations == compilation.compilations - 1
-    assert compilation.seconds > 0
-    summary = compilation.summary()
-    assert (summary["recompilations"], summary["recompile_limit_reached"]) == (compilation.recompilations, None)
-    assert f"{compilation.compilations} compilations" in compilation.line()
+    figures = compilation.figures
+    assert figures["compilations"] == 2 * kinds
+    assert figures["recompilations"] == figures["compilations"] - 1
+    assert figures["compile_seconds"] > 0 and figures["recompile_limit_reached"] is None
+    assert f"{2 * kinds} compilations" in compilation.line()
 
 
 def test_attention_stays_causal_without_a_mask() -> None:
@@ -93,9 +92,9 @@ def test_names_of_weights_stay_and_the_sample_runs_uncompiled() -> None:
     with Compilation(pytest.fail).listening() as compilation:
         with uncompiled(model):
             gradients(model, 8)
-        assert compilation.compilations == 0
+        assert compilation.figures["compilations"] == 0
         gradients(model, 8)
-        assert compilation.compilations == 1
+        assert compilation.figures["compilations"] == 1
     assert list(model.state_dict()) == names
 
 
@@ -124,7 +123,7 @@ def test_too_many_compilations_are_told_with_their_cause() -> None:
             gradients(model, length)
     assert len(said) == 1
     assert "runs it uncompiled" in said[0] and "12" in said[0]  # the length that did not fit
-    assert compilation.summary()["recompile_limit_reached"]
+    assert compilation.figures["recompile_limit_reached"]
 
 
 def test_nothing_is_counted_where_nothing_is_compiled(recipe: Path, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,27 +67,24 @@ class Room(Extra):
             ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
         )
 
-    @contextmanager
-    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
+    def open(self, config: Config, launch: Launch, stop: StopRequest) -> AbstractContextManager[Any]:
         if not config.of(Options).compile:
-            yield
-            return
+            return nullcontext()
         from train.extras.activations.compilation import Compilation, check_compiler
 
         check_compiler(target_device())
         self._compilation = Compilation()
-        with self._compilation.listening():
-            yield
+        return self._compilation.listening()
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
         from train.extras.activations import compilation, recompute, tiling
 
         own, lines = run.config.of(Options), []
-        if own.gradient_checkpointing_offload and run.accelerator.device.type == "cpu":
+        every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
+        if offload and run.accelerator.device.type == "cpu":
             lines.append("gradient_checkpointing_offload: does nothing on a CPU, which computes in host memory")
         if own.tiled_mlp:
             lines.append(tiling.tile_mlps(network, own.mlp_tile_tokens))
-        every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
         recompute.enable_checkpointing(network, own.gradient_checkpointing, every, offload)
         if own.compile and not run.is_planned:
             compilation.compile_layers(network)
@@ -122,4 +119,4 @@ class Room(Extra):
         if self._compilation is None:
             return {}
         run.outputs.say(self._compilation.line())
-        return self._compilation.summary()
+        return self._compilation.figures

@@ -53,7 +53,7 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 class Compilation(logging.Handler):
-    """Counts what ``torch.compile`` does inside :meth:`listening`.
+    """Counts what ``torch.compile`` does inside :meth:`listening`; ``figures`` are for ``summary.json``.
 
     ``tell`` is shown torch's warning that it gave a function up once, with its cause.
     """
@@ -61,9 +61,8 @@ class Compilation(logging.Handler):
     def __init__(self, tell: Callable[[str], None] = print) -> None:
         super().__init__(logging.WARNING)
         self.tell = tell
-        self.compilations = self.recompilations = 0
-        self.seconds = 0.0
-        self.limit_reached: str | None = None  # why the last compilation was not used again, once there were too many
+        self.figures: dict[str, Any] = {"compilations": 0, "recompilations": 0, "compile_seconds": 0.0}
+        self.figures["recompile_limit_reached"] = None  # or why the last compilation could not be used again
 
     @contextmanager
     def listening(self) -> Iterator[Compilation]:
@@ -84,33 +83,24 @@ class Compilation(logging.Handler):
     def _started(self, call: Any) -> None:
         self._clock = time.perf_counter()
         if call.callback_trigger.name == "DYNAMO":
-            self.compilations += 1
+            self.figures["compilations"] += 1
             frame = re.search(r"(\d+)/(\d+)", str(call.compile_id))  # a function's number, and which time it is
-            self.recompilations += frame is not None and int(frame[2]) > 0
+            self.figures["recompilations"] += frame is not None and int(frame[2]) > 0
 
     def _ended(self, call: Any) -> None:
-        self.seconds += time.perf_counter() - self._clock
+        self.figures["compile_seconds"] += time.perf_counter() - self._clock
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if "recompile_limit" in message and self.limit_reached is None:
+        if "recompile_limit" in message and self.figures["recompile_limit_reached"] is None:
             reason = re.search(r"last reason: (.*)", message)
-            self.limit_reached = " ".join((reason[1] if reason else message).split())[:300]
+            cause = self.figures["recompile_limit_reached"] = " ".join((reason[1] if reason else message).split())[:300]
             self.tell(
                 "compile: torch stopped compiling a layer and runs it uncompiled, which is correct but slow; "
-                f"the last cause: {self.limit_reached}"
+                f"the last cause: {cause}"
             )
-
-    def summary(self) -> dict[str, Any]:
-        """Figures for ``summary.json``."""
-        return {
-            "compilations": self.compilations,
-            "recompilations": self.recompilations,
-            "compile_seconds": self.seconds,
-            "recompile_limit_reached": self.limit_reached,
-        }
 
     def line(self) -> str:
         """How often torch compiled, in a sentence."""
-        again = f"{self.recompilations} of them for other shapes or modes"
-        return f"compile: {self.compilations} compilations, {again}, {self.seconds:.1f} s"
+        again = f"{self.figures['recompilations']} of them for other shapes or modes"
+        return f"compile: {self.figures['compilations']} compilations, {again}, {self.figures['compile_seconds']:.1f} s"

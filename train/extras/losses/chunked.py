@@ -161,7 +161,7 @@ def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple
 
     def of_label(values: Tensor) -> Tensor:
         picked = values.gather(1, column).squeeze(1).to(log_p.dtype)
-        return picked if held is None else part.reduce(picked.masked_fill(~held, 0))
+        return picked if part is None or held is None else part.reduce(picked.masked_fill(~held, 0))
 
     log_p_of_label = of_label(log_p)
     losses = (smoothing - 1) * log_p_of_label

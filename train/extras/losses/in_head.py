@@ -105,8 +105,8 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
         head, given = head_of(twin), []
         head.__class__, ids = LossHead, head.weight.new_zeros((1, 8), dtype=torch.long)
 
-        def answer(*tensors: Any) -> Tensor:
-            given.append(chunked_sum(*tensors, ids))
+        def answer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            given.append(chunked_sum(hidden, weight, bias, ids))
             return given[-1]
 
         with answering(answer):

@@ -128,10 +128,7 @@ class MemoryMeter:
         return interval.figures()
 
     def summary(self) -> dict[str, Any]:
-        """Figures of the whole run, those that do not apply left out.
-
-        Those of :class:`Measured`; peak_resident_bytes of the process (CPU); memory_leak, a text.
-        """
+        """Of the whole run the figures of :class:`Measured`; peak_resident_bytes of the process (CPU); memory_leak."""
         self._between()
         figures = self._run.figures()
         return figures if self.leaks.leak is None else {**figures, "memory_leak": self.leaks.leak}
