@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.checkpoint import StoredBlocks
-from train.state import Part, TrainingState, model_tensors, settings_of
+from train.state import Part, TrainingState, settings_of
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,23 @@ class DeepSpeedState(TrainingState):
     """The live objects of a run on one rank: the network inside the engine, and the engine's own optimizer."""
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
-        model = {name: Part(_copied(t), tuple(t.shape), (0,) * t.ndim) for name, t in self._untrained() if rank == 0}
-        optimizer: dict[str, Part] = {}
+        found = super().parts(rank)  # what is not trained
         for stretch in self.stretches():
             buffer = self._buffers()[stretch.buffer]
-            model[stretch.name] = stretch.part_of(buffer)
-            for key, value in self.optimizer.optimizer.state.get(buffer, {}).items():
+            found["model"][stretch.name] = stretch.part_of(buffer)
+            for key, value in self.optimizer.state.get(buffer, {}).items():
                 if not isinstance(value, Tensor):
                     continue
                 name = f"{stretch.name}.{key}"
                 if value.shape == buffer.shape:
-                    optimizer[name] = stretch.part_of(value)
+                    found["optimizer"][name] = stretch.part_of(value)
                 elif stretch.start == 0:  # a number, such as how many steps were made
-                    optimizer[name] = Part(_copied(value), tuple(value.shape), (0,) * value.ndim)
-        return {"model": model, "optimizer": optimizer}
+                    found["optimizer"][name] = Part(_copied(value), tuple(value.shape), (0,) * value.ndim)
+        return found
 
     def values(self) -> dict[str, Any]:
-        names, own_groups = self._names(), self.optimizer.optimizer.param_groups
-        groups = [
-            {**group, "params": [names[id(p)] for p in parameters]}
-            for group, parameters in zip(own_groups, self._grouped(), strict=True)
-        ]
         scaler = {k: v for k, v in vars(self.optimizer.loss_scaler).items() if isinstance(v, int | float)}
-        return {"param_groups": groups, "optimizer": {}, "scaler": None, "loss_scaler": scaler}
+        return {**super().values(), "loss_scaler": scaler}
 
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place, also from a run without DeepSpeed."""
@@ -89,17 +83,16 @@ class DeepSpeedState(TrainingState):
                     stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
         for buffer, state in zip(self._buffers(), states, strict=True):
             if state:
-                self.optimizer.optimizer.state[buffer] = state
-        names, settings = self._names(), settings_of(values)
-        for group, parameters in zip(self.optimizer.optimizer.param_groups, self._grouped(), strict=True):
-            group.update(settings[names[id(parameters[0])]])
+                self.optimizer.state[buffer] = state
+        settings = settings_of(values)
+        for group, names in zip(self.optimizer.param_groups, self._groups(), strict=True):
+            group.update(settings[names[0]])
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 
     @torch.no_grad()
     def restore_model(self, blocks: StoredBlocks) -> None:
-        for name, tensor in self._untrained():
-            tensor.copy_(blocks.block("model", name, (0,) * tensor.ndim, tuple(tensor.shape)))
+        super().restore_model(blocks)
         for stretch in self.stretches():
             stretch.fill(self._buffers()[stretch.buffer], blocks, "model", stretch.name)
         zero = self.optimizer  # its buffers hold the weights now; the copies that the model computes with follow
@@ -116,7 +109,7 @@ class DeepSpeedState(TrainingState):
         """In fp32; one tensor at a time is whole on every rank."""
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-        whole = {name: tensor.detach().cpu() for name, tensor in self._untrained() if keep}
+        whole = {name: tensor.detach().cpu() for name, tensor in self.model_tensors().items() if keep}
         for name, parameter in self.model.named_parameters():
             tensor: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if keep and tensor is not None:
@@ -148,18 +141,18 @@ class DeepSpeedState(TrainingState):
         zero = self.optimizer
         return zero.fp32_partitioned_groups_flat if self._is_stage_3() else zero.single_partition_of_fp32_groups
 
-    def _grouped(self) -> list[list[nn.Parameter]]:
-        """The parameters of each of the optimizer's groups."""
-        if self._is_stage_3():
-            return [group["params"] for group in self.optimizer.trainable_param_groups]
-        return self.optimizer.bit16_groups
+    def _groups(self) -> list[list[str]]:
+        names, zero = self._names(), self.optimizer
+        groups = [g["params"] for g in zero.trainable_param_groups] if self._is_stage_3() else zero.bit16_groups
+        return [[names[id(parameter)] for parameter in group] for group in groups]
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    def _untrained(self) -> list[tuple[str, Tensor]]:
+    def model_tensors(self) -> dict[str, Tensor]:
+        """What of the model is in none of the buffers."""
         trained = self._names()
-        return [(name, t) for name, t in model_tensors(self.model).items() if id(t) not in trained]
+        return {name: tensor for name, tensor in super().model_tensors().items() if id(tensor) not in trained}
 
 
 def _copied(tensor: Tensor) -> Tensor:
