@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,19 +60,21 @@ def _looks_ahead(model: nn.Module, task: type[Task]) -> str:
 
 @contextmanager
 def small_copy(model: nn.Module) -> Iterator[nn.Module]:
-    """An architecture to try: few narrow layers, short windows, on the CPU, in fp32, in evaluation mode.
+    """An architecture to try: few narrow layers, short windows, on the CPU, in evaluation mode.
 
-    Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
-    not one of transformers is copied as it is, with such weights. Leaves the context of a prediction meanwhile.
+    Its weights are random and large, and fp64 where the model works with that, so that what one token takes from
+    another is far above rounding. A model that is not one of transformers is copied as it is, in fp32, with such
+    weights. Leaves the context of a prediction meanwhile.
 
     Raises:
         ValueError: it has too many parameters and cannot be made smaller.
     """
     with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # not those of devices, which are not restored
-        for factor, layers in SCALES if hasattr(model, "_from_config") else ():
+        kinds = itertools.product((torch.float64, torch.float32), SCALES) if hasattr(model, "_from_config") else ()
+        for dtype, scale in kinds:
             with suppress(Exception):  # configurations and models fail in their own ways
-                small = _boosted(_shrunk(model, factor, layers))
+                small = _boosted(_shrunk(model, *scale)).to(dtype)
                 if logits_on_trial(small, tokens_on_trial(small)).isfinite().all():
                     break
         else:
