@@ -44,6 +44,6 @@ with suppress(ImportError):
 
     from train.memory.predict import Predictor
 
-    Predictor.start = predictors.start
+    Predictor.start = predictors.start  # pyright: ignore
 
 sys.stdout.flush()  # else each fork prints what libraries have said

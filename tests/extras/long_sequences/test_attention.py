@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.long_sequences import attention
+from train.extras.long_sequences import Room, attention
 from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import collate_packed, joined
 from train.loss import ModelWithLoss
@@ -334,3 +335,20 @@ def test_a_classifier_whose_windows_slide_pools_what_it_pooled(pooling: str) -> 
     attention.set_document_boundaries(model)
     assert model.config._attn_implementation == attention.NAME
     torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_lengths", "is_stream", "told"),
+    [("cuda", 64, False, [True]), ("cuda", 65, False, [False]), ("cuda", 1, True, [False]), ("cpu", 65, False, [])],
+)
+def test_cudnn_is_left_out_where_lengths_vary(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_lengths: int, is_stream: bool, told: list[bool]
+) -> None:
+    """It would prepare its attention for each length anew (not run on a card)."""
+    found: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", found.append)
+    run: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)))
+    lengths = np.repeat(np.arange(1, num_lengths + 1), 3)
+    batches: Any = SimpleNamespace(lengths=lengths, steps_per_epoch=None if is_stream else 7)
+    Room().prepared(run, None, batches)  # pyright: ignore[reportArgumentType]
+    assert found == told

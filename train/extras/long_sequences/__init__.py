@@ -13,6 +13,7 @@ from train.records import MicroBatch, Run, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
+    from train.batching import Batches
     from train.data import PreparedData
     from train.loop import Parts
     from train.tasks import Task
@@ -36,6 +37,9 @@ class Options:
     sliding_window: int | None = option(None, "Attention sees this many tokens back (modernbert: to each side).", ge=1)
     sequence_length_warmup_steps: int = option(0, "Cut each of the first steps into shorter pieces.", ge=0)
     sequence_length_warmup_start: int = option(64, "Tokens of the first pieces; they double until max_length.", ge=2)
+
+
+MOST_LENGTHS = 64  # for which cuDNN may prepare its attention: each takes it a twentieth of a second and more
 
 
 class Room(Extra):
@@ -88,6 +92,14 @@ class Room(Extra):
         from train.extras.long_sequences.packing import packed
 
         return packed(data, run.config.data.max_length)
+
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+        """Leaves cuDNN out where lengths vary: it plans for every shape, and keeps the plans (torch's ``MHA.cpp``)."""
+        if run.accelerator.device.type == "cuda":
+            import torch
+
+            vary = batches.steps_per_epoch is None or len(set(batches.lengths.tolist())) > MOST_LENGTHS
+            torch.backends.cuda.enable_cudnn_sdp(not vary)
 
     def starting(self, run: Run, parts: Parts) -> None:
         steps, warmup = parts.goal.total_steps, run.config.of(Options).sequence_length_warmup_steps
