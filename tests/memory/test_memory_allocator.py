@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,18 +21,29 @@ def allocated(*sizes: int, **settings: bool) -> CachingAllocator:
     return replay(enumerate(sizes), **settings)
 
 
-def blocks(allocator: CachingAllocator) -> list[Any]:
+class Block(NamedTuple):
+    address: int
+    size: int
+    allocated: bool
+
+
+def blocks(allocator: CachingAllocator) -> list[Block]:
     """All blocks of reserved memory by address, as ``torch.cuda.memory_snapshot`` would list them."""
-    unused = [block for pool in allocator._pools.values() for _, _, block in pool.free]
-    return sorted([*(block for block, _ in allocator._live.values()), *unused], key=lambda block: block.address)
+    unused = [Block(address, size, False) for pool in allocator._pools.values() for size, address in pool.free]
+    return sorted([*(Block(address, size, True) for _, address, size in allocator._live.values()), *unused])
 
 
 def free_sizes(allocator: CachingAllocator) -> list[int]:
     return [block.size for block in blocks(allocator) if not block.allocated]
 
 
+def are_neighbours(one: Block, other: Block) -> bool:
+    return one.address + one.size == other.address
+
+
 def num_segments(allocator: CachingAllocator) -> int:
-    return sum(block.prev is None for block in blocks(allocator))
+    found = blocks(allocator)
+    return len(found) - sum(are_neighbours(*pair) for pair in pairwise(found))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +219,7 @@ def check(allocator: CachingAllocator) -> None:
     assert sum(block.size for block in found) == allocator.reserved_bytes
     assert sum(block.size for block in found if block.allocated) == allocator.allocated_bytes
     for one, other in pairwise(found):
-        assert (one.next is other) == (other.prev is one)
-        assert one.allocated or other.allocated or one.next is not other, "neighbours that are both free"
+        assert one.allocated or other.allocated or not are_neighbours(one, other), "neighbours that are both free"
 
 
 @pytest.mark.parametrize("seed", range(4))

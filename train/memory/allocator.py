@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from train.extras.meter.tracker import CUDA_GRANULE_BYTES
 from train.memory.kernels import rounded_up
@@ -25,66 +24,42 @@ SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
 OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB  # larger requests get a segment of their own
 
 
-@dataclass(eq=False, slots=True)
-class _Block:
-    """A stretch of a segment, linked to its neighbours; in use or free."""
-
-    address: int = 0
-    size: int = 0
-    allocated: bool = True
-    prev: _Block | None = None
-    next: _Block | None = None
-
-    def split(self, size: int) -> _Block:
-        """Cuts this block to ``size``; returns the rest, free and linked behind it."""
-        rest = _Block(self.address + size, self.size - size, allocated=False)
-        _link(rest, self.next)
-        _link(self, rest)
-        self.size = size
-        return rest
-
-
-def _link(before: _Block | None, after: _Block | None) -> None:
-    if before is not None:
-        before.next = after
-    if after is not None:
-        after.prev = before
-
-
-@dataclass(eq=False, slots=True)
 class _Pool:
     """The free blocks for small requests, or those for large ones."""
 
-    page_bytes: int  # by which an expandable segment grows
-    end: int  # the address at which the next segment begins
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)  # by size, then address
-    stop: _Block = field(default_factory=_Block)  # behind the last block of an expandable segment
+    def __init__(self, page_bytes: int, end: int) -> None:
+        self.page_bytes = page_bytes  # of a segment for several requests; an expandable one grows by as much
+        self.end = end  # the address at which the next segment begins, or the only one ends
+        self.free: list[tuple[int, int]] = []  # (size, address), ascending
+        self._size_at: dict[int, int] = {}  # of these blocks by address
+        self.size_before: dict[int, int] = {}  # of these blocks by the address at which they end
 
-    def add(self, block: _Block) -> None:
+    def add(self, address: int, size: int) -> None:
         """Adds a free block, merged with its free neighbours."""
-        before, after = block.prev, block.next
-        if before is not None and not before.allocated:
-            self.remove(before)
-            block.address, block.size = before.address, before.size + block.size
-            _link(before.prev, block)
-        if after is not None and not after.allocated:
-            self.remove(after)
-            block.size += after.size
-            _link(block, after.next)
-        insort(self.free, (block.size, block.address, block))
+        before, after = self.size_before.get(address, 0), self._size_at.get(address + size, 0)
+        if before:
+            self.remove(address - before, before)
+        if after:
+            self.remove(address + size, after)
+        address, size = address - before, before + size + after
+        insort(self.free, (size, address))
+        self._size_at[address] = self.size_before[address + size] = size
 
-    def remove(self, block: _Block) -> None:
-        del self.free[bisect_left(self.free, (block.size, block.address))]
+    def remove(self, address: int, size: int) -> None:
+        del self.free[bisect_left(self.free, (size, address))]
+        del self._size_at[address], self.size_before[address + size]
 
-    def take(self, size: int) -> _Block | None:
-        """Removes the smallest free block that is large enough, the lowest of several."""
+    def take(self, size: int) -> tuple[int, int] | None:
+        """Removes the smallest free block that is large enough, the lowest of several: (address, size)."""
         index = bisect_left(self.free, (size,))
         if index == len(self.free):
             return None
-        # The block that can still grow is left for larger requests if another will do.
-        if self.free[index][2].next is self.stop and index + 1 < len(self.free):
-            index += 1
-        return self.free.pop(index)[2]
+        found, address = self.free[index]
+        if address + found == self.end and index + 1 < len(self.free):
+            # The block that can still grow is left for larger requests if another will do.
+            found, address = self.free[index + 1]
+        self.remove(address, found)
+        return address, found
 
 
 class CachingAllocator:
@@ -99,7 +74,7 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = 0
         # The pools begin so far apart that their addresses never meet.
         self._pools = {True: _Pool(SMALL_SEGMENT_BYTES, end=0), False: _Pool(LARGE_SEGMENT_BYTES, end=1 << 60)}
-        self._live: dict[int, tuple[_Block, _Pool]] = {}
+        self._live: dict[int, tuple[_Pool, int, int]] = {}  # pool, address and size
 
     def allocate(self, key: int, size_bytes: int) -> None:
         """Allocates ``size_bytes`` for ``key``, which has none yet, from free blocks or from the device."""
@@ -108,41 +83,37 @@ class CachingAllocator:
         size = rounded_up(size_bytes, CUDA_GRANULE_BYTES)
         small = size <= SMALL_REQUEST_BYTES
         pool = self._pools[small]
-        block = pool.take(size) or self._reserve(pool, size)
-        block.allocated = True
-        left_over = block.size - size
+        address, found = pool.take(size) or self._reserve(pool, size)
+        left_over = found - size
         if left_over >= CUDA_GRANULE_BYTES if small or self.expandable_segments else left_over > SMALL_REQUEST_BYTES:
-            pool.add(block.split(size))
-        self._live[key] = block, pool
-        self.allocated_bytes += block.size
+            pool.add(address + size, left_over)
+            found = size
+        self._live[key] = pool, address, found
+        self.allocated_bytes += found
 
     def free(self, key: int) -> None:
         """Returns the block of ``key`` to its pool; unknown keys are ignored."""
         if key in self._live:
-            block, pool = self._live.pop(key)
-            self.allocated_bytes -= block.size
-            block.allocated = False
-            pool.add(block)
+            pool, address, size = self._live.pop(key)
+            self.allocated_bytes -= size
+            pool.add(address, size)
 
-    def _reserve(self, pool: _Pool, size: int) -> _Block:
-        """Memory from the device as one block in no list: a new segment, or more pages at the end of the only one."""
-        last, taken = pool.stop.prev, rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
-        if size < OWN_SEGMENT_BYTES:
-            taken = SMALL_SEGMENT_BYTES if size <= SMALL_REQUEST_BYTES else LARGE_SEGMENT_BYTES
-        tail = None if last is None or last.allocated else last
-        if self.expandable_segments:
-            taken = rounded_up(size - (tail.size if tail else 0), pool.page_bytes)
-        block = _Block(pool.end, taken)
-        pool.end += taken
+    def _reserve(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """Memory from the device as one block, in no list: (address, size)."""
+        tail, gap = 0, 1  # with it blocks of two segments are never neighbours
+        if self.expandable_segments:  # more pages for the only segment
+            tail, gap = pool.size_before.get(pool.end, 0), 0
+            taken = rounded_up(size - tail, pool.page_bytes)
+            if tail:
+                pool.remove(pool.end - tail, tail)
+        elif size < OWN_SEGMENT_BYTES:
+            taken = pool.page_bytes
+        else:
+            taken = rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
+        address = pool.end - tail
+        pool.end += taken + gap
         self.reserved_bytes += taken
-        if tail is not None:
-            pool.remove(tail)
-            tail.size += taken
-            return tail
-        if self.expandable_segments:
-            _link(last, block)
-            _link(block, pool.stop)
-        return block
+        return address, tail + taken
 
 
 def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) -> CachingAllocator:
