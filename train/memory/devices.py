@@ -39,17 +39,8 @@ _OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}  # wh
 # 4090 460 to 520, L40 510, H200 520, H100 750, B200 710, RTX 5090 490 to 610. RTX 6000 Ada: 426 for the context alone
 # (github.com/unslothai/unsloth-zoo/pull/1053). V100: 300 to 400 (github.com/pytorch/pytorch/issues/20532). Kernels
 # are loaded when first used: a program that uses more of them takes more.
-_CONTEXT_MIB: dict[tuple[int, int] | None, int] = {
-    (7, 0): 400,
-    (7, 5): 300,
-    (8, 0): 500,
-    (8, 6): 400,
-    (8, 9): 550,
-    (9, 0): 750,
-    (10, 0): 800,
-    (12, 0): 650,
-    None: 600,  # unknown, or another
-}
+_CONTEXT_MIB = {(7, 0): 400, (7, 5): 300, (8, 0): 500, (8, 6): 400, (8, 9): 550, (9, 0): 750, (10, 0): 800}
+_CONTEXT_MIB |= {(12, 0): 650, (0, 0): 600}  # the last one: unknown
 
 
 def find_device(text: str) -> Device:
@@ -85,9 +76,9 @@ def find_device(text: str) -> Device:
         longer = [compact for compact in names if wanted and compact.startswith(wanted)]
         near = [names[compact] for compact in longer or difflib.get_close_matches(wanted, names, n=3)]
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        known = f"Known are {', '.join([*_KNOWN, 'cpu'])}"
         raise UsageError(
-            f"unknown device {text!r}.{hint} Known are {', '.join([*_KNOWN, 'cpu'])}; for any other card give its "
-            "memory, such as 24GiB or 24GB."
+            f"unknown device {text!r}.{hint} {known}; for any other card give its memory, such as 24GiB or 24GB."
         )
     name = names[wanted]
     memory_gib, capability, bandwidth, *_ = CARDS[name]
@@ -118,11 +109,9 @@ def nccl_buffer_bytes(group_size: int) -> int:
 
 def _compact(text: str) -> str:
     """The name without case, punctuation, the unit of its size, and words that set no two cards of the table apart."""
-    letters = re.sub(r"[^a-z0-9]", "", text.lower())
-    return re.sub(
-        r"nvidia|geforce|tesla|quadro|amd|instinct|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)", "", letters
-    )
+    needless = r"nvidia|geforce|tesla|quadro|amd|instinct|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)"
+    return re.sub(needless, "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
-def _context_bytes(compute_capability: tuple[int, int] | None) -> int:
-    return _CONTEXT_MIB.get(compute_capability, _CONTEXT_MIB[None]) * _MIB
+def _context_bytes(capability: tuple[int, int] | None) -> int:
+    return _CONTEXT_MIB.get(capability or (0, 0), _CONTEXT_MIB[0, 0]) * _MIB

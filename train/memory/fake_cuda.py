@@ -95,28 +95,15 @@ def _install_tables(kind: str) -> None:
 
 def _install_answers(capability: tuple[int, int]) -> None:
     """Answers the questions by which Python code decides to use CUDA."""
-    cuda: Any = torch.cuda
-    cuda.is_available = lambda: True
-    cuda.device_count = lambda: 1
-    cuda.current_device = lambda: 0
-    cuda.set_device = lambda device: None
-    cuda.synchronize = lambda device=None: None
-    cuda.empty_cache = lambda: None
-    cuda.get_device_capability = lambda device=None: capability
-    cuda.is_bf16_supported = lambda including_emulation=True: capability >= (8, 0)
-    cuda.get_device_name = lambda device=None: "this card"
-    cuda.manual_seed_all = lambda seed: None
-    cuda.is_current_stream_capturing = lambda: False
+    answers = {"is_available": True, "device_count": 1, "current_device": 0, "is_current_stream_capturing": False}
+    answers |= {"get_device_capability": capability, "is_bf16_supported": capability >= (8, 0)}
+    answers |= dict.fromkeys(("set_device", "synchronize", "empty_cache", "manual_seed_all"))
+    for name, answer in {**answers, "get_device_name": "this card"}.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     # otherwise a real tensor is made before the first fake one of a device, which fails in a build for CUDA
     fake_tensor.init_gpu_context = lambda device: None
     # otherwise fake tensors from Python numbers are made on the card first
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore[reportAttributeAccessIssue]
-    from torch.amp import autocast_mode, grad_scaler
-    from torch.cuda.amp import common
-
-    for module in (common, autocast_mode, grad_scaler):
-        if hasattr(module, "amp_definitely_not_available"):
-            vars(module)["amp_definitely_not_available"] = lambda: False
 
 
 def _check(device: str) -> None:
