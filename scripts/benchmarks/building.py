@@ -385,7 +385,7 @@ def build_training(
 
     from train.config import from_values
     from train.launch import Launch, read_launch
-    from train.memory.building import build
+    from train.memory.trial import build
 
     hold_card()
     config = from_values(job.values).changed(max_length=job.length)

@@ -26,8 +26,8 @@ from train.extras.meter.tracker import (
     held_by,
     tag_gradients,
 )
-from train.memory.building import build, run_of
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
+from train.memory.trial import build, run_of
 from train.records import Mark, UserError
 from train.step import Engine
 

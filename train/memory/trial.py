@@ -1,26 +1,38 @@
-"""One training step on fake tensors, with all its allocations counted."""
+"""One training step on fake tensors, with all its allocations counted; and what it needs: model and optimizer of a job.
+
+These are built as a run builds them: on fake tensors to predict, on real ones to measure.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from transformers.initialization import no_init_weights
 
+from train import extras
 from train.config import Config, from_values
 from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
+from train.launch import Launch, accelerator_options, init_gloo, resolve_precision, shard_by_layer
 from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import replay
-from train.memory.building import build, run_of
-from train.memory.fakes import FakeTracker, fake_tensors, few_pieces
+from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.predict import STAGE, Job, Prediction, Target, random_batch
 from train.memory.session import make_optimizer_state
-from train.model import parameter_counts
-from train.records import Run
+from train.model import build_model, parameter_counts
+from train.optim import build_optimizer, parameter_groups
+from train.outputs import Outputs
+from train.records import Run, StopRequest
 from train.step import Engine
+from train.tasks import load_task
 
 
 def predict(job: Job) -> Prediction:
@@ -37,7 +49,12 @@ def predict(job: Job) -> Prediction:
     run, costs = run_of(job, config), _costs_on(job.target)
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
-        tracker, kernels_used = _enter_stand_ins(stack, job, costs)
+        tracker = stack.enter_context(FakeTracker(job.target.device_type, costs))
+        if job.sharding in ranks.SHARDED_WEIGHTS:
+            stack.enter_context(ranks.shapes_uncounted(tracker))
+        stack.enter_context(few_pieces(tracker))
+        stack.enter_context(library_losses(job.target.capability, costs))
+        kernels_used = stack.enter_context(card_attention(job.target.capability, job.target.prefers_cudnn))
         # On the device only the step's own copies count.
         tracker.paused = True
         batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
@@ -100,19 +117,8 @@ def _costs_on(target: Target) -> Costs | None:
     return Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
 
 
-def _enter_stand_ins(stack: ExitStack, job: Job, costs: Costs | None) -> tuple[FakeTracker, set[str]]:
-    """The counter of allocations, and the names of the card's kernels that run in place of torch's attention."""
-    tracker = FakeTracker(job.target.device_type, costs)
-    stack.enter_context(tracker)
-    if job.sharding in ranks.SHARDED_WEIGHTS:
-        stack.enter_context(ranks.shapes_uncounted(tracker))
-    stack.enter_context(few_pieces(tracker))
-    stack.enter_context(library_losses(job.target.capability, costs))
-    return tracker, stack.enter_context(card_attention(job.target.capability, job.target.prefers_cudnn))
-
-
 def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
-    """What :func:`train.memory.building.build` gives, as a step in the middle of a run finds it."""
+    """What :func:`build` gives, as a step in the middle of a run finds it."""
     model, optimizer, network = build(job, run)
     tracker.num_classes = num_classes_of(network, job.num_labels, job.vocab_size)
     tag_held(tracker, network, optimizer.optimizer)
@@ -145,3 +151,68 @@ def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module) -> None:
         tracker.hold(sum(p.numel() * p.element_size() for p in trained), GRADIENTS)
     if job.target.device_type == "cuda":
         tracker.hold(library_workspace_bytes(job.target.capability), WORKSPACE)
+
+
+class EightBitState(torch.optim.Optimizer):
+    """Stands in for bitsandbytes' AdamW8bit, whose kernels need data: makes the state that it keeps, changes nothing.
+
+    On a card the real kernels need no other memory. Its CPU kernels take about 20 bytes per element of the parameter at
+    work, which is not counted.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Makes the state of parameters that have a gradient and no state."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is None or self.state[parameter]:
+                continue
+            state, blocks = self.state[parameter], -(-parameter.numel() // 256)  # each has a scale
+            is_small = parameter.numel() < 4096  # then its moments stay in fp32
+            for moment in (1, 2):
+                state[f"state{moment}"] = torch.zeros_like(parameter, dtype=torch.float32 if is_small else torch.uint8)
+                if not is_small:
+                    state[f"absmax{moment}"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+
+
+def run_of(job: Job, config: Config) -> Run:
+    """A run of ``config`` as rank 0 of the job's ranks sees it, before anything is built; nothing is written."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    ranks.leave()  # those of the prediction before
+    device = torch.device(job.target.device_type)
+    precision, _ = resolve_precision(config.optimization.mixed_precision or "no", device)
+    shards = job.sharding in ranks.SHARDED_WEIGHTS
+    if shards:
+        ranks.join(job.world_size, device.type, precision, offloads=job.sharding == "fsdp2_offload")
+    world_size, engine = (job.world_size, "fsdp2") if shards else (1, "ddp")
+    launch = Launch(world_size, engine=engine, precision=precision)
+    if device.type == "cpu":
+        init_gloo(launch)
+    accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, device))
+    outputs, config = Outputs(config, accelerator, is_silent=True), config.changed(max_length=job.length)
+    return Run(config, launch, accelerator, extras.join(), outputs, StopRequest(), is_planned=True)
+
+
+def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
+    """Prepared model, prepared optimizer, and the network inside the model.
+
+    If ``initialised``, with real weights; not for fake ones, as some initialisations repeat until the data is right.
+    """
+    labels = [str(number) for number in range(job.num_labels)]
+    names = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), job.special_tokens, strict=True))
+    tokenizer: Any = type("Tokenizer", (), {**names, "__len__": lambda _: job.vocab_size})()
+    with ExitStack() as stack:
+        if not initialised:
+            stack.enter_context(run.accelerator.device)
+            stack.enter_context(no_init_weights())
+            stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
+        with_loss = build_model(run, load_task(job.task), tokenizer, labels, has_weights=False)
+        with_loss.tie_weights()  # left out with the initialisation
+    shard_by_layer(run.accelerator, with_loss.model)
+    optim = run.config.optimization
+    if optim.optimizer == "adamw_8bit" and not initialised:
+        optimizer: Any = EightBitState(parameter_groups(with_loss.model, optim), {})
+    else:
+        optimizer = build_optimizer(run, with_loss.model)
+    model, optimizer = run.accelerator.prepare(with_loss, optimizer, device_placement=[initialised] * 2)
+    return model, optimizer, with_loss.model
