@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -42,10 +43,9 @@ class MemorySession:
         self._own, self._device = run.config.of(Options), run.accelerator.device
         self._asked: Job | None = None
         self._prediction: Prediction | None = None
-        self._is_open = "auto" in (run.config.optimization.micro_batch_size, run.config.get("gradient_checkpointing"))
         # A rank's share of a layer or a sequence is not predicted.
         self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda", "mps")
-        self._predicts = self._is_predictable and run.accelerator.is_main_process
+        self._predicts = self._is_predictable and run.accelerator.is_main_process and self._own.predict_memory
 
     def _job(self, config: Config, **seen: Any) -> Job:
         """The step of ``config`` in this run; ``seen``: fields of the job that its data decides."""
@@ -68,12 +68,12 @@ class MemorySession:
         then the largest micro-batch that fits with it. Raises UserError if nothing fits or cannot be predicted.
         """
         run, config = self._run, self._run.config
-        if not self._is_open:
+        is_open, recomputes = (config.get(name) == "auto" for name in ("micro_batch_size", "gradient_checkpointing"))
+        if not is_open and not recomputes:
             return config
-        is_open = config.optimization.micro_batch_size == "auto"
         pair = self._data.training_batches(run, BatchArithmetic(2, 1, 1)).longest()
         self._has_padding = "attention_mask" in pair.inputs
-        if config.get("gradient_checkpointing") == "auto":
+        if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config
             config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
@@ -130,7 +130,7 @@ class MemorySession:
             documents=documents.lengths if documents is not None else (),
             eval_batch_size=self._run.config.output.eval_batch_size or size,
         )
-        if self._predicts and self._own.predict_memory:
+        if self._predicts:
             self._predictor.ask(self._asked)
 
     def rehearse(self, parts: Parts) -> None:
@@ -145,7 +145,7 @@ class MemorySession:
             said = f"memory: the longest step ({size} × {length:,} tokens) {peak}"
             if figures.get("peak_reserved_bytes"):
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
-        if self._predicts and self._own.predict_memory:
+        if self._predicts:
             try:
                 self._prediction = self._predictor.answer()
                 said += f", predicted {gib(self._prediction.peak_bytes)}"
@@ -193,15 +193,12 @@ class MemorySession:
             return None, []
         if shape is not None:
             job = replace(job, micro_batch_size=shape[0], length=shape[1], num_targets=None)
-        try:
-            with Predictor() as predictor:
-                now = predictor.predict(job)
-                for flags, note, changed in cheaper(job):
-                    saved = now.peak_bytes - predictor.predict(changed).peak_bytes
-                    if saved > 0:
-                        changes.append((flags, saved, note))
-        except UserError:
-            pass
+        with suppress(UserError), Predictor() as predictor:
+            now = predictor.predict(job)
+            for flags, note, changed in cheaper(job):
+                saved = now.peak_bytes - predictor.predict(changed).peak_bytes
+                if saved > 0:
+                    changes.append((flags, saved, note))
         return now, changes
 
 
@@ -225,7 +222,10 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
         # First the optimizer's state, which every step but the first finds there; and a first step whose gradients
         # overflow, as at the first loss scale they may, would not make it.
         make_optimizer_state(run, parts.model, parts.optimizer)
-        micro_batches = _with_targets(micro_batches)
+        if not any(batch.num_targets for batch in micro_batches):  # give one: memory does not depend on how many
+            labels = micro_batches[0].labels.clone()
+            labels.view(-1)[0] = 0
+            micro_batches = [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
         with run.extras.inside("stepping", micro_batches):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
         evaluated = next(parts.data.evaluation_batches(run, parts.data.examples.validation), None)
@@ -246,36 +246,20 @@ def make_optimizer_state(run: Run, model: nn.Module, optimizer: AcceleratedOptim
         optimizer.optimizer.zero_grad(set_to_none=True)
 
 
-def _with_targets(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    """``micro_batches``; if no example has a target, with one: memory does not depend on how many there are."""
-    if any(batch.num_targets for batch in micro_batches):
-        return micro_batches
-    labels = micro_batches[0].labels.clone()
-    labels.view(-1)[0] = 0
-    return [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
-
-
 @contextmanager
 def _leaving_no_trace(run: Run, model: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
     scaler, device = run.accelerator.scaler, run.accelerator.device
-    scale = scaler.state_dict() if scaler is not None else {}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        optimizer.optimizer.state.clear()
-        optimizer.optimizer.zero_grad(set_to_none=True)
+    with ExitStack() as afterwards:
+        for buffer in model.buffers():
+            afterwards.callback(buffer.detach().copy_, buffer.clone())
+        for group in optimizer.param_groups:
+            afterwards.enter_context(patch.dict(group, lr=0.0))
         if scaler is not None:
-            scaler.load_state_dict(scale)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            afterwards.callback(scaler.load_state_dict, scaler.state_dict())
+        afterwards.callback(optimizer.optimizer.zero_grad, set_to_none=True)
+        afterwards.callback(lambda: optimizer.optimizer.state.clear())
+        afterwards.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        afterwards.callback(random.setstate, random.getstate())
+        cards = [] if device.type == "cpu" else [device]
+        afterwards.enter_context(torch.random.fork_rng(cards, device_type=device.type))
+        yield
