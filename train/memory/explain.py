@@ -29,6 +29,8 @@ class Situation:
 
 _IMPOSSIBLE_BYTES = 2**50  # a million GiB: no size that anybody meant
 _CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
+# In a traceback: a model on its way to the card, or the first state of its optimizer.
+_LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
 
 _LIST = ("nvidia-smi", "lists who holds how much; end the processes you do not need")
 _ALL = tuple(remedy.hint for remedy in ladder.REMEDIES)
@@ -72,8 +74,8 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
 }  # (what to type, what it does), cheapest first; :data:`_ALL` for any other cause
 
 
-def _diagnosis(oom: OutOfMemory) -> tuple[str, str]:
-    """The cause, as in :data:`_WHAT_TO_DO`, and what a person should know about it."""
+def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
+    """The cause, as in :data:`_WHAT_TO_DO`, and a text about it; ``weights_fill`` the card before any example."""
     requested, free, total = oom.requested_bytes or 0, oom.free_bytes or 0, oom.total_bytes or 0
     reserved, unallocated = oom.reserved_bytes or 0, oom.reserved_unallocated_bytes or 0
     if requested >= _IMPOSSIBLE_BYTES:
@@ -118,15 +120,13 @@ def _diagnosis(oom: OutOfMemory) -> tuple[str, str]:
             f"the {gib(requested)} asked for."
             + ("" if unallocated >= requested else f" With the {gib(free)} free it would be enough.")
         )
-    return _full(oom, huge)
-
-
-def _full(oom: OutOfMemory, huge: bool) -> tuple[str, str]:
-    """The causes for which this process alone is to blame."""
-    requested, pools, total = oom.requested_bytes or 0, oom.private_pools_bytes or 0, oom.total_bytes or 0
-    if pools >= max(requested, 0.25 * (oom.reserved_bytes or 0)) > 0:
+    pools = oom.private_pools_bytes or 0
+    if pools >= max(requested, 0.25 * reserved) > 0:
         mode = "torch.compile's reduce-overhead or max-autotune mode"
         return "graphs", f"CUDA graphs ({mode}) keep {gib(pools)} that nothing else can use."
+    if weights_fill:
+        kept = "with what training keeps for each of them"
+        return "weights", f"the model's weights, {kept}, fill the card before any example is there."
     if huge:
         return "huge", (
             f"one huge tensor: {gib(requested)}, {requested / total:.1%} of the card. Usually the logits (examples × "
@@ -136,28 +136,16 @@ def _full(oom: OutOfMemory, huge: bool) -> tuple[str, str]:
     return "full", f"simply full{held}. No single thing went wrong: the run needs more than there is."
 
 
-_LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
-"""In a traceback: a model on its way to the card, or the first state of its optimizer."""
-
-
-def _weights_fill(oom: OutOfMemory, message: str, situation: Situation | None) -> bool:
-    """Whether weights, gradients and optimizer state alone are more than there is, so that no smaller batch helps."""
-    if situation is None:
-        return _LOADING.search(message) is not None
-    held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-    return oom.available_bytes is not None and held >= oom.available_bytes
-
-
 def _account(
     oom: OutOfMemory, message: str, situation: Situation | None = None
 ) -> tuple[str, list[str], list[tuple[str, str]]]:
     """The cause of ``oom``, lines that say what it means, and (what to type, what it does), cheapest first."""
-    cause, why = _diagnosis(oom)
-    if cause in ("full", "huge") and _weights_fill(oom, message, situation):
-        cause = "weights"
-        why = (
-            "the model's weights, with what training keeps for each of them, fill the card before any example is there."
-        )
+    if situation is None:
+        weights_fill = _LOADING.search(message) is not None
+    else:
+        held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+        weights_fill = oom.available_bytes is not None and held >= oom.available_bytes
+    cause, why = _diagnosis(oom, weights_fill)
     if situation is not None and situation.micro_batch_shape is not None:
         why += _recognised(oom.requested_bytes or 0, situation.micro_batch_shape, situation.vocab_size)
     remedies, within_reach = [], (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
@@ -265,8 +253,8 @@ def _kinds(bytes_by_kind: dict[str, int]) -> list[str]:
     rows = sorted(((size, kind) for kind, size in bytes_by_kind.items() if size > 0), reverse=True)
     whole = sum(size for size, _ in rows)
     lines = [f"What fills it by prediction, {gib(whole)} in all:"] if rows else []
-    for position, (size, kind) in enumerate(rows):
-        mark = "← most" if position == 0 else ""
+    for size, kind in rows:
+        mark = "← most" if len(lines) == 1 else ""
         row = f"{gib(size):>12}  {size / whole:>6.1%}  {kind:<15}  {mark:<6}  {_MEANINGS.get(kind, '')}"
         lines.append(row.rstrip())
     return lines

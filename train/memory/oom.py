@@ -156,12 +156,8 @@ def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
 def _read_any(text: str) -> OutOfMemory:
     """A message of another allocator or library, with a little of what stands around it."""
     requested = _size(_ANY_REQUEST, text)
-    if re.search(_HOST, text):
-        return OutOfMemory("host", requested_bytes=requested)
-    named = re.search("cublas|cudnn|nccl|cuda|triton", text, re.I)
-    if named is None:  # the message may not say which device
-        backend = "GPU" if re.search("outofmemory|GPU|exhausted", text, re.I) else "host"
-        return OutOfMemory(backend, requested_bytes=requested)
-    libraries = {"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL"}
-    word = next((word for word in libraries if word in text.lower()), "")
-    return OutOfMemory("CUDA", library=libraries.get(word, "the driver"), requested_bytes=requested)
+    if not re.search(_HOST, text) and re.search("cublas|cudnn|nccl|cuda|triton", text, re.I):
+        library = next((name for name in ("cuBLAS", "cuDNN", "NCCL") if name.lower() in text.lower()), "the driver")
+        return OutOfMemory("CUDA", library=library, requested_bytes=requested)
+    on_gpu = not re.search(_HOST, text) and re.search("outofmemory|GPU|exhausted", text, re.I)
+    return OutOfMemory("GPU" if on_gpu else "host", requested_bytes=requested)  # it may not say which device
