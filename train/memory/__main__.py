@@ -68,10 +68,9 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """A whole number above zero."""
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
+    if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return number
+    return int(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -193,26 +192,23 @@ def _own_flags(command: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-    def add(name: str, text: str, **options: Any) -> None:
-        parser.add_argument(f"--{name}", help=text, **options)
-
+    add = parser.add_argument
     cards = "h200, a100-80, l4, rtx-4090 ..., a size such as 24GiB, or cpu; default: this one"
-    add("device", cards, metavar="NAME")
-    add("world_size", "devices that train together", metavar="N", type=positive, default=1)
-    add("sharding", "how they divide the work", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"))
-    add("vocab_size", "tokens of the vocabulary, where it depends on the data", metavar="N", type=positive)
-    add("num_labels", "classes of a classifier; default: 2", metavar="N", type=positive)
+    add("--device", metavar="NAME", help=cards)
+    add("--world_size", metavar="N", type=positive, default=1, help="devices that train together")
+    add("--sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
+    add("--vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
+    add("--num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
     padded = "whether examples of one micro-batch differ in length; default: yes, where the task needs a mask and a "
-    add("padded", padded + "micro-batch has 2 or more", choices=("yes", "no"))
+    add("--padded", choices=("yes", "no"), help=padded + "micro-batch has 2 or more")
     answer = "write the answer as JSON, without PATH instead of the text"
-    add("json", answer, dest="json_path", metavar="PATH", nargs="?", const="-")
+    add("--json", dest="json_path", metavar="PATH", nargs="?", const="-", help=answer)
     if command == "plan":
         table = "a table of memory over sequence length and micro-batch size instead"
-        add("grid", table, action="store_true")
-        add("lengths", "its lengths; default: 1,024 to 262,144", metavar="N,N...", type=numbers)
-        add("micro_batch_sizes", "its sizes; default: 1,2,4,8,16", metavar="N,N...", type=numbers)
-        add("picture", "draw it into a .png file", metavar="PATH", type=Path)
+        add("--grid", action="store_true", help=table)
+        add("--lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
+        add("--micro_batch_sizes", metavar="N,N...", type=numbers, help="its sizes; default: 1,2,4,8,16")
+        add("--picture", metavar="PATH", type=Path, help="draw it into a .png file")
     else:
         parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     return parser
@@ -222,20 +218,14 @@ def _question(config: Config, request: Namespace) -> Question:
     from train.tasks import load_task
 
     device = find_device(request.device) if request.device else this_device()
-    classifies = load_task(config.data.task).labelled
+    world_size, sharding, classifies = request.world_size, request.sharding, load_task(config.data.task).labelled
     if request.num_labels is not None and not classifies:
         raise UsageError(f"--num_labels is for tasks with labels, and {config.data.task} has none.")
-    if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
-        raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
-    return Question(
-        config=config,
-        device=device,
-        vocab_size=request.vocab_size or vocabulary_size(config),
-        num_labels=(request.num_labels or 2) if classifies else 0,
-        padded=None if request.padded is None else request.padded == "yes",
-        world_size=request.world_size,
-        sharding=request.sharding,
-    )
+    if sharding not in (None, OFFLOAD) and world_size == 1:
+        raise UsageError(f"--sharding {sharding} needs several devices: give --world_size too.")
+    vocab_size, num_labels = request.vocab_size or vocabulary_size(config), request.num_labels or 2 if classifies else 0
+    padded = None if request.padded is None else request.padded == "yes"
+    return Question(config, device, vocab_size, num_labels, padded, world_size, sharding)
 
 
 @contextmanager

@@ -11,8 +11,7 @@ import psutil  # comes with accelerate
 from train.extras.meter.cards import CARDS, find_card
 from train.records import UsageError
 
-_GIB = 2**30
-_MIB = 2**20
+_GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,22 @@ def find_device(text: str) -> Device:
     2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``mps 16GiB`` is Apple's, with what Metal recommends to
     take at most. ``cpu`` and ``mps`` are this machine's. Raises UsageError for any other.
     """
-    if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b", text.strip(), re.IGNORECASE):
-        unit = "GiB" if size[3] else "GB"
-        name, total_bytes = f"{float(size[2]):g}{unit}", int(float(size[2]) * (_GIB if size[3] else 1e9))
+    given = text.strip().lower()
+    if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b", given):
+        unit, unit_bytes = ("GiB", _GIB) if size[3] else ("GB", 10**9)
+        name, total_bytes = f"{float(size[2]):g}{unit}", int(float(size[2]) * unit_bytes)
         if size[1]:
             return Device(f"mps {name}", total_bytes)
-        context_bytes = _context_bytes(None)
-        if total_bytes <= context_bytes:
-            raise UsageError(
-                f"device {name!r}: the CUDA context alone takes about {context_bytes // _MIB} MiB. Give the memory of "
-                "a whole card, such as 24GiB."
-            )
+        if total_bytes <= (context_bytes := _context_bytes()):
+            alone = f"the CUDA context alone takes about {context_bytes // _MIB} MiB"
+            raise UsageError(f"device {name!r}: {alone}. Give the memory of a whole card, such as 24GiB.")
         return Device(name, total_bytes, context_bytes)
-    if text.strip().lower() == "cpu":
+    if given == "cpu":
         return Device(name="cpu", total_bytes=psutil.virtual_memory().total)
-    if re.match(r"(apple\s*)?m([1-9]|ps)\b", text.strip(), re.IGNORECASE):
+    if re.match(r"(apple\s*)?m([1-9]|ps)\b", given):
         import torch
 
-        if text.strip().lower() == "mps" and torch.backends.mps.is_available():
+        if given == "mps" and torch.backends.mps.is_available():
             return Device("mps", torch.mps.recommended_max_memory())
         raise UsageError(f"device {text!r}: Apple's GPUs take part of the machine's memory. Say how much: 'mps 16GiB'.")
     names = {_compact(name): name for name in _KNOWN} | _OTHER_NAMES
@@ -113,5 +110,5 @@ def _compact(text: str) -> str:
     return re.sub(needless, "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
-def _context_bytes(capability: tuple[int, int] | None) -> int:
+def _context_bytes(capability: tuple[int, int] | None = None) -> int:
     return _CONTEXT_MIB.get(capability or (0, 0), _CONTEXT_MIB[0, 0]) * _MIB
