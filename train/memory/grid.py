@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from train.figures import gib
-from train.memory.plan import Outcome, Predictions, outcome_of
+from train.memory.plan import Predictions, outcome_of
 from train.memory.question import Question, position_limit, replace_length
 from train.records import UserError
 
@@ -67,7 +67,7 @@ def make_grid(
     if question.config.get("max_tokens_per_micro_batch") is not None:
         changes["max_tokens_per_micro_batch"] = None
     known: dict[tuple[int, int], Cell] = {}
-    example: Outcome | None = None
+    num_parameters = 0
     # Diagonal by diagonal: all smaller neighbours of a cell are known, and the cells of one can be predicted at once.
     for diagonal in range(len(chosen) + len(sizes) - 1):
         jobs = {}
@@ -86,29 +86,21 @@ def make_grid(
             length, size = chosen[row], sizes[column]
             if isinstance(found, UserError):
                 raise UserError(f"{size} × {length:,} tokens: {found}")
-            outcome = example = outcome_of(question, question.asked, jobs[row, column], found)
+            outcome = outcome_of(question, question.asked, jobs[row, column], found)
+            num_parameters = found.num_parameters
             known[row, column] = Cell(length, size, outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True)
-    assert example is not None  # the first cell is always predicted
-    rows = tuple(
-        tuple(known[row, column] for column in range(len(sizes))) for row in range(len(chosen)) if (row, 0) in known
-    )
-    return Grid(*_titles(question, example), question.device.total_bytes, question.room_bytes, rows)
+    shown = [row for row in range(len(chosen)) if (row, 0) in known]
+    rows = tuple(tuple(known[row, column] for column in range(len(sizes))) for row in shown)
+    return Grid(*_titles(question, num_parameters), question.device.total_bytes, question.room_bytes, rows)
 
 
-def _titles(question: Question, example: Outcome) -> tuple[str, str]:
-    setting, several = question.asked, question.world_size > 1
-    device = f"{f'{question.world_size} × ' if several else ''}{question.device.name}"
-    name, size = question.config.architecture.name, example.prediction.num_parameters
-    title = f"{name}, {size / 1e6:.1f}M parameters, on {device}"
-    words = [
-        question.config.data.task,
-        "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision,
-        f"checkpointing {setting.gradient_checkpointing}",
-        f"loss {setting.loss}",
-        question.config.optimization.optimizer,
-        *([setting.sharding] if several else []),
-    ]
-    return f"{title} ({gib(question.device.total_bytes)})", ", ".join(words)
+def _titles(question: Question, num_parameters: int) -> tuple[str, str]:
+    setting, config, device = question.asked, question.config, question.device
+    ranks, sharding = (f"{question.world_size} × ", f", {setting.sharding}") if question.world_size > 1 else ("", "")
+    title = f"{config.architecture.name}, {num_parameters / 1e6:.1f}M parameters, on {ranks}{device.name}"
+    precision = "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision
+    techniques = f"checkpointing {setting.gradient_checkpointing}, loss {setting.loss}, {config.optimization.optimizer}"
+    return f"{title} ({gib(device.total_bytes)})", f"{config.data.task}, {precision}, {techniques}{sharding}"
 
 
 def grid_text(grid: Grid) -> str:
