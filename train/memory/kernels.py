@@ -142,23 +142,15 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         used.add("flash over lengths")
         return all_at_once(*args)
 
-    def attend(  # fixed by torch
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p=0.0, is_causal=False, **options: Any
     ) -> Tensor:
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if (device := query.device.type) not in ("cuda", "mps"):
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled(device):
             query, key, value = (_autocast(t) for t in (query, key, value))
             attn_mask = None if attn_mask is None else _autocast(attn_mask)
-        shares_heads = enable_gqa and query.shape[1] != key.shape[1]
+        scale, shares_heads = options.get("scale"), options.get("enable_gqa", False) and query.shape[1] != key.shape[1]
         kernel = "math"  # MPS has no other that trains
         if device == "cuda":
             kernel = attention_kernel(query, attn_mask, dropout_p, capability, prefers_cudnn, shares_heads)

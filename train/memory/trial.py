@@ -123,20 +123,7 @@ def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, Acceler
     tracker.num_classes = num_classes_of(network, job.num_labels, job.vocab_size)
     tag_held(tracker, network, optimizer.optimizer)
     tag_gradients(tracker, network.parameters())
-    _hold_buffers(tracker, job, network)
-    tracker.restart_trace()  # a run builds on the CPU and moves only what remains of each tensor to the device
-    # The first update makes the optimizer's state, so the peak is the same only from the second step on.
-    tracker.mark("optimizer")
-    make_optimizer_state(run, network, optimizer)
-    if job.accumulates and job.sharding != "zero2":  # the gradients of earlier micro-batches
-        for parameter in network.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    tag_held(tracker, network, optimizer.optimizer)
-    return model, optimizer, network
-
-
-def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module) -> None:
-    """Counts what ZeRO's engine, DDP's reducer and cuBLAS hold, none of which fake tensors go through."""
+    # What ZeRO's engine, DDP's reducer and cuBLAS hold goes through no fake tensor.
     trained, num_trained = [p for p in network.parameters() if p.requires_grad], parameter_counts(network)[0]
     if job.sharding in STAGE:
         held = ranks.engine_bytes(job.values, num_trained, job.world_size)
@@ -151,6 +138,15 @@ def _hold_buffers(tracker: FakeTracker, job: Job, network: nn.Module) -> None:
         tracker.hold(sum(p.numel() * p.element_size() for p in trained), GRADIENTS)
     if job.target.device_type == "cuda":
         tracker.hold(library_workspace_bytes(job.target.capability), WORKSPACE)
+    tracker.restart_trace()  # a run builds on the CPU and moves only what remains of each tensor to the device
+    # The first update makes the optimizer's state, so the peak is the same only from the second step on.
+    tracker.mark("optimizer")
+    make_optimizer_state(run, network, optimizer)
+    if job.accumulates and job.sharding != "zero2":  # the gradients of earlier micro-batches
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+    tag_held(tracker, network, optimizer.optimizer)
+    return model, optimizer, network
 
 
 class EightBitState(torch.optim.Optimizer):
