@@ -18,8 +18,7 @@ from train.extras.meter.tracker import CUDA_GRANULE_BYTES
 from train.memory.kernels import rounded_up
 
 _MIB = 2**20
-SMALL_REQUEST_BYTES = _MIB
-"""The largest request that the small pool serves; also what a large block must have left over to be split."""
+SMALL_REQUEST_BYTES = _MIB  # the largest of the small pool; also what a large block must have left over to be split
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * _MIB, 20 * _MIB
 OWN_SEGMENT_BYTES, OWN_SEGMENT_ROUNDING_BYTES = 10 * _MIB, 2 * _MIB  # larger requests get a segment of their own
 

@@ -33,10 +33,7 @@ MOST_ELEMENTS = 2**22  # of a tensor whose numbers are kept: more than a batch h
 
 
 class FakeTracker(StorageTracker):
-    """Tracks storages, answers questions that only data could answer, and adds the buffers inside kernels.
-
-    ``costs``, where given, counts operations and bytes moved.
-    """
+    """Tracks storages and ``costs``, answers what only data could, and adds the buffers inside kernels."""
 
     def __init__(self, device_type: str, costs: Costs | None = None) -> None:
         super().__init__(device_type)

@@ -143,10 +143,9 @@ class Remedy:
     @property
     def hint(self) -> tuple[str, str]:
         """What to type, and what it does, where nothing is known of the run."""
-        return (f"--{self.name}", f"halve; {self.note}") if self.value is None else (self.typed(), self.note)
-
-    def typed(self, value: Any = None) -> str:
-        return f"--{self.name} {self.value if value is None else value}"
+        if self.value is None:
+            return f"--{self.name}", f"halve; {self.note}"
+        return f"--{self.name} {self.value}", self.note
 
 
 REMEDIES = (
@@ -193,5 +192,5 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
             accumulates=job.accumulates or size < job.micro_batch_size,
             eval_batch_size=job.eval_batch_size and min(job.eval_batch_size, size),
         )
-        found.append((remedy.typed(value), remedy.note, changed))
+        found.append((f"--{remedy.name} {value}", remedy.note, changed))
     return found

@@ -151,10 +151,10 @@ class Search:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
         base = self._base(sharding)
         possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
-        found = next((outcome for setting in reversed(possible) if (outcome := self.try_(setting))), None)
+        found = next(filter(None, map(self.try_, reversed(possible))), None)
         if found is None and known is None:
             raise UserError(self.problems[possible[0]])
-        return min((outcome for outcome in (known, found) if outcome), key=lambda outcome: outcome.needed_bytes)
+        return min(filter(None, (known, found)), key=lambda outcome: outcome.needed_bytes)
 
     def fastest(self, ways: Sequence[Recompute], shardings: Sequence[str], best: Outcome | None) -> Outcome | None:
         """The fastest setting with one of ``shardings`` that fits, ``best`` where none is clearly faster."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.records import IGNORE, MicroBatch, UserError
+from train.records import IGNORE, MicroBatch, UserError, one_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STAGE = {"zero2": 2, "zero3": 3}  # of ZeRO, by the job's sharding
@@ -214,7 +214,7 @@ def main() -> None:
             answer = error if isinstance(error, CannotStandInError) else UserError(str(error))
         except Exception as error:  # a model may do anything with tensors that have no data
             traceback.print_exc()
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"{type(error).__name__}: {one_line(error, 300)}"
             answer = UserError(f"this model or setting cannot be predicted: {reason}. A run still measures it.")
         pickle.dump(answer, answers)
         answers.flush()

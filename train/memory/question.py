@@ -97,9 +97,8 @@ def vocabulary_size(config: Config) -> int:
     if spec.startswith("train:"):
         return int(spec.removeprefix("train:"))
     if spec == "words":
-        raise UsageError(
-            "tokenizer: words: its size depends on the training text. Give it, such as --vocab_size 20000."
-        )
+        why = "its size depends on the training text"
+        raise UsageError(f"tokenizer: words: {why}. Give it, such as --vocab_size 20000.")
     from train.data import load_tokenizer
 
     try:
@@ -278,11 +277,9 @@ class Question:
         config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
         check_launch(self._launch(setting.sharding), config)
         if not self.has_known_speed:
-            rates, bandwidth = dict.fromkeys(PRECISIONS, 1e12), 1e11  # the ratio of a common processor
-            if not self.on_cpu:
-                known = target_of(find_device(STAND_IN))
-                rates, bandwidth = known.flops_per_second, known.bytes_per_second
-            target = replace(target, flops_per_second=rates, bytes_per_second=bandwidth)
+            processor = Target("cpu", flops_per_second=dict.fromkeys(PRECISIONS, 1e12), bytes_per_second=1e11)  # common
+            like = processor if self.on_cpu else target_of(find_device(STAND_IN))
+            target = replace(target, flops_per_second=like.flops_per_second, bytes_per_second=like.bytes_per_second)
         job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
         return replace(job, sharding=setting.sharding)
 
