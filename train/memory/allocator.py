@@ -53,11 +53,10 @@ class _Pool:
         index = bisect_left(self.free, (size,))
         if index == len(self.free):
             return None
-        found, address = self.free[index]
-        if address + found == self.end and index + 1 < len(self.free):
-            # The block that can still grow is left for larger requests if another will do.
-            found, address = self.free[index + 1]
-        self.remove(address, found)
+        if sum(self.free[index]) == self.end and index + 1 < len(self.free):
+            index += 1  # the block that can still grow is left for larger requests if another will do
+        found, address = self.free.pop(index)
+        del self._size_at[address], self.size_before[address + found]
         return address, found
 
 
