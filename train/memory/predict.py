@@ -10,13 +10,13 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import traceback
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 from train.records import IGNORE, MicroBatch, UserError, one_line
@@ -114,13 +114,8 @@ class Predictor(AbstractContextManager["Predictor"]):
             if self._hides_cards:
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", "from train.memory.predict import main; main()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                env=environment,
-            )
+            command = [sys.executable, "-c", "from train.memory.predict import main; main()"]
+            self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, env=environment)
         return self._process
 
     def ask(self, job: Job) -> None:
