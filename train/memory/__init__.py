@@ -80,8 +80,9 @@ class Room(Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         from train.extras.host_memory import is_out_of_memory
 
-        is_known = self._session is not None and (hasattr(error, "fault") or is_out_of_memory(error))
-        return self._session.explain(error) if is_known else None
+        if self._session is None or not (hasattr(error, "fault") or is_out_of_memory(error)):
+            return None
+        return self._session.explain(error)
 
     def summary(self, run: Run) -> dict[str, Any]:
         return self._session.summary()
