@@ -109,7 +109,7 @@ def test_a_small_copy_has_every_kind_of_layer(model_type: str, kinds: set[str]) 
         assert sum(p.numel() for p in small.parameters()) <= 40_000_000
         assert set(config.layer_types) == kinds
         assert getattr(config, "sliding_window", 3) <= 3  # else a window would hide nothing from so few tokens
-        assert {p.dtype for p in small.parameters()} == {torch.float64}
+        assert {p.dtype for p in small.parameters()} == {torch.float32}
         assert not small.training
 
 

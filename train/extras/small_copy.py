@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,23 +26,39 @@ WIDTHS = "^(?!.*(position|kernel|conv|num_)).*(size|dim|embd|d_(model|ff|head)|f
 
 def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabulary: int) -> str | None:
     """Why ``model`` cannot learn ``task``, as far as a small copy tells: a reason and what to do, or None."""
-    problem, sizes = None, (config.optimization.micro_batch_size, config.output.eval_batch_size or 1)
-    with suppress(Exception), small_copy(model) as small:  # what cannot be tried a run finds out by itself
+    sizes = (config.optimization.micro_batch_size, config.output.eval_batch_size or 1)
+
+    def trial(small: Any) -> str | None:
         tokens = tokens_on_trial(small, config.data.max_length, vocabulary)
         if task.is_causal:
             earlier = logits_on_trial(small, tokens)[:, :-1]
             tokens[:, -1] = 1
             return _looks_ahead(model, task) if differ(logits_on_trial(small, tokens)[:, :-1], earlier) else None
         row = tokens[0]
+        if not task.labelled and task.loss_sum is Task.loss_sum:
+            with suppress(Exception):  # not every model has a loss of its own
+                own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
+                if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
+                    return f"its own loss is not that of {task.name}. Give another model"
         short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
         inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
         second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
         if sizes != (1, 1) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
-            problem = "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"
-        if not task.labelled and task.loss_sum is Task.loss_sum:
-            own = small(input_ids=tokens, labels=row.flip(0)[None]).loss
-            if differ(own, cross_entropy(logits_on_trial(small, tokens), row.flip(0), reduction="mean")):
-                problem = f"its own loss is not that of {task.name}. Give another model"
+            return "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"
+        return None
+
+    with suppress(Exception):  # what cannot be tried a run finds out by itself
+        return tried_on_small_copies(model, trial)
+    return None
+
+
+def tried_on_small_copies(model: nn.Module, trial: Callable[[Any], str | None]) -> str | None:
+    """What ``trial`` finds wrong with a small copy in fp32 and, since a model may magnify rounding, in fp64, too."""
+    with small_copy(model) as small:
+        problem = trial(small)
+    if problem is not None:
+        with suppress(Exception), small_copy(model, torch.float64) as small:  # not every model can compute in it
+            problem = trial(small)
     return problem
 
 
@@ -59,27 +74,25 @@ def _looks_ahead(model: nn.Module, task: type[Task]) -> str:
 
 
 @contextmanager
-def small_copy(model: nn.Module) -> Iterator[nn.Module]:
+def small_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[nn.Module]:
     """An architecture to try: few narrow layers, short windows, on the CPU, in evaluation mode.
 
-    Its weights are random and large, and fp64 where the model works with that, so that what one token takes from
-    another is far above rounding. A model that is not one of transformers is copied as it is, in fp32, with such
-    weights. Leaves the context of a prediction meanwhile.
+    Its weights are random and large, so that what one token takes from another is far above rounding. A model that is
+    not one of transformers is copied as it is, with such weights. Leaves the context of a prediction meanwhile.
 
     Raises:
         ValueError: it has too many parameters and cannot be made smaller.
     """
     with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng([]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # not those of devices, which are not restored
-        kinds = itertools.product((torch.float64, torch.float32), SCALES) if hasattr(model, "_from_config") else ()
-        for dtype, scale in kinds:
+        for factor, layers in SCALES if hasattr(model, "_from_config") else ():
             with suppress(Exception):  # configurations and models fail in their own ways
-                small = _boosted(_shrunk(model, *scale)).to(dtype)
+                small = _boosted(_shrunk(model, factor, layers)).to(dtype)
                 if logits_on_trial(small, tokens_on_trial(small)).isfinite().all():
                     break
         else:
             _check_size(model)
-            small = _boosted(copy.deepcopy(model).to("cpu", torch.float32))
+            small = _boosted(copy.deepcopy(model).to("cpu", dtype))
         yield small
 
 

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from train.extras.long_sequences.documents import Documents
-from train.extras.small_copy import differ, logits_on_trial, small_copy, tokens_on_trial
+from train.extras.small_copy import differ, logits_on_trial, tokens_on_trial, tried_on_small_copies
 from train.records import UserError, one_line
 
 NAME = "documents"  # of the implementation, among those of transformers
@@ -224,17 +224,19 @@ def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
     by its own attention, and together."""
     if not isinstance(model, PreTrainedModel):
         return "it is not a transformers model"
+
+    def trial(small: Any) -> str | None:
+        tokens = torch.cat([tokens_on_trial(small), tokens_on_trial(small).flip(1)])
+        documents = Documents.of([[5, 3, 4], [8, 4]] if shared else [[12], [12]])
+        inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
+        rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
+        alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])
+        set_document_boundaries(small)
+        small.set_attn_implementation("eager" if model.config._attn_implementation == "eager" else register())
+        changes = differ(logits_on_trial(small, tokens, **inputs), alone)
+        return "a small copy gives other results for them than alone" if changes else None
+
     try:
-        with small_copy(model) as small:
-            tokens = torch.cat([tokens_on_trial(small), tokens_on_trial(small).flip(1)])
-            documents = Documents.of([[5, 3, 4], [8, 4]] if shared else [[12], [12]])
-            inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
-            rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
-            alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])
-            set_document_boundaries(small)
-            implementation = "eager" if model.config._attn_implementation == "eager" else register()
-            small.set_attn_implementation(implementation)  # pyright: ignore[reportCallIssue]
-            changes = differ(logits_on_trial(small, tokens, **inputs), alone)
+        return tried_on_small_copies(model, trial)
     except Exception as error:  # models fail in their own ways
         return f"trying it failed ({type(error).__name__}: {one_line(error, 200)})"
-    return "a small copy gives other results for them than alone" if changes else None
