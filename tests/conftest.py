@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,16 @@ def planner_from_scratch() -> Iterator[Any]:
     """A process that predicts takes seconds to load its libraries; a fork has them. Yields how a user's starts."""
     with pytest.MonkeyPatch.context() as patch:
         plain = None
-        if "memory" in classes():
-            from train.memory.predict import Predictor
+        if memory := classes().get("memory"):
+            predictor = import_module(f"{memory.__module__}.predict").Predictor
 
-            def start(predictor: Any) -> Any:
+            def start(one: Any) -> Any:
                 from faults import predictors  # here: it imports torch
 
-                return predictors.start(predictor)
+                return predictors.start(one)
 
-            plain = Predictor.start
-            patch.setattr(Predictor, "start", start)
+            plain = predictor.start
+            patch.setattr(predictor, "start", start)
         yield plain
 
 
