@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from train.config import Config
 from train.extras.long_sequences.attention import obstacle_to_documents
-from train.extras.small_copy import obstacle_to_task, small_copy
+from train.extras.small_copy import obstacle_to_task, small_copy, tried_on_small_copies
 from train.tasks import Task, causal_lm, masked_lm, sequence_classification
 
 TASKS: dict[str, type[Task]] = {
@@ -111,6 +111,26 @@ def test_a_small_copy_has_every_kind_of_layer(model_type: str, kinds: set[str]) 
         assert getattr(config, "sliding_window", 3) <= 3  # else a window would hide nothing from so few tokens
         assert {p.dtype for p in small.parameters()} == {torch.float32}
         assert not small.training
+
+
+@pytest.mark.parametrize(("in_fp64", "expected"), [(None, None), ("another", "another"), (RuntimeError(), "a leak")])
+def test_what_fp32_finds_has_to_be_there_in_fp64_where_the_model_works_in_it(
+    in_fp64: str | Exception | None, expected: str | None
+) -> None:
+    """Rounding that a model magnifies is not a leak, on whatever machine."""
+    seen: list[torch.dtype] = []
+
+    def trial(small: nn.Module) -> str | None:
+        seen.append(next(small.parameters()).dtype)
+        if seen == [torch.float32]:
+            return "a leak"
+        if isinstance(in_fp64, Exception):
+            raise in_fp64
+        return in_fp64
+
+    assert tried_on_small_copies(published("llama", causal_lm.Task), trial) == expected
+    assert seen == [torch.float32, torch.float64]
+    assert tried_on_small_copies(published("llama", causal_lm.Task), lambda small: None) is None
 
 
 @pytest.mark.parametrize(("model_type", "is_its_own"), [("bert", True), ("modernbert", True), ("bart", False)])
