@@ -12,7 +12,7 @@ from torch import Tensor
 from train import tasks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class Task(tasks.Task):
@@ -25,9 +25,7 @@ class Task(tasks.Task):
     headline_metric = "bits_per_byte"
     example_columns = ("tokens", "length", "num_bytes")
 
-    def cut(
-        self, text: str, ids: list[int], label: int | None, tokenizer: PreTrainedTokenizerBase
-    ) -> Iterator[dict[str, Any]]:
+    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         """Windows of at most ``max_length`` + 1 tokens; neighbours share one, the last input and first target.
 
         A window's ``num_bytes`` is its share, by tokens, of the document's UTF-8 bytes.

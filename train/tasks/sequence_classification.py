@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import evaluate
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from train import tasks
@@ -20,7 +20,7 @@ from train.records import Corpus, Examples, UserError, column, one_line
 from train.tasks import stored_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MATRIX_CLASSES = 100  # up to this many have a confusion matrix
 CONFUSIONS = 20  # named where there is none
@@ -63,9 +63,7 @@ class Task(tasks.Task):
         plain = {_plain(name): i for name, i in exact.items() if shared[_plain(name)] == 1}
         return [exact.get(str(label), plain.get(_plain(str(label)))) for label in labels]
 
-    def accepted(
-        self, documents: datasets.Dataset, label_names: Sequence[str]
-    ) -> tuple[datasets.Dataset, tuple[str, ...]]:
+    def accepted(self, documents: Dataset, label_names: Sequence[str]) -> tuple[Dataset, tuple[str, ...]]:
         """The documents that have a class; raises UserError for any other, unless ``on_bad_record`` is skip."""
         is_known = [number is not None for number in self.classes_of(documents["label"], label_names)]
         if all(is_known):
@@ -82,20 +80,12 @@ class Task(tasks.Task):
         note = f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}"
         return documents.select(np.flatnonzero(is_known)), (note,)
 
-    def cut(
-        self, text: str, ids: list[int], label: int | None, tokenizer: PreTrainedTokenizerBase
-    ) -> Iterator[dict[str, Any]]:
+    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         """The document as one example, with the tokenizer's start and end marks."""
         lost = max(0, len(ids) - (room := self.room(tokenizer)))
         head = {"keep_head": room, "keep_tail": 0}.get(self.data.truncation, (room + 1) // 2)
-        tokens = self.framed(ids[:head] + ids[head + lost :] if lost else ids, tokenizer)
-        length = len(tokens)
-        yield {
-            "tokens": np.array(tokens, dtype=np.int32),
-            "length": length,
-            "document_length": length + lost,
-            "label": label,
-        }
+        tokens = np.array(self.framed(ids[:head] + ids[head + lost :] if lost else ids, tokenizer), dtype=np.int32)
+        yield {"tokens": tokens, "length": len(tokens), "document_length": len(tokens) + lost, "label": label}
 
     def inputs_and_labels(self, example: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The tokens and the number of their class."""
@@ -105,7 +95,7 @@ class Task(tasks.Task):
         """Loads them once, before the first step."""
         load_metrics(self.config.output.metrics, len(label_names))
 
-    def metrics(self, table: np.ndarray, examples: datasets.Dataset, label_names: Sequence[str]) -> dict[str, Any]:
+    def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
         """Loss, accuracy, macro F1, confusions, and the further metrics asked for by name."""
         metrics = super().metrics(table, examples, label_names)
         del metrics["perplexity"]
@@ -117,17 +107,15 @@ class Task(tasks.Task):
 
     def describe(self, examples: Examples) -> tuple[str, ...]:
         """How much of the text was cut."""
-        assert isinstance(examples.train, datasets.Dataset)
+        assert isinstance(examples.train, Dataset)
         kept, before = column(examples.train, "length"), column(examples.train, "document_length")
-        lost = 1 - kept.sum() / before.sum()
-        cut = int((before > kept).sum())
-        lines = [f"{len(examples.label_names)} classes: {', '.join(examples.label_names[:20])}"]
-        if cut:
-            lines.append(
-                f"truncation ({self.data.truncation}): {cut} of {len(kept)} documents are longer than "
-                f"{self.data.max_length} tokens; {100 * lost:.1f} % of all tokens are lost"
-            )
-        return tuple(lines)
+        classes = f"{len(examples.label_names)} classes: {', '.join(examples.label_names[:20])}"
+        if not (cut := int((before > kept).sum())):
+            return (classes,)
+        return classes, (
+            f"truncation ({self.data.truncation}): {cut} of {len(kept)} documents are longer than "
+            f"{self.data.max_length} tokens; {100 * (1 - kept.sum() / before.sum()):.1f} % of all tokens are lost"
+        )
 
 
 def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: int) -> dict[str, Any]:
@@ -172,7 +160,4 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.Eval
 
 def _plain(name: str) -> str:
     """``name`` as any format of files gives it: ``true``, which JSON gives as 1, and ``1.0`` are 1."""
-    if name.lower() in ("true", "false"):
-        return str(int(name.lower() == "true"))
-    whole = re.fullmatch(r"(-?\d+)\.0+", name)
-    return whole[1] if whole else name
+    return {"true": "1", "false": "0"}.get(name.lower()) or re.sub(r"\A(-?\d+)\.0+\Z", r"\1", name)
