@@ -20,7 +20,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -204,19 +204,15 @@ def parse(arguments: list[str]) -> Config:
     return config
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. train/main.py --help lists all flags.")
-
-
 def _flags(arguments: list[str]) -> dict[str, Any]:
     """The flags given, by name, as text or a list of texts; ``config`` is one of them."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         usage="train/main.py [--config recipe.yaml] [--flag value ...]",
         description="Train on long sequences. Every flag is also a key of a recipe; recipes/ holds examples. With none "
         "of --config --task --dataset --model --model_config --tokenizer, recipes/quickstart.yaml runs.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
     )
     known, first = fields(), parser.add_argument_group("everyday")
     first.add_argument("--config", metavar="FILE", help="A YAML recipe; flags override it.")
@@ -228,7 +224,10 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
             nargs = "?" if hint is bool else "*" if typing.get_origin(hint) is tuple else None
             text = f"{entry.metadata['help']} [{_type_problem(..., hint)}; default: {entry.default}]".replace("%", "%%")
             place.add_argument(f"--{name}", metavar="…", nargs=nargs, const="True" if nargs == "?" else None, help=text)
-    found, unknown = parser.parse_known_args([argument(word) for word in arguments])
+    try:
+        found, unknown = parser.parse_known_args([argument(word) for word in arguments])
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error}. train/main.py --help lists all flags.") from None
     if unknown:
         raise _unknown(unknown[0].partition("=")[0].removeprefix("--"), "--")
     return vars(found)
