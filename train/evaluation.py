@@ -126,8 +126,7 @@ def _gathered(run: Run, rows: list[tuple[float, ...]]) -> np.ndarray:
     own = rows if run.launch.rank % run.launch.tp_size == 0 else []
     everyone = [row for rows in exchange(own, run.accelerator.num_processes) for row in rows]
     table = np.array(sorted(everyone), dtype=np.float64).reshape(-1, 6)
-    _, first, example = np.unique(table[:, 0], return_index=True, return_inverse=True)
+    _, first = np.unique(table[:, 0], return_index=True)
     whole = table[first]
-    whole[:, 1:4] = 0
-    np.add.at(whole[:, 1:4], example, table[:, 1:4])  # each rank had a part of each example's positions
+    whole[:, 1:4] = np.add.reduceat(table[:, 1:4], first)  # each rank had a part of each example's positions
     return whole
