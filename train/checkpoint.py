@@ -49,8 +49,7 @@ Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
 def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False) -> Progress:
     """Loads this rank's part of a verified checkpoint into ``state``, whatever number of ranks wrote it.
 
-    Raises:
-        UserError: the run it belongs to had other data, model, batch or seed, and that is not allowed.
+    Raises UserError if the run that it belongs to had other data, model, batch or seed, and that is not allowed.
     """
     try:
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
@@ -139,8 +138,7 @@ def by_step(folder: Path) -> dict[int, Path]:
 def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None, list[str]]:
     """The newest checkpoint at or before ``until_step`` that passes verification, and why newer ones did not.
 
-    Raises:
-        UserError: there are checkpoints, but none is intact; starting from scratch silently would be worse.
+    Raises UserError if there are checkpoints, but none is intact; starting from scratch silently would be worse.
     """
     problems = []
     for step, checkpoint in reversed(by_step(folder).items()):
@@ -234,9 +232,8 @@ def write(
 ) -> None:
     """Writes the checkpoint ``folder/step-NNNNNNNN``; it appears only when it is complete. Called by all ranks.
 
-    Raises:
-        UserError: on every rank, if one could not write its part, or what ``approve`` raises, which all ranks call
-            when the parts are on the disk; earlier checkpoints are untouched then.
+    Raises UserError on every rank, if one could not write its part, or what ``approve`` raises, which all ranks call
+    when the parts are on the disk; earlier checkpoints are untouched then.
     """
     final, rank = folder / f"step-{progress.step:08d}", accelerator.process_index
     partial = folder / f"{PARTIAL}{final.name}"

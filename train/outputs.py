@@ -94,8 +94,7 @@ class Outputs:
     def resume(self, state: TrainingState, goal: Goal) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one; a best by another ``goal`` is forgotten.
 
-        Raises:
-            UserError: the checkpoint is damaged or belongs to another run.
+        Raises UserError if the checkpoint is damaged or belongs to another run.
         """
         found, progress = self.from_main(self._checkpoint_to_resume), Progress()
         if found is not None:

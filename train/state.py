@@ -58,12 +58,7 @@ class TrainingState:
 
     def parts(self, rank: int) -> dict[str, dict[str, Part]]:
         """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
-        optimizer = {
-            f"{name}.{key}": value
-            for name, state in self._states().items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        optimizer = {f"{n}.{k}": v for n, s in self._states().items() for k, v in s.items() if isinstance(v, Tensor)}
         return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
