@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from train import tasks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class Task(tasks.Task):
@@ -25,7 +22,7 @@ class Task(tasks.Task):
     headline_metric = "bits_per_byte"
     example_columns = ("tokens", "length", "num_bytes")
 
-    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """Windows of at most ``max_length`` + 1 tokens; neighbours share one, the last input and first target.
 
         A window's ``num_bytes`` is its share, by tokens, of the document's UTF-8 bytes.

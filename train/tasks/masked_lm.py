@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from train import tasks
 from train.records import IGNORE, UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class Task(tasks.Task):
@@ -25,12 +22,12 @@ class Task(tasks.Task):
     target_share = "mlm_probability"
     example_columns = ("tokens", "special", "length", "vocab_size", "mask_id")
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+    def check_tokenizer(self, tokenizer: tasks.Tokenizer) -> None:
         super().check_tokenizer(tokenizer)
         if tokenizer.mask_token_id is None:
             raise UserError("masked_lm: the tokenizer has no mask token; choose one that has ('bytes', 'train:8192').")
 
-    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """Windows of at most ``max_length`` tokens, framed by the tokenizer's start and end marks."""
         room = self.room(tokenizer)
         for first in range(0, len(ids), room):

@@ -6,7 +6,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import evaluate
 import numpy as np
@@ -18,9 +18,6 @@ from train import tasks
 from train.figures import several
 from train.records import Corpus, Examples, UserError, column, one_line
 from train.tasks import stored_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MATRIX_CLASSES = 100  # up to this many have a confusion matrix
 CONFUSIONS = 20  # named where there is none
@@ -80,7 +77,7 @@ class Task(tasks.Task):
         note = f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}"
         return documents.select(np.flatnonzero(is_known)), (note,)
 
-    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """The document as one example, with the tokenizer's start and end marks."""
         lost = max(0, len(ids) - (room := self.room(tokenizer)))
         head = {"keep_head": room, "keep_tail": 0}.get(self.data.truncation, (room + 1) // 2)
