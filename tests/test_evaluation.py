@@ -342,7 +342,8 @@ def goal_for(
     split = datasets.Dataset.from_dict({"num_bytes": [3.0], "length": [4]})
     examples = SimpleNamespace(validation=split, label_names=("a", "b"))
     data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc", examples=examples)
-    return goal_of(run_for(config), data, steps_per_epoch, BatchArithmetic(2, 4, 1), progress)
+    batches: Any = SimpleNamespace(steps_per_epoch=steps_per_epoch, arithmetic=BatchArithmetic(2, 4, 1))
+    return goal_of(run_for(config), data, batches, progress)
 
 
 def test_the_peak_learning_rate_is_that_of_the_global_batch() -> None:

@@ -107,7 +107,6 @@ class Recorder:
         parts = Parts(
             data=unused,
             batches=cast("Any", self.batches),
-            arithmetic=unused,
             model=self.model,
             sizes=(0, 0),
             optimizer=self.optimizer,

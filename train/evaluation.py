@@ -6,7 +6,6 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
@@ -14,14 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from train.batching import Batches
+from train.data import PreparedData
 from train.loss import Scores, wide_dtype
 from train.optim import peak_learning_rate
-from train.records import IGNORE, BatchArithmetic, Evaluation, Progress, Run, StopAtOnce, UserError, exchange
-
-if TYPE_CHECKING:
-    from train.data import PreparedData
-    from train.records import MicroBatch
-    from train.step import Engine
+from train.records import IGNORE, Evaluation, MicroBatch, Progress, Run, StopAtOnce, UserError, exchange
+from train.step import Engine
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
@@ -38,16 +35,14 @@ class Goal:
     data: str = ""  # a digest of the validation data
 
 
-def goal_of(
-    run: Run, data: PreparedData, steps_per_epoch: int | None, arithmetic: BatchArithmetic, progress: Progress
-) -> Goal:
+def goal_of(run: Run, data: PreparedData, batches: Batches, progress: Progress) -> Goal:
     """How many steps a run at ``progress`` makes in all, and what counts as best; UserError for an unknown metric."""
     optim, output = run.config.optimization, run.config.output
     metric = output.metric_for_best or data.task.default_metric
     grows = metric not in SMALLER_IS_BETTER if output.greater_is_better is None else output.greater_is_better
     step, epoch, done = progress.counted_from  # with another batch size an epoch has other steps
-    total_steps = optim.max_steps or step + ((optim.num_epochs or 1) - epoch) * (steps_per_epoch or 1) - done
-    peak = peak_learning_rate(optim, arithmetic.global_batch_size)
+    total_steps = optim.max_steps or step + ((optim.num_epochs or 1) - epoch) * (batches.steps_per_epoch or 1) - done
+    peak = peak_learning_rate(optim, batches.arithmetic.global_batch_size)
     goal = Goal(total_steps, peak, metric, grows, f"{metric} on data {data.validation_digest}", data.validation_digest)
     if output.metric_for_best:  # told now by the metrics of one example, not at the first evaluation
         with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more of them

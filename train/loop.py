@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.batching import Batches
     from train.data import PreparedData
     from train.evaluation import Evaluator
-    from train.records import BatchArithmetic, MicroBatch, StepOutcome
+    from train.records import MicroBatch, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
 
@@ -34,7 +34,6 @@ class Parts:
 
     data: PreparedData
     batches: Batches
-    arithmetic: BatchArithmetic
     model: nn.Module  # prepared train.loss.ModelWithLoss
     sizes: tuple[int, int]  # (trained, all) parameters, before sharding
     optimizer: AcceleratedOptimizer

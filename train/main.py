@@ -86,13 +86,13 @@ def train(run: records.Run) -> int:
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, joined.mark))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
-    goal = goal_of(run, data, batches.steps_per_epoch, arithmetic, records.Progress())
+    goal = goal_of(run, data, batches, records.Progress())
     evaluator = Evaluator(run, model, engine, data)
-    parts = Parts(data, batches, arithmetic, model, sizes, optimizer, engine, state, evaluator, goal)
+    parts = Parts(data, batches, model, sizes, optimizer, engine, state, evaluator, goal)
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
     progress = outputs.resume(state, goal)
-    goal = goal_of(run, data, batches.steps_per_epoch, arithmetic, progress)
+    goal = goal_of(run, data, batches, progress)
     parts = replace(parts, goal=goal)
     if is_done(run, goal, progress) and outputs.is_written(progress, goal.total_steps):
         return records.EXIT_DONE

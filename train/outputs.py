@@ -299,14 +299,15 @@ class Outputs:
         self.note(f"model: {name}, {size}, sequences of up to {run.config.data.max_length:,} tokens")
         total, peak, per_epoch = goal.total_steps, goal.peak_learning_rate, parts.batches.steps_per_epoch
         epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
-        self.note(f"batch: {parts.arithmetic}; {figures.several(total, 'step')} ({epochs})")
+        self.note(f"batch: {parts.batches.arithmetic}; {figures.several(total, 'step')} ({epochs})")
         if (warmup := num_warmup_steps(total, optim)) > total:
             highest = learning_rate_at(total - 1, total, peak, optim)
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
 
     def summary(self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         """What ``summary.json`` holds, figures of the extras included."""
-        config, data, arithmetic, per_epoch = run.config, parts.data, parts.arithmetic, parts.batches.steps_per_epoch
+        config, data, batches = run.config, parts.data, parts.batches
+        arithmetic, per_epoch = batches.arithmetic, batches.steps_per_epoch
         metric = config.output.metric_for_best or data.task.headline_metric
         return {
             "status": "done",

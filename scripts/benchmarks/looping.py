@@ -63,9 +63,9 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         model, optimizer = accelerator.prepare(model, optimizer)
         state = TrainingState(network, optimizer.optimizer, {}, accelerator.scaler)
         engine = run.extras.pipe("wrap_step", run, Engine(accelerator, config, run.extras.mark))
-        goal = goal_of(run, data, batches.steps_per_epoch, arithmetic, Progress())
+        goal = goal_of(run, data, batches, Progress())
         evaluator = NoEvaluation()
-        parts = Parts(data, batches, arithmetic, model, sizes, optimizer, engine, state, evaluator, goal)  # pyright: ignore[reportArgumentType]
+        parts = Parts(data, batches, model, sizes, optimizer, engine, state, evaluator, goal)  # pyright: ignore[reportArgumentType]
         run.extras.each("ready", run, parts)
         run.outputs.begin(goal.total_steps, Progress())
         run.extras.each("starting", run, parts)

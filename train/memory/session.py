@@ -137,7 +137,7 @@ class MemorySession:
         """Makes the most expensive step once, without a trace, and shows measured next to predicted."""
         run, said = self._run, "memory: not rehearsed"
         if self._own.rehearse and run.launch.engine != "deepspeed":
-            rehearse(run, parts, [self._longest] * (2 if parts.arithmetic.accumulation_steps > 1 else 1))
+            rehearse(run, parts, [self._longest] * (2 if parts.batches.arithmetic.accumulation_steps > 1 else 1))
             size, length = self._longest.shape
             meter: Any = run.extras.by_name["meter"]
             meter.measured(run, figures := {"tokens_per_second": 0.0})  # and so forgotten before the first step

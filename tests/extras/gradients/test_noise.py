@@ -244,6 +244,7 @@ def test_a_size_that_auto_chose_is_looked_at_before_the_first_step(
     accumulation: int, world: int, is_refused: bool
 ) -> None:
     run: Any = SimpleNamespace(config=Config().changed(gradient_noise_scale=True))
-    parts: Any = SimpleNamespace(arithmetic=BatchArithmetic(4, accumulation, world), model=nn.Linear(1, 1))
+    batches = SimpleNamespace(arithmetic=BatchArithmetic(4, accumulation, world))
+    parts: Any = SimpleNamespace(batches=batches, model=nn.Linear(1, 1))
     with pytest.raises(UsageError, match="auto chose all 4 examples of a step") if is_refused else nullcontext():
         Room().starting(run, parts)

@@ -59,11 +59,11 @@ class Room(Extra):
         if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
             from train.extras.gradients.noise import NoiseScale
 
-            sizes, by_tokens = parts.arithmetic, run.config.get("max_tokens_per_micro_batch")
+            sizes, by_tokens = parts.batches.arithmetic, run.config.get("max_tokens_per_micro_batch")
             if sizes.accumulation_steps * sizes.world_size == 1 and not by_tokens:
                 chosen = f"micro_batch_size: auto chose all {sizes.micro_batch_size} examples of a step: give fewer"
                 raise UsageError(f"gradient_noise_scale compares gradients of two sizes, but {chosen}.")
-            self._noise = NoiseScale(parts.model, parts.arithmetic)
+            self._noise = NoiseScale(parts.model, sizes)
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if self._health is not None:  # no other event tells which step comes next
