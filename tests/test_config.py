@@ -102,6 +102,12 @@ def test_flags_of_other_programs_lead_to_ours(base: Path, other: str, ours: str)
     assert f"Did you mean {ours}?" in str(refused.value)
 
 
+@pytest.mark.parametrize("flag", ["--config", "--max_length"])
+def test_a_flag_without_its_value_is_a_usage_error(flag: str) -> None:
+    with pytest.raises(UsageError, match=rf"argument {flag}: expected one argument\. train/main\.py --help lists all"):
+        parse([flag])
+
+
 def test_the_home_folder_is_expanded_in_a_recipe_and_on_the_command_line(home: Path) -> None:
     lines = [f"{name}: ~/of/{name}" for name in PATHS]
     (home / "mine.yaml").write_text("\n".join(lines))
