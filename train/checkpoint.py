@@ -42,8 +42,8 @@ DTYPES |= {getattr(torch, f"{u}int{bits}"): f"{u or 'i'}{bits}".upper() for u in
 """As safetensors calls them."""
 # What reading files raises that hold something else than they should.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
-Written: TypeAlias = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
-"""Bytes and digest by file; and by section and tensor its shape and where the block lies."""
+Written: TypeAlias = tuple[dict[str, dict[str, Any]], list[tuple[str, str, Sequence[int], list[Any]]]]
+"""Bytes and digest by file; and of each tensor section, name, shape and where the block lies."""
 
 
 def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False) -> Progress:
@@ -285,28 +285,22 @@ def make_empty(partial: Path) -> None:
 
 def write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: int) -> Written:
     """Writes one rank's blocks; a file a section, none for a section without blocks."""
-    files, index = {}, {}
+    files, rows = {}, []
     for section, named in parts.items():
-        if not named:
-            continue
-        path = partial / f"{section}-{rank:05d}.safetensors"
-        files[path.name] = _sealed(path, _safetensors({name: part.tensor for name, part in named.items()}))
-        index[section] = {
-            name: {"shape": part.shape, "block": [path.name, part.offsets, tuple(part.tensor.shape)]}
-            for name, part in named.items()
-        }
-    return files, index
+        if named:
+            path = partial / f"{section}-{rank:05d}.safetensors"
+            files[path.name] = _sealed(path, _safetensors({name: part.tensor for name, part in named.items()}))
+            rows += [(section, n, p.shape, [path.name, p.offsets, tuple(p.tensor.shape)]) for n, p in named.items()]
+    return files, rows
 
 
 def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Sequence[Written]) -> None:
     """Index, the rest of the state, manifest and final name: done by one rank when all have written their parts."""
     files = {name: entry for rank_files, _ in written for name, entry in rank_files.items()}
     index: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for _, rank_index in written:
-        for section, named in rank_index.items():
-            for name, entry in named.items():
-                whole = index[section].setdefault(name, {"shape": entry["shape"], "blocks": []})
-                whole["blocks"].append(entry["block"])
+    for _, rows in written:
+        for section, name, shape, place in rows:
+            index[section].setdefault(name, {"shape": shape, "blocks": []})["blocks"].append(place)
     for name, file in files.items():
         if not (partial / name).exists() or (partial / name).stat().st_size != file["bytes"]:
             raise OSError(f"{name} of another host is not there: all hosts must share the folder")
