@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
@@ -23,13 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from train.checkpoint import StoredBlocks
 from train.config import to_values
 from train.figures import write_whole
 from train.records import Run, UserError
 from train.tasks import tokenizer_digest
-
-if TYPE_CHECKING:
-    from train.checkpoint import StoredBlocks
 
 ROWS_AT_ONCE = 64  # of long sequences
 STREAMED = 64  # examples of a stream that are compared: the rest is not known before it is trained on
