@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import datasets
@@ -25,9 +25,6 @@ IGNORE = -100  # a label that is not a target: padding, or a position that is on
 EXIT_DONE, EXIT_ERROR, EXIT_USAGE = 0, 1, 2
 EXIT_STOPPED = 85  # by a signal; a checkpoint is written; the same command resumes from it
 EXIT_INTERRUPTED = 130  # at once, by a second interrupt; the number that shells report for it
-
-Mark: TypeAlias = Callable[[str], None]
-"""Told the name of a phase of a step as it begins: forward, backward, clip, optimizer."""
 
 
 class UserError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.records import Mark, MicroBatch, StepOutcome, UserError
+from train.records import MicroBatch, StepOutcome, UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
+Mark: TypeAlias = Callable[[str], None]  # told which phase of a step begins: forward, backward, clip or optimizer
 Counts: TypeAlias = Sequence[float] | Tensor  # targets, tokens, positions and stop requests of a global batch
 
 

@@ -28,8 +28,8 @@ from train.extras.meter.tracker import (
 )
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
 from train.memory.trial import build, run_of
-from train.records import Mark, UserError
-from train.step import Engine
+from train.records import UserError
+from train.step import Engine, Mark
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

@@ -34,8 +34,8 @@ from train.extras.meter.tracker import (
 )
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
-from train.records import Mark, MicroBatch
-from train.step import Engine, optimizer_step
+from train.records import MicroBatch
+from train.step import Engine, Mark, optimizer_step
 
 VOCABULARY, WIDTH = 512, 64
 CPU = torch.device("cpu")
