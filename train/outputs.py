@@ -386,6 +386,5 @@ def _bar_size() -> dict[str, Any]:
 
 
 def _line_of(metrics: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{k.replace('_', ' ')} {figures.number(v)}" for k, v in metrics.items() if isinstance(v, int | float)
-    )
+    shown = {name.replace("_", " "): value for name, value in metrics.items() if isinstance(value, int | float)}
+    return ", ".join(f"{name} {figures.number(value)}" for name, value in shown.items())
