@@ -62,10 +62,10 @@ def test_the_core_grows_no_larger() -> None:
 
 
 def test_the_product_grows_no_larger() -> None:
-    """The goal is 16000 lines; this limit went up for runs that lose nothing, for Macs, and for what gradients tell."""
+    """The goal is 16000 lines; this limit goes down with what is reached."""
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh")]
     sizes = [len(lines(name)) for name in FILES] + [len(path.read_text().splitlines()) for path in scripts]
-    assert sum(sizes) <= 18459
+    assert sum(sizes) <= 18014
 
 
 def test_the_heart_of_the_core_has_at_most_900_lines() -> None:
