@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from train import checkpoint
-from train.checkpoint import StoredBlocks
+from train.checkpoint import StoredBlocks, by_step
 from train.records import Progress, UserError
 from train.state import Part, TrainingState
 
@@ -359,3 +359,9 @@ def test_blocks_and_stretches_are_read_from_each_other(stored: str, tmp_path: Pa
     assert torch.equal(blocks.block("model", stored, (1, 1), (2, 2)), state.whole[1:3, 1:3])
     assert torch.equal(blocks.block("model", stored, (5,), (4,)), state.whole.flatten()[5:9])
     assert blocks.whole_shape("model", stored) == (4, 3)
+
+
+def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:
+    for step in (100_000_000, 99_999_999, 5):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    assert list(by_step(tmp_path)) == [5, 99_999_999, 100_000_000]
