@@ -176,7 +176,8 @@ def test_rank_that_stops_answering_is_named_and_the_restart_is_exact(runs: Calla
     [
         (0, die),
         (1, stop_answering),
-        *(pytest.param(*w, marks=pytest.mark.slow) for w in [(1, die), (0, stop_answering)]),
+        slowly(1, die),
+        slowly(0, stop_answering),
     ],
 )
 def test_rank_lost_before_all_have_met_is_named(

@@ -338,17 +338,24 @@ def test_a_classifier_whose_windows_slide_pools_what_it_pooled(pooling: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("device", "num_lengths", "is_stream", "told"),
-    [("cuda", 64, False, [True]), ("cuda", 65, False, [False]), ("cuda", 1, True, [False]), ("cpu", 65, False, [])],
+    ("device", "causal", "num_lengths", "is_stream", "told"),
+    [
+        ("cuda", True, 64, False, [True]),
+        ("cuda", True, 65, False, [False]),
+        ("cuda", True, 1, True, [False]),
+        ("cuda", False, 65, False, []),
+        ("cpu", True, 65, False, []),
+    ],
 )
 def test_cudnn_is_left_out_where_lengths_vary(
-    monkeypatch: pytest.MonkeyPatch, device: str, num_lengths: int, is_stream: bool, told: list[bool]
+    monkeypatch: pytest.MonkeyPatch, device: str, causal: bool, num_lengths: int, is_stream: bool, told: list[bool]
 ) -> None:
-    """It would prepare its attention for each length anew (not run on a card)."""
+    """It would plan for each; where tokens see both sides it stays, because flash takes no masks. Not run on a card."""
     found: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", found.append)
     run: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)))
     lengths = np.repeat(np.arange(1, num_lengths + 1), 3)
     batches: Any = SimpleNamespace(lengths=lengths, steps_per_epoch=None if is_stream else 7)
-    Room().prepared(run, None, batches)  # pyright: ignore[reportArgumentType]
+    data: Any = SimpleNamespace(task=SimpleNamespace(is_causal=causal))
+    Room().prepared(run, data, batches)
     assert found == told

@@ -39,7 +39,7 @@ class Options:
     sequence_length_warmup_start: int = option(64, "Tokens of the first pieces; they double until max_length.", ge=2)
 
 
-MOST_LENGTHS = 64  # for which cuDNN may prepare its attention: each takes it a twentieth of a second and more
+MOST_LENGTHS = 64  # for which cuDNN may plan its attention
 
 
 class Room(Extra):
@@ -95,7 +95,7 @@ class Room(Extra):
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         """Leaves cuDNN out where lengths vary: it plans for every shape, and keeps the plans (torch's ``MHA.cpp``)."""
-        if run.accelerator.device.type == "cuda":
+        if run.accelerator.device.type == "cuda" and data.task.is_causal:  # flash, which comes next, takes no masks
             import torch
 
             vary = batches.steps_per_epoch is None or len(set(batches.lengths.tolist())) > MOST_LENGTHS
