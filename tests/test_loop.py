@@ -158,6 +158,13 @@ def test_training_line_has_the_figures_of_its_steps() -> None:
     assert values["tokens_per_second"] > 0
 
 
+def test_learning_rate_of_a_step_reaches_all_groups() -> None:
+    run = Recorder(config({"lr_scheduler": "linear"}))
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 7.0})
+    run.fit(total_steps=4)
+    assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([0.025, 0.025])
+
+
 @dataclass
 class Clock:
     """In place of the module ``time``."""

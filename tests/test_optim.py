@@ -14,7 +14,7 @@ from torch import nn
 
 from train import optim
 from train.config import Config, Optimization
-from train.optim import learning_rate_at, peak_learning_rate, set_learning_rate
+from train.optim import learning_rate_at, peak_learning_rate
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 OPTIMIZERS = [
@@ -171,9 +171,3 @@ def test_the_floor_is_a_share_of_the_peak(scheduler: Any) -> None:
 
 def test_longer_warmup_than_training_never_reaches_the_peak() -> None:
     assert rates(total=4, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-
-
-def test_set_learning_rate_reaches_all_parameters() -> None:
-    optimizer = build_optimizer(llama(), Optimization(weight_decay=0.1))
-    set_learning_rate(optimizer, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]

@@ -77,10 +77,11 @@ class Rounds:
         within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
         """
         size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
-        by_length = [ids[i] for i in np.argsort([-int(length) for length in lengths], kind="stable")]
+        by_length = iter([ids[i] for i in sorted(range(len(ids)), key=lambda i: -lengths[i])])
         rounds = -(-len(ids) // (size * ranks))
-        parts = np.array_split(np.asarray(by_length), rounds * ranks) if rounds else []
-        return [[part.tolist() for part in parts[r * ranks : (r + 1) * ranks]] for r in range(rounds)]
+        each, larger = divmod(len(ids), max(1, rounds * ranks))
+        parts = [list(itertools.islice(by_length, each + (i < larger))) for i in range(rounds * ranks)]
+        return [parts[r * ranks : (r + 1) * ranks] for r in range(rounds)]
 
     def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
         """The micro-batch that takes most memory: the longest examples, padded if lengths differ at all."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from train.evaluation import Goal, after_evaluation
-from train.optim import learning_rate_at, set_learning_rate
+from train.optim import learning_rate_at
 from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, StopAtOnce, UserError, exchange
 from train.step import seed_step
 
@@ -74,7 +74,8 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
             seed_step(optim.seed, progress.step, run.launch.seed_rank)
             learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
-            set_learning_rate(parts.optimizer, learning_rate)
+            for group in parts.optimizer.param_groups:
+                group["lr"] = learning_rate
             try:
                 with run.extras.inside("stepping", micro_batches):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))

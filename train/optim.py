@@ -74,9 +74,3 @@ def learning_rate_at(step: int, total_steps: int, peak: float, config: Optimizat
         decay_steps = min(round(config.decay_ratio * total_steps), total_steps - warmup)
         share = min(1.0, (total_steps - step) / max(1, decay_steps))
     return peak * (config.min_learning_rate_ratio + (1.0 - config.min_learning_rate_ratio) * share)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets it for all parameters."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate

@@ -138,10 +138,12 @@ def read_counts(totals: Counts) -> list[int]:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds all generators from (seed, step, rank), so that a step does not depend on what was drawn before it."""
-    value = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    seed_generators(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+
+def seed_generators(value: int) -> None:
+    """Seeds those of Python, numpy and torch, of all devices."""
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002 - for code of a fork that draws from numpy's global generator
-    if torch.accelerator.is_available():
-        torch.manual_seed(value)
-    else:
-        torch.default_generator.manual_seed(value)  # a hundred times faster than asking every absent kind of device
+    # Asking every absent kind of device takes a hundred times as long.
+    (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(value)

@@ -427,11 +427,12 @@ def train_network(
 
 def set_scheduled_rate(training: Training, step: int, total_steps: int) -> None:
     """Sets the learning rate of ``step`` by the schedule of the configuration."""
-    from train.optim import learning_rate_at, set_learning_rate
+    from train.optim import learning_rate_at
 
     optimization = training.run.config.optimization
     rate = learning_rate_at(step, total_steps, optimization.learning_rate, optimization)
-    set_learning_rate(training.optimizer, rate)
+    for group in training.optimizer.param_groups:
+        group["lr"] = rate
 
 
 def next_token_batch(tokens: Tensor) -> MicroBatch:

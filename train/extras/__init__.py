@@ -201,12 +201,14 @@ class Extras:
 
     def __init__(self, extras: Mapping[str, Extra]) -> None:
         self.by_name = dict(extras)
-        self._marks = self.overriding("mark")
+        self._overriding: dict[str, list[Callable[..., Any]]] = {}
 
     def overriding(self, method: str) -> list[Callable[..., Any]]:
         """``method`` of those extras that do something in it."""
-        own = [e for e in self.by_name.values() if getattr(type(e), method) is not getattr(Extra, method)]
-        return [getattr(extra, method) for extra in own]
+        if method not in self._overriding:  # some are called several times a step
+            own = [e for e in self.by_name.values() if getattr(type(e), method) is not getattr(Extra, method)]
+            self._overriding[method] = [getattr(extra, method) for extra in own]
+        return self._overriding[method]
 
     def each(self, method: str, *args: Any) -> list[Any]:
         """What ``method`` of each extra returns."""
@@ -246,7 +248,7 @@ class Extras:
 
     def mark(self, phase: str) -> None:
         """Tells each extra that a phase of the step begins."""
-        for call in self._marks:
+        for call in self.overriding("mark"):
             call(phase)
 
 

@@ -144,10 +144,11 @@ class Task:
         # A mask would cost the fast attention kernels, and no token of a causal model sees the padding after it.
         if not self.is_causal and len(set(map(len, rows))) > 1:
             inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
+        targets = pad(labels, IGNORE) if labels[0].ndim else torch.stack(labels)
         return MicroBatch(
             inputs=inputs,
-            labels=pad(labels, IGNORE) if labels[0].ndim else torch.stack(labels),
-            num_targets=sum(int((row != IGNORE).sum()) for row in labels),
+            labels=targets,
+            num_targets=int((targets != IGNORE).sum()),
             example_ids=tuple(int(example["id"]) for example in examples),
             num_tokens=sum(map(len, rows)),
         )

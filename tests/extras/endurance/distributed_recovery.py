@@ -24,7 +24,7 @@ from train.config import Config, Optimization
 from train.extras.endurance.recovery import OutOfMemoryError, Recovering, can_recover
 from train.loss import ModelWithLoss
 from train.records import MicroBatch
-from train.step import Engine
+from train.step import Engine, seed_step
 
 Case = tuple[str, dict[int, int], dict[str, Any]]
 CASES: list[Case] = [
@@ -116,6 +116,7 @@ def run_measures(helps: bool) -> dict[str, Any]:
     found_measures = measures if helps else measures[:1]
     engine = Recovering(plain_engine(accelerator), lambda line: None, lambda model: found_measures)
     error = None
+    seed_step(0, 1, 0)
     state = torch.get_rng_state()
     try:
         engine.step(model, optimizer, window_of(WINDOWS[0], rank, 2, 2))

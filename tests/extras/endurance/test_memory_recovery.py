@@ -38,7 +38,7 @@ from train.extras.host_memory import is_out_of_memory
 from train.loss import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import IGNORE, MicroBatch, Run, StepOutcome
-from train.step import Engine
+from train.step import Engine, seed_step
 
 LENGTHS = [9, 2, 5, 7, 3, 3, 8, 1, 6, 4, 2]
 WINDOWS = [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 0, 3, 1], [2, 5]]
@@ -166,9 +166,7 @@ def test_update_after_a_fault_is_the_update_without_one(where: str, error: Excep
     weights, outcomes = trained(limited())
     guard = Guard()
     network = limited(20, where=where, error=error)
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    torch.manual_seed(1)
+    seed_step(0, 1, 0)
     before = random_states()
     recovered, again = trained(network, guard)
     assert random_states() == before
@@ -226,6 +224,7 @@ def test_nothing_of_the_failed_attempt_is_left_when_the_step_is_made_again(where
         alive.append(weakref.ref(hidden))
 
     network.on_forward = look
+    seed_step(0, 1, 0)
     gc.disable()
     try:
         trained(network, Guard(), windows=[[1, 4, 5, 7, 0, 2, 3, 6]])
@@ -333,6 +332,7 @@ def test_end_of_the_road_leaves_everything_as_before_the_step(where: str) -> Non
     engine.step(model, optimizer, batches_of([1, 4], 2))
     weights = {k: v.clone() for k, v in network.state_dict().items()}
     moments = [v.clone() for state in optimizer.state.values() for v in state.values()]
+    seed_step(0, 1, 0)
     states = random_states()
     network.bound, network.where = 6, where
     with pytest.raises(OutOfMemoryError) as caught:

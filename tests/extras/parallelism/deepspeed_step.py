@@ -22,7 +22,6 @@ from train.batching import Rounds, without_targets
 from train.config import Config, Optimization
 from train.launch import read_launch
 from train.loss import ModelWithLoss
-from train.optim import set_learning_rate
 from train.records import BatchArithmetic, MicroBatch
 from train.state import TrainingState
 from train.step import Engine, optimizer_step
@@ -64,7 +63,8 @@ def main(output: str, engine: str) -> None:
     for number, ids in enumerate(WINDOWS):
         parts = Rounds().form(ids, [LENGTHS[i] for i in ids], BatchArithmetic(1, 1, launch.world_size))
         window = [micro_batch(examples, part[launch.rank]) for part in parts]
-        set_learning_rate(optimizer, 1.0 / (number + 1))
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0 / (number + 1)
         network.factor = float("nan") if number == NOT_FINITE and launch.rank == launch.world_size - 1 else 1.0
         outcome = optimizer_step(steps, model, optimizer, window, stop_requested=launch.rank == number == 1)
         plain = replace(outcome, loss_sum=torch.zeros(()), grad_norm=float(outcome.grad_norm))

@@ -94,6 +94,8 @@ class Recovering(Engine):
         self._ranks = Ranks(engine.accelerator)
         self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
+        self._network: nn.Module = nn.Identity()  # that the last step trained
+        self._modules: list[nn.Module] = []
         self._totals: Counts | None = None  # of the step that is being made
         self._writes: Writes | None = None  # of its update, once the gradients are averaged
         self._fault_in_clip: Fault | None = None
@@ -103,13 +105,15 @@ class Recovering(Engine):
     ) -> StepOutcome:
         """One step, made again as often as it takes; raises OutOfMemoryError, on every rank, where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
-        self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        if network is not self._network:  # to look for them at each step would take long
+            self._network, self._modules = network, list(network.modules())
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-            for buffer in persistent_buffers(self._network):
+            for buffer in persistent_buffers(self._modules):
                 dist.broadcast(buffer, src=0)
         self._shared = [p for p in self._network.parameters() if p.requires_grad] if self._ranks.size > 1 else []
         self._optimizer, self._largest = optimizer.optimizer, max((b.shape for b in micro_batches), key=math.prod)
-        self._start, first_words = Start(self.accelerator.device, self._network), ""
+        self._start, first_words = Start(self._modules), ""
         # A rank that makes its step again must not ask for the totals again: that is a collective.
         self._totals = super().total(count(micro_batches, stop))
         try:
@@ -179,6 +183,8 @@ class Recovering(Engine):
 
     def _average(self) -> None:
         """Waits until every rank has its gradients, and leaves their means in the parameters."""
+        if self._ranks.size == 1:
+            return
         had = [p.grad is not None for p in self._shared]
         room = room_for(self._shared, self.accelerator.device)  # may run out: a fault of this backward
         while (used := self._vote(had)) is None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._utils import _take_tensors
+
+from train.step import seed_generators
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20  # small gradients travel together in buckets as large as DistributedDataParallel's
@@ -78,30 +78,24 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], bool]]
         yield bucket, len(bucket) == 1 and bucket[0].is_contiguous()
 
 
-def persistent_buffers(model: nn.Module) -> list[Tensor]:
+def persistent_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The buffers that a checkpoint holds, such as BatchNorm's averages; others are constants or computed each time."""
-    owned = ((module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items())
+    owned = ((module, name, buffer) for module in modules for name, buffer in module._buffers.items())
     return [b for module, name, b in owned if b is not None and name not in module._non_persistent_buffers_set]
 
 
 class Start:
-    """The random state of Python, numpy, the host and ``device``, and persistent buffers, at the start of a step."""
+    """What a step begins with: generators that :func:`train.step.seed_step` has seeded, and persistent buffers."""
 
-    def __init__(self, device: torch.device, model: nn.Module) -> None:
-        self._device, self._model = device, model
-        self._python, self._numpy, self._host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-        self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-        self._buffers = [buffer.clone() for buffer in persistent_buffers(model)]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._seed = modules, torch.initial_seed()  # a number: reading numpy's state takes 0.1 ms
+        self._buffers = [buffer.clone() for buffer in persistent_buffers(modules)]
 
     def restore(self) -> None:
         """Sets them as they were."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(self._host)
-        if self._on_device is not None:
-            torch.get_device_module(self._device).set_rng_state(self._on_device)
+        seed_generators(self._seed)
         with torch.no_grad():
-            for buffer, value in zip(persistent_buffers(self._model), self._buffers, strict=True):
+            for buffer, value in zip(persistent_buffers(self._modules), self._buffers, strict=True):
                 buffer.copy_(value)
 
 
@@ -120,12 +114,13 @@ class Writes:
             isinstance(optimizer, torch.optim.Adam) or not any(g.get("fused") for g in optimizer.param_groups)
         )
         self._weights = [p for group in optimizer.param_groups for p in group["params"]]
-        self._had_state = {p for p, state in optimizer.state.items() if state}
-        self._versions = {tensor: tensor._version for tensor in self._weights_and_state()}
+        self._had_state = {id(p) for p, state in optimizer.state.items() if state}  # hashing a tensor takes longer
+        self._versions = self._weight_and_state_versions()
 
-    def _weights_and_state(self) -> list[Tensor]:
-        states = self._optimizer.state.values()
-        return [*self._weights, *(v for state in states for v in state.values() if isinstance(v, Tensor))]
+    def _weight_and_state_versions(self) -> int:
+        """Of all weights and tensors of the state, how often they were written; state that is new adds nothing."""
+        states = (v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+        return sum(tensor._version for tensor in (*self._weights, *states))
 
     def gradient_versions(self) -> list[int]:
         """How often each gradient was written."""
@@ -133,7 +128,7 @@ class Writes:
 
     def to_weights_or_state(self) -> bool:
         """Whether a weight, or state that was there before or begun since, may have changed."""
-        return not self._counted or any(t._version > self._versions.get(t, 0) for t in self._weights_and_state())
+        return not self._counted or self._weight_and_state_versions() > self._versions
 
     def undone(self, gradient_versions: list[int]) -> bool:
         """Whether nothing is left of an update that failed: neither was written, nor gradients since those versions.
@@ -142,7 +137,7 @@ class Writes:
         """
         if self.to_weights_or_state():
             return False
-        for parameter in self._optimizer.state.keys() - self._had_state:
+        for parameter in [p for p in self._optimizer.state if id(p) not in self._had_state]:
             del self._optimizer.state[parameter]
         return self.gradient_versions() == gradient_versions
 

@@ -124,17 +124,17 @@ class MemoryMeter:
         large: exact where a step of the same shapes was followed, never too small.
         """
         self._between()
-        interval, self._interval = self._interval, Measured()
+        interval, self._interval, self._run = self._interval, Measured(), self._run.merged(self._interval)
         return interval.figures()
 
     def summary(self) -> dict[str, Any]:
         """Of the whole run the figures of :class:`Measured`; peak_resident_bytes of the process (CPU); memory_leak."""
         self._between()
-        figures = self._run.figures()
+        figures = self._run.merged(self._interval).figures()
         return figures if self.leaks.leak is None else {**figures, "memory_leak": self.leaks.leak}
 
     def _add(self, measured: Measured) -> None:
-        self._interval, self._run = self._interval.merged(measured), self._run.merged(measured)
+        self._interval = self._interval.merged(measured)
         if self._is_measuring:
             self._step = self._step.merged(measured)
 
