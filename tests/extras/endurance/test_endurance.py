@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import math
 import signal
 from dataclasses import replace
@@ -119,6 +120,14 @@ def test_steps_to_keep_are_the_last_that_a_sound_one_followed(tmp_path: Path) ->
 def test_run_ends_where_no_rollback_is_left() -> None:
     error = DivergenceError("bad", Progress(step=9, rollbacks=1), 5)
     assert Room().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None
+
+
+def test_garbage_collection_leaves_out_what_was_there_before_training_until_the_run_ends(tmp_path: Path) -> None:
+    room, run = Room(), run_with(output_dir=str(tmp_path))
+    with room.open(run.config, Launch(), StopRequest()):
+        room.starting(run, cast("Any", None))
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
