@@ -32,6 +32,7 @@ class Options:
     run_name: str | None = option(None, "In trackers, report and model card; default: the folder's name.")
     push_to_hub: bool = option(False, "Upload final/ to the Hub.")
     hub_model_id: str | None = option(None, "user/name to upload to.")
+    hub_private_repo: bool = option(False, "Make a repository that is new a private one.")
 
 
 class Room(Extra):
@@ -102,7 +103,7 @@ class Room(Extra):
         if sample:
             outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")
         if own.push_to_hub:  # last, because what is here already needs no network
-            _push(run, str(own.hub_model_id))
+            _push(run, str(own.hub_model_id), own.hub_private_repo)
 
 
 def start_trackers(accelerator: Accelerator, config: Config) -> None:
@@ -153,12 +154,12 @@ def _sample(run: Run, parts: Parts) -> str | None:
         return None
 
 
-def _push(run: Run, name: str) -> None:
+def _push(run: Run, name: str, is_private: bool) -> None:
     from huggingface_hub import HfApi
 
     api, folder = HfApi(), run.outputs.final
     try:
-        api.create_repo(name, exist_ok=True)
+        api.create_repo(name, private=is_private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:  # the library raises errors of several HTTP clients
         raise UserError(

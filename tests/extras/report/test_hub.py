@@ -1,0 +1,51 @@
+"""The upload of final/, against a stand-in: the machines of the tests cannot reach the Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import write_recipe
+
+from train.main import main
+
+
+class Hub:
+    """In place of ``huggingface_hub.HfApi``."""
+
+    is_reachable = False
+    asked: list[tuple[Any, ...]]
+
+    def create_repo(self, name: str, private: bool, exist_ok: bool) -> None:
+        if not self.is_reachable:
+            raise ConnectionError("no route to the Hub")
+        self.asked.append((name, private, exist_ok))
+
+    def upload_folder(self, repo_id: str, folder_path: Path) -> None:
+        self.asked.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+
+def test_an_upload_that_failed_is_made_up_by_the_same_command_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [], raising=False)
+    words = ["--config", str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "run"), "--num_epochs", "1"]
+    words += ["--push_to_hub", "--hub_model_id", "someone/small", "--hub_private_repo"]
+    assert main(words) == 1
+    assert "push_to_hub: someone/small: ConnectionError. The model is in" in capsys.readouterr().err
+    assert (tmp_path / "run" / "final" / "README.md").is_file()
+
+    monkeypatch.setattr(Hub, "is_reachable", True)
+    assert main(words) == 0
+    created, (name, files) = Hub.asked
+    assert created == ("someone/small", True, True)
+    assert name == "someone/small"
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["pushed_to"] == "someone/small"
+
+    assert main(words) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert len(Hub.asked) == 2
