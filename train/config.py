@@ -229,7 +229,8 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
     except argparse.ArgumentError as error:
         raise UsageError(f"{error}. train/main.py --help lists all flags.") from None
     if unknown:
-        raise _unknown(unknown[0].partition("=")[0].removeprefix("--"), "--")
+        name = unknown[0].partition("=")[0]
+        raise _unknown(name.removeprefix("--"), "flag --" if name.startswith("--") else "argument ")
     return vars(found)
 
 
@@ -254,12 +255,13 @@ def _from_text(text: Any, hint: Any) -> Any:
     return next((value for value in candidates if _type_problem(value, hint) is None), text)
 
 
-def _unknown(name: str, dashes: str = "") -> UsageError:
+def _unknown(name: str, kind: str = "key ") -> UsageError:
     close = [FAMILIAR[name]] if name in FAMILIAR else difflib.get_close_matches(name, fields(), n=1)
-    hint = f"Did you mean {dashes}{close[0]}?" if close else "train/main.py --help lists all."
+    more = "A recipe is given as --config FILE." if Path(name).is_file() else "train/main.py --help lists all."
+    hint = f"Did you mean {'' if kind == 'key ' else '--'}{close[0]}?" if close else more
     if missing := extras.missing():
         hint += f" This copy of the template is without the extras {', '.join(missing)} and their options."
-    return UsageError(f"unknown {'flag' if dashes else 'key'} {dashes}{name}. {hint}")
+    return UsageError(f"unknown {kind}{name}. {hint}")
 
 
 class _StrictLoader(yaml.SafeLoader):
