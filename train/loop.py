@@ -67,15 +67,17 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
     saved, loss_sum = progress.step, torch.zeros((), device=run.accelerator.device)
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
     progress, asked = evaluate_if_due(run, parts, progress)
+    if run.outputs.is_foreign and progress.best_step == progress.step:  # no checkpoint of it is in this folder
+        progress = save(run, parts, progress, loss_sum, wait=True)
     started = time.perf_counter()
     while not asked and not is_done(run, goal, progress):
         for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
             micro_batches = run.extras.pipe("change_micro_batches", run, micro_batches, progress.step)
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
             seed_step(optim.seed, progress.step, run.launch.seed_rank)
-            learning_rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
+            rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
             for group in parts.optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = rate
             try:
                 with run.extras.inside("stepping", micro_batches):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
@@ -92,23 +94,21 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
 
             # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
             length = max(batch.shape[1] for batch in micro_batches)
-            of_step = {"learning_rate": learning_rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
+            of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last = progress.step >= goal.total_steps
             if is_last or is_due(output.log_every_steps, progress):
                 progress = log(run, progress, loss_sum, of_step)
             asked = outcome.stop_requested
             if (ends := is_last or asked) or is_due(output.save_every_steps, progress):
                 may_end = ends or is_done(run, goal, plus(progress, evaluations_without_improvement=1))
-                progress = save(run, parts, progress, loss_sum, wait=may_end)
-                saved = progress.step
+                saved = (progress := save(run, parts, progress, loss_sum, wait=may_end)).step
             if is_last or not asked:  # a run that is asked to stop evaluates when it resumes
                 progress, asked = evaluate_if_due(run, parts, progress)
             done = is_done(run, goal, progress)
             if done and progress.interval.steps:
                 progress = log(run, progress, loss_sum, of_step)
             if (asked and not ends) or (saved != progress.step and (done or progress.best_step == progress.step)):
-                progress = save(run, parts, progress, loss_sum, wait=done or asked)
-                saved = progress.step
+                saved = (progress := save(run, parts, progress, loss_sum, wait=done or asked)).step
             started = time.perf_counter()  # evaluating and saving do not count as training
             if done or asked:
                 if asked:  # before the processes that load batches end, for which a launcher may not wait

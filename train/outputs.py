@@ -53,7 +53,7 @@ class Outputs:
         self.metrics = self.folder / "metrics.jsonl"
         self.seconds_to_first_step: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
-        self._is_foreign = False  # whether the checkpoint that was resumed from lies in another folder
+        self.is_foreign = False  # whether the checkpoint that was resumed from lies in another folder
         self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
         self.finishing = ""  # what is being made after the last step
 
@@ -100,13 +100,13 @@ class Outputs:
         if found is not None:
             progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
             self.say(f"resumed from {found} at step {progress.step}")
-            self._is_foreign = found.resolve().parent != self.checkpoints.resolve()
+            self.is_foreign = found.resolve().parent != self.checkpoints.resolve()
         progress = self.with_its_best(progress, goal.best_of)
         return self.from_main(lambda: self._evaluated(progress, goal)) if found is not None else progress
 
     def _evaluated(self, progress: Progress, goal: Goal) -> Progress:
         """``progress`` of the checkpoint that is resumed from, with an evaluation that the log has of its step."""
-        if self._is_foreign or progress.evaluated_step == progress.step:
+        if self.is_foreign or progress.evaluated_step == progress.step:
             return progress
         for row in figures.read_metrics(self.metrics):
             if row["step"] == progress.step and row.get("data") == goal.data:
@@ -186,9 +186,9 @@ class Outputs:
 
         Left in place they would push out the new ones and be resumed from instead.
         """
-        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if self._is_foreign or at > step]
+        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if self.is_foreign or at > step]
         if later or self._earlier_summary.get("steps", 0) > step:
-            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if self._is_foreign else [])]
+            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if self.is_foreign else [])]
             aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
             self.say(f"what was here from other steps than those up to {step} is in {aside}")
 

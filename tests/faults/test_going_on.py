@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from faults.injections import at_call, at_step, die, losses_of, send_itself, shown_loss_of
 from faults.processes import KILLED, Ended, Fault, run
-from support import checkpoint_digests, write_recipe
+from support import checkpoint_digests, log_of, write_recipe
 
 from train.checkpoint import verify
 from train.records import EXIT_DONE, EXIT_STOPPED
@@ -120,7 +120,11 @@ def test_best_of_another_folder_is_looked_for_anew(tmp_path: Path) -> None:
     end = go(tmp_path, *GETS_WORSE, "--resume", there, name="other")
     assert end.status == EXIT_DONE, end.said
     assert f"the checkpoint of the best step so far, {best}, is not in" in end.said
-    assert summary(tmp_path / "other")["best_step"] == summary(tmp_path / "other")["final_step"] == 6
+    losses = {row["step"]: row["loss"] for row in log_of(tmp_path / "other") if row["split"] == "validation"}
+    better = min(losses, key=lambda step: losses[step])  # which one depends on how the machine rounds
+    assert sorted(losses) == [5, 6]
+    assert summary(tmp_path / "other")["best_step"] == summary(tmp_path / "other")["final_step"] == better
+    assert better in steps_of(tmp_path / "other")
 
 
 @pytest.mark.parametrize("change", ["metric", "validation data"])

@@ -248,8 +248,7 @@ class Extras:
 
     def mark(self, phase: str) -> None:
         """Tells each extra that a phase of the step begins."""
-        for call in self.overriding("mark"):
-            call(phase)
+        self.each("mark", phase)
 
 
 @functools.cache

@@ -21,7 +21,6 @@ GROUPS = {  # of version 2 and 1, by controller
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
 
-
 _OUT_OF_MEMORY = re.compile(
     # torch's allocators: of devices, asynchronous, of MPS and of the host; numpy's; the C++ library's
     r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend) out of memory(\.|\s*(\(|\n|$))"

@@ -145,13 +145,8 @@ class Task:
         if not self.is_causal and len(set(map(len, rows))) > 1:
             inputs["attention_mask"] = pad([torch.ones_like(row) for row in rows], 0)
         targets = pad(labels, IGNORE) if labels[0].ndim else torch.stack(labels)
-        return MicroBatch(
-            inputs=inputs,
-            labels=targets,
-            num_targets=int((targets != IGNORE).sum()),
-            example_ids=tuple(int(example["id"]) for example in examples),
-            num_tokens=sum(map(len, rows)),
-        )
+        ids, num_tokens = tuple(int(example["id"]) for example in examples), sum(map(len, rows))
+        return MicroBatch(inputs, targets, int((targets != IGNORE).sum()), ids, num_tokens)
 
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""

@@ -28,7 +28,7 @@ MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
 
 
 def run_with(**values: Any) -> Run:
-    config, outputs = Config().changed(**MODEL, **values), SimpleNamespace(say=lambda line: None)
+    config, outputs = Config().changed(**MODEL, **values), SimpleNamespace(say=print, note=print)
     parts = {"config": config, "accelerator": Accelerator(cpu=True), "extras": Extras({}), "outputs": outputs}
     return cast("Run", SimpleNamespace(**parts, is_planned=False))
 
@@ -124,8 +124,9 @@ def test_run_ends_where_no_rollback_is_left() -> None:
 
 def test_garbage_collection_leaves_out_what_was_there_before_training_until_the_run_ends(tmp_path: Path) -> None:
     room, run = Room(), run_with(output_dir=str(tmp_path))
-    with room.open(run.config, Launch(), StopRequest()):
-        room.starting(run, cast("Any", None))
+    run.launch = Launch()
+    with room.open(run.config, run.launch, StopRequest()):
+        room.ready(run, cast("Any", None))
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
 

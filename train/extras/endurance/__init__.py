@@ -151,8 +151,6 @@ class Room(Extra):
         run.outputs.note(*[WITHOUT] * self._is_unlocked)
         if run.launch.world_size > 1 and run.launch.has_whole_weights:
             self._compare_replicas = Replicas(parts.state.model, run.launch.world_size).compare
-
-    def starting(self, run: Run, parts: Parts) -> None:
         gc.collect()
         gc.freeze()  # what is there by now stays: to look through it again and again takes 5 % of a step of 10 ms
 

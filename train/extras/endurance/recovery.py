@@ -94,8 +94,7 @@ class Recovering(Engine):
         self._ranks = Ranks(engine.accelerator)
         self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
-        self._network: nn.Module = nn.Identity()  # that the last step trained
-        self._modules: list[nn.Module] = []
+        self._modules: list[nn.Module] = []  # of the network, which is the first
         self._totals: Counts | None = None  # of the step that is being made
         self._writes: Writes | None = None  # of its update, once the gradients are averaged
         self._fault_in_clip: Fault | None = None
@@ -105,9 +104,9 @@ class Recovering(Engine):
     ) -> StepOutcome:
         """One step, made again as often as it takes; raises OutOfMemoryError, on every rank, where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
-        network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        if network is not self._network:  # to look for them at each step would take long
-            self._network, self._modules = network, list(network.modules())
+        self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        if self._modules[:1] != [self._network]:  # to look for them at each step would take long
+            self._modules = list(self._network.modules())
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             for buffer in persistent_buffers(self._modules):
                 dist.broadcast(buffer, src=0)

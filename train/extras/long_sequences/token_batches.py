@@ -47,5 +47,4 @@ class TokenRounds(Rounds):
         most = arithmetic.global_batch_size - arithmetic.world_size + 1  # the other ranks have one each
         sizes = np.minimum(np.minimum(self.max_tokens // widths, most), np.arange(len(order), 0, -1))
         first = int(np.argmax(sizes * widths))
-        order = order[first:]
-        return with_padding(order[: int(sizes[first])].tolist(), order, lengths)
+        return with_padding(order[first : first + int(sizes[first])].tolist(), order[first:], lengths)
