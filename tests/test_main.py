@@ -298,7 +298,8 @@ def test_best_checkpoint_is_kept_and_loaded_at_the_end(recipe: Path, tmp_path: P
     [
         (["stray"], EXIT_USAGE, "unknown argument stray. train/main.py --help lists all."),
         (["max_steps", "3"], EXIT_USAGE, "unknown argument max_steps. Did you mean --max_steps?"),
-        ([__file__], EXIT_USAGE, "A recipe is given as --config FILE."),
+        (["recipes/quickstart.yaml"], EXIT_USAGE, "A recipe is given as --config FILE."),
+        (["x" * 5000], EXIT_USAGE, "unknown argument x"),
         (["--learning_rat", "1"], EXIT_USAGE, "unknown flag --learning_rat. Did you mean --learning_rate?"),
         (["--micro_batch_size", "two"], EXIT_USAGE, "micro"),
         (["--task", "translation"], EXIT_USAGE, "causal_lm, masked_lm, sequence_classification"),

@@ -257,7 +257,7 @@ def _from_text(text: Any, hint: Any) -> Any:
 
 def _unknown(name: str, kind: str = "key ") -> UsageError:
     close = [FAMILIAR[name]] if name in FAMILIAR else difflib.get_close_matches(name, fields(), n=1)
-    more = "A recipe is given as --config FILE." if Path(name).is_file() else "train/main.py --help lists all."
+    more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
     hint = f"Did you mean {'' if kind == 'key ' else '--'}{close[0]}?" if close else more
     if missing := extras.missing():
         hint += f" This copy of the template is without the extras {', '.join(missing)} and their options."

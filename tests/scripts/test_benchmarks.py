@@ -61,6 +61,22 @@ def test_a_committed_page_is_what_its_script_makes_of_the_figures(path: Path) ->
     assert importlib.import_module(f"scripts.benchmarks.{script}").page(found) == text
 
 
+def test_the_page_on_the_loop_shows_the_figures_of_the_benchmark() -> None:
+    found = json.loads((ROOT / "docs" / "results" / "loop_overhead-cpu.json").read_text(encoding="utf-8"))
+    page = " ".join((ROOT / "docs" / "loop.md").read_text(encoding="utf-8").split())
+    of = {result["workload"]["name"]: result for result in found["results"]}
+    for result in of.values():
+        ratios = [result["ratios"][name]["median"] for name in ("template/bare", "trainer/bare", "template/trainer")]
+        assert f"| {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |" in page
+        assert f"| of {result['step_ms']['template']['median']:.0f} ms (" in page
+        assert result["peak_bytes"]["template"] == min(result["peak_bytes"].values())
+    step_ms, ratios = of["short"]["step_ms"], of["short"]["ratios"]
+    assert f"adds {step_ms['template']['median'] - step_ms['bare']['median']:.1f} ms" in page
+    assert "{quartile_1:.2f} to {quartile_3:.2f} in the first column".format(**ratios["template/bare"]) in page
+    assert "{quartile_1:.2f} to {quartile_3:.2f} in the last".format(**ratios["template/trainer"]) in page
+    assert f"version {found['versions']['template']}" in page
+
+
 def test_the_readme_shows_the_figures_of_the_quickstart() -> None:
     summary = json.loads((ROOT / "docs" / "results" / "quickstart-cpu" / "summary.json").read_text(encoding="utf-8"))
     result, peak = summary["result"]["validation"], gib(summary["peak_allocated_bytes"])

@@ -152,7 +152,7 @@ class Room(Extra):
         if run.launch.world_size > 1 and run.launch.has_whole_weights:
             self._compare_replicas = Replicas(parts.state.model, run.launch.world_size).compare
         gc.collect()
-        gc.freeze()  # what is there by now stays: to look through it again and again takes 5 % of a step of 10 ms
+        gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""

@@ -105,7 +105,7 @@ class Recovering(Engine):
         """One step, made again as often as it takes; raises OutOfMemoryError, on every rank, where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
         self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        if self._modules[:1] != [self._network]:  # to look for them at each step would take long
+        if self._modules[:1] != [self._network]:  # looking for them at each step is slow
             self._modules = list(self._network.modules())
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             for buffer in persistent_buffers(self._modules):

@@ -88,7 +88,7 @@ class Start:
     """What a step begins with: generators that :func:`train.step.seed_step` has seeded, and persistent buffers."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._seed = modules, torch.initial_seed()  # a number: reading numpy's state takes 0.1 ms
+        self._modules, self._seed = modules, torch.initial_seed()  # a number: reading numpy's state is slow
         self._buffers = [buffer.clone() for buffer in persistent_buffers(modules)]
 
     def restore(self) -> None:

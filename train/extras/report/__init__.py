@@ -32,7 +32,7 @@ class Options:
     run_name: str | None = option(None, "In trackers, report and model card; default: the folder's name.")
     push_to_hub: bool = option(False, "Upload final/ to the Hub.")
     hub_model_id: str | None = option(None, "user/name to upload to.")
-    hub_private_repo: bool = option(False, "Make a repository that is new a private one.")
+    hub_private_repo: bool = option(False, "Create the repository as a private one.")
 
 
 class Room(Extra):
