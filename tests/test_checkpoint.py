@@ -104,6 +104,18 @@ def test_restored_state_continues_exactly_like_the_saved_one(optimizer: Any, tmp
     assert_equal_states(trained(saved, 2), trained(fresh, 2))
 
 
+def test_settings_of_the_optimizer_are_those_of_the_run_that_resumes(tmp_path: Path) -> None:
+    saved = trained(training_state(), 3)
+    folder = save(tmp_path, saved, Progress(step=3))
+    fresh = training_state(lambda groups, lr: torch.optim.AdamW(groups, lr, betas=(0.5, 0.6)), seed=1)
+    fresh.optimizer.param_groups[0]["weight_decay"] = 5.0
+    checkpoint.restore(folder, fresh)
+    [group] = fresh.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"]) == (5.0, (0.5, 0.6))
+    for mine, theirs in zip(fresh.optimizer.state.values(), saved.optimizer.state.values(), strict=True):
+        assert mine["step"] == 3 and torch.equal(mine["exp_avg"], theirs["exp_avg"])
+
+
 def test_scaler_is_restored(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
@@ -358,7 +370,7 @@ def test_blocks_and_stretches_are_read_from_each_other(stored: str, tmp_path: Pa
     assert torch.equal(blocks.block("model", stored, (0, 0), (4, 3)), state.whole)
     assert torch.equal(blocks.block("model", stored, (1, 1), (2, 2)), state.whole[1:3, 1:3])
     assert torch.equal(blocks.block("model", stored, (5,), (4,)), state.whole.flatten()[5:9])
-    assert blocks.whole_shape("model", stored) == (4, 3)
+    assert blocks.index["model"][stored]["shape"] == [4, 3]
 
 
 def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path: Path) -> None:

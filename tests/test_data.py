@@ -111,6 +111,18 @@ def test_a_function_imports_what_lies_next_to_its_file(tmp_path: Path, monkeypat
         load_function(":x", "dataset")
 
 
+def test_a_function_may_look_for_modules_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "lazy_helper_for_test.py").write_text("WORD = 'lazy'")
+    lines = ["import sys", f"sys.path.insert(0, {str(tmp_path / 'lib')!r})", "def documents():"]
+    lines += ["    import lazy_helper_for_test", "    return lazy_helper_for_test.WORD"]
+    (tmp_path / "searching_for_test.py").write_text("\n".join(lines))
+    assert load_function(f"{tmp_path}/searching_for_test.py:documents", "dataset")() == "lazy"
+    assert sys.path == [str(tmp_path / "lib"), *before, str(tmp_path)]
+
+
 def test_a_file_may_be_named_as_a_package_is(tmp_path: Path) -> None:
     (tmp_path / "datasets.py").write_text(FILE)
     assert load_function(f"{tmp_path}/datasets.py:build", "dataset")().width == 3
@@ -118,7 +130,14 @@ def test_a_file_may_be_named_as_a_package_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["no_such_module_here:build", "no_such_file.py:build", "json:no_such_function", "nothing.at.all:build"]
+    "spec",
+    [
+        "no_such_module_here:build",
+        "no_such_file.py:build",
+        "json:no_such_function",
+        "nothing.at.all:build",
+        ".relative:build",
+    ],
 )
 def test_a_function_that_is_not_there_is_refused_in_one_line(spec: str) -> None:
     with pytest.raises(UserError, match=f"dataset '{spec}': .*Give module:function, .* or file.py:function") as caught:

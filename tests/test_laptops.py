@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from train import main
 from train.config import parse
+from train.extras.activations.recompute import OffloadedInputs
 from train.extras.meter import Room
 from train.extras.meter.memory import peak_bytes
 from train.launch import resolve_precision
@@ -179,10 +180,17 @@ def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
     assert figures["peak_allocated_bytes"] == 7 * 2**20  # above the 0.3 MiB that operators were seen to take
     assert figures["peak_reserved_bytes"] == 900 * 2**20 and metal.emptied == 0
     assert figures["peak_bytes_by_phase"]["forward"] >= 1024 * 64 * 4
+    assert figures["peak_bytes_by_phase"].keys() == {"forward", "backward"}
     with meter.measure("forward", []):
         metal.driver = 1001 * 2**20
     assert meter.interval()["peak_reserved_bytes"] == 1001 * 2**20
     assert (metal.emptied, metal.driver) == (1, 6 * 2**20)
+
+
+def test_nothing_is_offloaded_where_memory_is_the_hosts() -> None:
+    """Metal has no streams that would copy it either."""
+    tensor: Any = SimpleNamespace(requires_grad=True, nbytes=2**30, device=torch.device("mps", 0))
+    assert not OffloadedInputs(print)._moves(tensor)
 
 
 def test_evaluation_asks_the_device_for_no_fp64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from train.checkpoint import verify
 from train.config import fields, parse
 from train.figures import read_metrics
 from train.main import main
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, IGNORE
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED, EXIT_USAGE, IGNORE, UsageError
 from train.tasks import load_task
 
 STEPS = 6
@@ -405,6 +405,13 @@ def test_a_switch_needs_no_value_and_can_be_turned_off(recipe: Path, flags: tupl
     config = parse(["--config", str(recipe), "--eval_every_steps", "1", *flags, "--seed", "3"])
     assert config.output.load_best_model_at_end is expected
     assert config.optimization.seed == 3
+
+
+def test_a_value_may_begin_with_a_minus(recipe: Path) -> None:
+    config = parse(["--config", str(recipe), "--output_dir", "-1runs", "--no-rehearse"])
+    assert config.output.output_dir == "-1runs" and config.get("rehearse") is False
+    with pytest.raises(UsageError, match=r"unknown flag --no_rehearse\. Did you mean --rehearse\?"):
+        parse(["--config", str(recipe), "--no-rehearse=False"])
 
 
 def test_both_spellings_and_both_ways_to_give_a_value(recipe: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -40,7 +41,7 @@ print("trained:", main(run))
 
 def copy_without(names: Sequence[str], folder: Path) -> Path:
     """A copy of the repository's code and recipes from which the extras ``names`` are deleted."""
-    for part in ("train", "recipes"):
+    for part in ("train", "recipes", "accelerate_configs"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     for name in names:
         shutil.rmtree(folder / extras.ORDER[name].replace(".", "/"))
@@ -119,3 +120,32 @@ def test_trains_without_any_extra(tmp_path: Path) -> None:
         assert f"refused: {flag} {EXIT_USAGE}" in lines
         assert f"unknown flag {flag.partition('=')[0]}" in errors
     assert f"without the extras {', '.join(names)} and" in errors
+
+
+PLANNER = """
+import sys
+from train.memory.__main__ import main
+
+assert main(["plan", *sys.argv[1:], "--json", "-"]) == main(["predict", *sys.argv[1:]]) == 0
+"""
+
+
+def ask_the_planner(names: Sequence[str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What plan and predict say of the tests' recipe in a copy without ``names``."""
+    copy, recipe = copy_without(names, folder / "copy"), write_recipe(folder)
+    recipe.write_text(recipe.read_text().replace("predict_memory: false\n", ""))
+    (copy / "planner.py").write_text(PLANNER)
+    words = ("planner.py", "--config", str(recipe), "--vocab_size", "259", *words)
+    return script(words, 1, {**os.environ, "PYTHONPATH": str(copy)}, copy, alone=True)
+
+
+def test_plans_with_no_extra_but_the_one_that_measures(tmp_path: Path) -> None:
+    asked = ask_the_planner([name for name in extras.ORDER if name not in ("memory", "meter")], tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    assert "checkpointing none, precision fp32, loss full" in asked.stdout  # there is nothing to choose
+
+
+def test_the_planner_names_the_extra_that_it_needs(tmp_path: Path) -> None:
+    asked = ask_the_planner(["meter"], tmp_path)
+    assert asked.returncode == EXIT_USAGE and "train/memory/ measures with train/extras/meter/" in asked.stderr
+    assert "Traceback" not in asked.stderr

@@ -90,22 +90,15 @@ class StoredBlocks:
 
     def __init__(self, checkpoint: Path) -> None:
         self._folder, self._files = checkpoint, {}
-        self._index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
-
-    def names(self, section: str) -> list[str]:
-        """The tensors of ``section``."""
-        return list(self._index[section])
-
-    def whole_shape(self, section: str, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return tuple(self._index[section][name]["shape"])
+        # By section and name: the ``shape`` of the whole tensor, and its ``blocks``.
+        self.index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
 
     def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A block of it, put together from the stored blocks that it overlaps.
 
         One of one dimension, stored or asked for, may be a stretch of the tensor flattened.
         """
-        entry = self._index[section].get(name)
+        entry = self.index[section].get(name)
         if entry is None or len(shape) not in (1, len(entry["shape"])):
             raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it is of another model.")
         whole, stored = tuple(entry["shape"]), entry["blocks"]
@@ -223,25 +216,17 @@ def digest(path: Path, kind: Callable[[], Any] = hashlib.sha256) -> str:
     return found.hexdigest()
 
 
-def write(
-    folder: Path,
-    state: TrainingState,
-    progress: Progress,
-    accelerator: Accelerator,
-    approve: Callable[[], object] = lambda: None,
-) -> None:
+def write(folder: Path, state: TrainingState, progress: Progress, accelerator: Accelerator) -> None:
     """Writes the checkpoint ``folder/step-NNNNNNNN``; it appears only when it is complete. Called by all ranks.
 
-    Raises UserError on every rank, if one could not write its part, or what ``approve`` raises, which all ranks call
-    when the parts are on the disk; earlier checkpoints are untouched then.
+    Raises UserError on every rank, if one could not write its part; earlier checkpoints are untouched then.
     """
     final, rank = folder / f"step-{progress.step:08d}", accelerator.process_index
     partial = folder / f"{PARTIAL}{final.name}"
     try:
         together(accelerator, lambda: make_empty(partial), rank == 0)
         written = together(accelerator, lambda: write_parts(partial, state.parts(rank), rank))
-        approve()
-        values = values_of(state, progress)
+        values = {"progress": asdict(progress), **state.values()}
         together(accelerator, lambda: complete(partial, final, values, written), rank == 0)
     except (OSError, UserError) as error:
         if rank == 0:
@@ -261,11 +246,6 @@ def together(accelerator: Accelerator, action: Callable[[], Any], acts: bool = T
         if isinstance(failed, OSError | UserError):
             raise failed
     return outcomes
-
-
-def values_of(state: TrainingState, progress: Progress) -> dict[str, Any]:
-    """What ``state.json`` holds."""
-    return {"progress": asdict(progress), "identity": dict(state.identity), **state.values()}
 
 
 def refusal(final: Path, error: OSError) -> UserError:

@@ -141,6 +141,11 @@ class Output:
     early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
     log_every_steps: int = option(10, "A line of metrics.jsonl every n steps.", ge=1)
 
+    @property
+    def same_command(self) -> str:
+        """The command that resumes this run: the one that started it, unless that one says where to start."""
+        return "the same command" if self.resume == "auto" else "the same command with --resume auto"
+
 
 CORE: dict[str, type] = {"data": Data, "architecture": Architecture, "optimization": Optimization, "output": Output}
 
@@ -240,7 +245,7 @@ def argument(word: str) -> str:
         return re.sub(r"^-(?=[\d.])", " -", word)  # argparse takes -1e-4 for a flag, unless there is a space before
     name, equals, value = word[2:].partition("=")
     name = name.replace("-", "_")
-    is_off = name.startswith("no_") and name[3:] in fields()
+    is_off = not equals and name.startswith("no_") and name[3:] in fields()
     return f"--{name[3:]}=False" if is_off else f"--{name}{equals}{value}"
 
 
@@ -248,6 +253,7 @@ def _from_text(text: Any, hint: Any) -> Any:
     """What ``text`` of the command line stands for in a field of type ``hint``; the text itself where nothing fits."""
     if isinstance(text, list):
         return tuple(text)
+    text = re.sub("^ (?=-)", "", text)  # which argument put there
     candidates: list[Any] = [None, text] if text in ("None", "null") else [text]
     for read in (json.loads, yaml.safe_load, float):
         with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):

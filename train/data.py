@@ -8,19 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, evaluation_batches
+from train.config import Config
 from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError
 from train.state import examples_digest
 from train.tasks import Task, from_pretrained, load_task, pad_token_id, tokenize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from train.config import Config
 
 
 @dataclass(frozen=True)
@@ -104,14 +101,14 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
             module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look it up there
             found.loader.exec_module(module)
         else:
-            module = importlib.import_module(source or spec)
+            module = importlib.import_module(source.lstrip(".") or spec)
         return getattr(module, name)
     except (ImportError, AttributeError, FileNotFoundError) as error:
         raise UserError(
             f"{flag} {spec!r}: {error}. Give module:function, importable from the current folder, or file.py:function."
         ) from None
     finally:
-        sys.path.pop(0)
+        sys.path.remove(folder)  # the first of that name: the module may have put others before it
 
 
 def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
@@ -142,8 +139,6 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
 
 def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
-    from transformers import AutoTokenizer
-
     own = "bytes, words or train:8192 (train/extras/readers/)"
     instead = f"a folder with a tokenizer, a Hub name (and a connection), or {own}"
     return from_pretrained(AutoTokenizer, spec, trust_remote_code, "tokenizer", instead)

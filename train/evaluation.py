@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from train.batching import Batches
 from train.data import PreparedData
-from train.loss import Scores, wide_dtype
+from train.loss import Scores
 from train.optim import peak_learning_rate
 from train.records import IGNORE, Evaluation, MicroBatch, Progress, Run, StopAtOnce, UserError, exchange
 from train.step import Engine
@@ -90,7 +90,8 @@ class Evaluator:
             sums = [t.reshape(len(targets), -1).sum(1) for t in (scores.loss_sums, targets, correct)]
             first = [t.reshape(len(targets), -1)[:, 0] for t in (scores.predictions, part.labels)]
             # In fp32, which counts to 16 million (MPS has no fp64), or in fp64 if the losses are.
-            rows = torch.stack([t.to(wide_dtype(scores.loss_sums.dtype)) for t in sums + first], dim=1).tolist()
+            wide = torch.promote_types(scores.loss_sums.dtype, torch.float32)
+            rows = torch.stack([t.to(wide) for t in sums + first], dim=1).tolist()
         # A batch that only keeps ranks in step has no ids.
         return [(example, *row) for example, row in zip(part.example_ids, rows, strict=False)]
 

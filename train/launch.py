@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.records import UsageError
+from train.records import UsageError, num_cores
 
 if TYPE_CHECKING:
     import torch
@@ -196,8 +196,7 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
     # Next to a card, too: optimizers whose state is in host memory update there.
     asked = config.optimization.cpu_threads
     if asked or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # which accelerate launch sets where nobody chose
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(asked or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(asked or max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     # accelerate's optimizer searches the disk for this package twice a step; once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
     if device.type != "cpu":

@@ -8,22 +8,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from train.evaluation import Goal, after_evaluation
+from train.batching import Batches
+from train.data import PreparedData
+from train.evaluation import Evaluator, Goal, after_evaluation
 from train.optim import learning_rate_at
 from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, StopAtOnce, UserError, exchange
-from train.step import seed_step
+from train.state import TrainingState
+from train.step import Engine, seed_step
 
 if TYPE_CHECKING:
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    from train.batching import Batches
-    from train.data import PreparedData
-    from train.evaluation import Evaluator
     from train.records import MicroBatch, StepOutcome
-    from train.state import TrainingState
-    from train.step import Engine
 
 T = TypeVar("T", Progress, IntervalSums)
 

@@ -77,14 +77,9 @@ def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tenso
     return loss_sum + weight * balance * (labels != IGNORE).sum()
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which losses of logits of type ``dtype`` are computed: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """−log p(label) of each position, flattened, in fp32 (fp64 for fp64 logits); 0 where the label is IGNORE."""
-    wide = logits.to(wide_dtype(logits.dtype)).reshape(-1, logits.shape[-1])
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})
 
 

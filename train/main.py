@@ -107,9 +107,12 @@ def train(run: records.Run) -> int:
 
 def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     """Evaluates what is left to evaluate, and writes ``final/`` and the summary; the exit status."""
+    from train.checkpoint import StoredBlocks
+
     outputs, data, step = run.outputs, parts.data, progress.step
     best = progress.best_step if run.config.output.load_best_model_at_end else None
-    if best and outputs.load_best(parts.state, best):
+    if best and outputs.is_usable(best):
+        parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{best:08d}"))
         step = best
     run.extras.each("finishing", run, parts.state, progress)
     outputs.finishing = "the last evaluation"
@@ -127,8 +130,6 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
 
 def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: records.StopRequest) -> int:
     """Makes the Accelerator, trains, and explains what ended the run early; the exit status."""
-    from train.outputs import same_command
-
     run = None
     try:
         run = start(config, launch, joined, stop)
@@ -145,7 +146,7 @@ def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extr
             raise records.UserError(explanation) from None
         if run is not None and run.outputs.finishing:
             done = "Training is done and its last checkpoint is written"
-            show_error(f"{run.outputs.finishing} failed. {done}: {same_command(config)} makes what is missing.")
+            show_error(f"{run.outputs.finishing} failed. {done}: {config.output.same_command} makes what is missing.")
         raise
 
 
@@ -171,7 +172,7 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
             "the same thing. See accelerate_configs/ for launch files that work."
         )
     run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
-    run.outputs.prepare()
+    run.outputs.from_main(run.outputs.prepare)
     named = ", ".join(joined.by_name) or "none"
     lines = [launching.describe_device(accelerator, launch), substitution, f"extras: {named}"]
     run.outputs.note(*filter(None, lines))

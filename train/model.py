@@ -6,20 +6,19 @@ import inspect
 import re
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.config import Architecture
 from train.data import load_function
 from train.loss import ModelWithLoss
 from train.records import Run, UserError, one_line
 from train.tasks import Task, pad_token_id, stored_config
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 LIMIT = "max_position_embeddings"  # transformers' name for it; -1: none
 
@@ -61,8 +60,6 @@ def build_model(
 def _from_transformers(
     config: Architecture, task: type[Task], model_config: PretrainedConfig, changes: dict[str, Any], has_weights: bool
 ) -> nn.Module:
-    import transformers
-
     stored, factory = config.model is not None, getattr(transformers, task.auto_class)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
@@ -88,8 +85,6 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, max_length: int) -> PretrainedConfig:
-    from transformers import AutoConfig
-
     fields = dict(config.model_config or {})
     model_type = fields.pop("model_type")
     # A missing padding token stays missing: with the end token in its place, that one's embedding would stay zero.

@@ -12,32 +12,23 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate import Accelerator
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint, figures
 from train.config import Config, dump
 from train.evaluation import Goal, after_evaluation
+from train.loop import Parts
 from train.optim import learning_rate_at, num_warmup_steps
 from train.records import STARTED, Evaluation, Progress, Run, UserError
 from train.state import TrainingState
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedTokenizerBase
-
-    from train.loop import Parts
-
-
 # What a run leaves in its folder, in which a person may keep other things.
 MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "stream.jsonl", "summary.json", "report.html", "wandb")
 MADE += ("long-sequence-template", "stopped.json", ".partial-*", "tokenizer-*.json", "memory_snapshot-*.pickle")
-
-
-def same_command(config: Config) -> str:
-    """The command that resumes this run: the one that started it, unless that one says where to start."""
-    return "the same command" if config.output.resume == "auto" else "the same command with --resume auto"
 
 
 class Outputs:
@@ -70,15 +61,11 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first."""
-
-        def make() -> None:
-            with figures.writable(self.folder / "config.yaml"):
-                earlier = [path for pattern in MADE for path in self.folder.glob(pattern)]
-                if self.config.output.resume == "never" and earlier:
-                    self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
-
-        self.from_main(make)
+        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first. By one rank."""
+        with figures.writable(self.folder / "config.yaml"):
+            earlier = [path for pattern in MADE for path in self.folder.glob(pattern)]
+            if self.config.output.resume == "never" and earlier:
+                self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
 
     def _move_aside(self, paths: Sequence[Path]) -> Path:
         """Moves files of this folder to ``previous-N``, with their places in it."""
@@ -96,20 +83,20 @@ class Outputs:
 
         Raises UserError if the checkpoint is damaged or belongs to another run.
         """
-        found, progress = self.from_main(self._checkpoint_to_resume), Progress()
-        if found is not None:
-            progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
-            self.say(f"resumed from {found} at step {progress.step}")
-            self.is_foreign = found.resolve().parent != self.checkpoints.resolve()
+        if (found := self.from_main(self._checkpoint_to_resume)) is None:
+            return Progress()
+        progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
+        self.say(f"resumed from {found} at step {progress.step}")
+        self.is_foreign = found.resolve().parent != self.checkpoints.resolve()
         progress = self.with_its_best(progress, goal.best_of)
-        return self.from_main(lambda: self._evaluated(progress, goal)) if found is not None else progress
+        return self.from_main(lambda: self._evaluated(progress, goal))
 
     def _evaluated(self, progress: Progress, goal: Goal) -> Progress:
         """``progress`` of the checkpoint that is resumed from, with an evaluation that the log has of its step."""
         if self.is_foreign or progress.evaluated_step == progress.step:
             return progress
         for row in figures.read_metrics(self.metrics):
-            if row["step"] == progress.step and row.get("data") == goal.data:
+            if row["step"] == progress.step and row.get("data") == goal.data and goal.metric in row:
                 found = {name: math.nan if value is None else value for name, value in row.items()}
                 return after_evaluation(progress, goal, Evaluation("validation", progress.step, found))
         return progress
@@ -242,7 +229,7 @@ class Outputs:
         step = step if step is not None else max(checkpoint.by_step(self.checkpoints), default=0)
         if self.is_main:
             figures.write_whole(self.folder / "stopped.json", json.dumps({"step": step, "signal": received}))
-        again = f"run {same_command(self.config)} again to resume from step {step}"
+        again = f"run {self.config.output.same_command} again to resume from step {step}"
         self.say(f"stopped by {received or 'a signal to another process'} {where}: {again}.")
 
     def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -258,12 +245,6 @@ class Outputs:
                     path.chmod((self.folder / "config.yaml").stat().st_mode)
                 figures.sync(path)
             checkpoint.put_in_place(partial, self.final)
-
-    def load_best(self, state: TrainingState, step: int) -> bool:
-        """Puts the weights of the checkpoint of ``step`` into ``state``; False, and a note, where it is not intact."""
-        if is_usable := self.is_usable(step):
-            state.restore_model(checkpoint.StoredBlocks(self.checkpoints / f"step-{step:08d}"))
-        return is_usable
 
     def is_usable(self, best: int) -> bool:
         """Whether the checkpoint of the ``best`` step is intact; a note where it is not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -228,6 +229,11 @@ def column(examples: datasets.Dataset, name: str) -> np.ndarray:
     import numpy as np  # here: --help does not wait for it
 
     return np.asarray(examples.with_format("numpy")[name][:])
+
+
+def num_cores() -> int:
+    """Cores that this process may use: on a shared machine fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def exchange(value: Any, num_processes: int) -> list[Any]:

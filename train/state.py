@@ -60,33 +60,31 @@ class TrainingState:
         return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
-        """Everything except tensors, as JSON, the same on every rank: groups, numbers of the state, loss scaler."""
+        """Everything except tensors, as JSON, the same on every rank: identity, numbers of the state, loss scaler."""
         plain = {n: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for n, s in self._states().items()}
-        groups = zip(self.optimizer.param_groups, self._groups(), strict=True)
         return {
-            "param_groups": [{**group, "params": names} for group, names in groups],
+            "identity": dict(self.identity),
             "optimizer": {name: entries for name, entries in plain.items() if entries},
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
         }
 
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
-        """Takes everything back in place."""
+        """Takes everything back in place; the optimizer keeps the settings of this run."""
         self.restore_model(blocks)
-        parameters, settings = dict(self.model.named_parameters()), settings_of(values)
+        parameters = dict(self.model.named_parameters())
         state: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in values["optimizer"].items()}
-        for full_name in blocks.names("optimizer"):
+        for full_name, stored in blocks.index["optimizer"].items():
             name, _, key = full_name.rpartition(".")
-            shape, like = blocks.whole_shape("optimizer", full_name), parameters[name]
+            shape, like = tuple(stored["shape"]), parameters[name]
             if isinstance(like, DTensor) and shape == tuple(like.shape):
                 value = _filled(torch.empty_like(like), blocks, "optimizer", full_name)
             else:  # in the type it was written in, which need not be the parameter's
                 value = blocks.block("optimizer", full_name, (0,) * len(shape), shape)
             state.setdefault(name, {})[key] = value
-        groups = self._groups()  # this run's own, for divided weights are grouped apart
-        numbers = {name: number for number, name in enumerate(itertools.chain(*groups))}
-        by_number = {numbers[name]: entries for name, entries in state.items()}
-        groups = [{**settings[group[0]], "params": [numbers[name] for name in group]} for group in groups]
-        self.optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+        numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
+        numbers = {id(parameter): number for number, parameter in numbered}
+        by_number = {numbers[id(parameters[name])]: entries for name, entries in state.items()}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": by_number})
         if self.scaler is not None and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
 
@@ -132,11 +130,6 @@ class TrainingState:
         elif keep:
             save_file(weights, folder / "model.safetensors")
 
-    def _groups(self) -> list[list[str]]:
-        """The names of the parameters in each of the optimizer's groups."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-
     def _states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state of each parameter that it has, in the order of the model."""
         state = self.optimizer.state
@@ -149,15 +142,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
-
-
-def settings_of(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By parameter, the stored settings of its group; JSON knows no tuples, such as betas."""
-    return {
-        name: {k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k != "params"}
-        for group in values["param_groups"]
-        for name in group["params"]
-    }
 
 
 def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
@@ -176,7 +160,7 @@ def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
 @torch.no_grad()
 def _filled(tensor: Tensor, blocks: StoredBlocks, section: str, name: str) -> Tensor:
     """``tensor`` with its part of the stored one; raises UserError if that is of another shape."""
-    whole = blocks.whole_shape(section, name)
+    whole = tuple(blocks.index[section][name]["shape"])
     if whole != tuple(tensor.shape):
         raise UserError(
             f"{name} has the shape {whole} in the checkpoint and {tuple(tensor.shape)} in this model: give the old "

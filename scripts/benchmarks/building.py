@@ -160,9 +160,10 @@ def use_cpu_threads(asked: int | None) -> int:
     """Sets torch's CPU threads, by default one per core as in a run; returns how many."""
     import torch
 
+    from train.records import num_cores
+
     # Only the threads: what else a run sets up on a CPU would make the variants faster that it is compared with.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(asked or cores)
+    torch.set_num_threads(asked or num_cores())
     return torch.get_num_threads()
 
 
@@ -312,7 +313,7 @@ class Training:
             length: of a sequence.
         """
         from train.extras.meter.cards import peak_flops_per_second
-        from train.extras.meter.flops import count_flops, mfu
+        from train.extras.meter.flops import count_flops
         from train.launch import arithmetic_in_use, device_name
 
         accelerator = self.run.accelerator
@@ -322,7 +323,7 @@ class Training:
         return {
             "tokens_per_second": per_second,
             "flops_per_second": flops and flops * per_second,
-            "mfu": mfu(per_second, flops, peak),
+            "mfu": flops and peak and flops * per_second / peak,
         }
 
 

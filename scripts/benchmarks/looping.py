@@ -51,7 +51,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     accelerator = building.start_accelerator(config, Launch(), arithmetic.accumulation_steps)
     run = building.silent_run(config, accelerator, without=("memory",))
     run.outputs = _watched_outputs(config, accelerator, tick)
-    run.outputs.prepare()
+    run.outputs.from_main(run.outputs.prepare)
     with run.extras.inside("open", config, run.launch, run.stop):
         data = _data(run, tokens)
         batches = data.training_batches(run, arithmetic)

@@ -84,7 +84,7 @@ class Crashes:
                 return [f"{type(error).__name__}: {error}"]
 
     def _problems(self, state: State, outputs: Outputs) -> Iterator[str]:
-        outputs.prepare()
+        outputs.from_main(outputs.prepare)
         progress = outputs.resume(self.stand_in, self.goal)
         if progress.step < (acknowledged := max(state.acknowledged, self.acknowledged_before)):
             yield f"step {progress.step} is resumed, but {acknowledged} was acknowledged"

@@ -127,24 +127,27 @@ def test_best_of_another_folder_is_looked_for_anew(tmp_path: Path) -> None:
     assert better in steps_of(tmp_path / "other")
 
 
-@pytest.mark.parametrize("change", ["metric", "validation data"])
+@pytest.mark.parametrize("change", ["metric", "new metric", "validation data"])
 def test_best_of_another_metric_or_data_is_looked_for_anew(tmp_path: Path, change: str) -> None:
     output = tmp_path / "run"
     assert go(tmp_path, *WITH_BEST, "--num_epochs", "None", "--max_steps", 3).status == EXIT_DONE
     assert summary(output)["best_metric"] > 1
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(json.dumps({"text": "entirely other words " * n}) for n in range(1, 6)))
-    flags = ("--metric_for_best", "accuracy") if change == "metric" else ("--validation_dataset", other)
-    if change != "metric":
-        flags += ("--allow_changes_on_resume", True)
+    on_metric = change != "validation data"
+    flags = ("--metric_for_best", "accuracy") if on_metric else ("--validation_dataset", other)
+    flags += () if on_metric else ("--allow_changes_on_resume", True)
+    if change == "new metric":  # the log has none of it
+        log = output / "metrics.jsonl"
+        log.write_text(log.read_text().replace('"accuracy"', '"another"'))
     end = go(tmp_path, *WITH_BEST, *flags, "--num_epochs", "None", "--max_steps", 6)
     assert end.status == EXIT_DONE, end.said
     assert "the best step so far was chosen by loss on data" in end.said
-    name = "accuracy" if change == "metric" else "loss"
+    name = "accuracy" if on_metric else "loss"
     # The last evaluation before the change counts under another metric, but not where it was on other data.
-    first = 3 if change == "metric" else 4
+    first = 3 if on_metric else 4
     values = {row["step"]: row[name] for row in rows(output, "evaluation") if row["step"] >= first}
-    best = (max if change == "metric" else min)(values, key=lambda step: values[step])
+    best = (max if on_metric else min)(values, key=lambda step: values[step])
     assert (summary(output)["best_step"], summary(output)["best_metric"]) == (best, values[best])
 
 

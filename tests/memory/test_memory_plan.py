@@ -345,6 +345,10 @@ def test_longest_length_ends_at_the_models_positions() -> None:
     asked = question(80, model_config={**LLAMA, "max_position_embeddings": 5000}, max_length=2048)
     assert longest_length(asked, Predictions([Synthetic()]))[0] == 4096
     assert longest_length(question(0.1), Predictions([Synthetic()]))[0] == 0
+    short = {**LLAMA, "max_position_embeddings": 512}
+    for total_gib, longest in ((80, 512), (0.1, 0)):
+        asked = question(total_gib, model_config=short, max_length=256)
+        assert longest_length(asked, Predictions([Synthetic()]))[0] == longest
 
 
 def test_where_nothing_else_fits_the_longest_is_that_with_offloaded_weights() -> None:

@@ -23,8 +23,8 @@ from train.extras.meter.tracker import (
     PARAMETERS,
     WORKSPACE,
     StorageTracker,
-    held_by,
     tag_gradients,
+    tag_held,
 )
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
 from train.memory.trial import build, run_of
@@ -116,8 +116,7 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
     with StorageTracker("cpu") as tracker:
         tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
         tracker.ignore(elsewhere.buffers)
-        tracker.tag(PARAMETERS, held_by(network))
-        tracker.tag(OPTIMIZER_STATE, [v for state in optimizer.optimizer.state.values() for v in state.values()])
+        tag_held(tracker, network, optimizer.optimizer)
         tag_gradients(tracker, network.parameters())
         tracker.reset_peak()
         marks.append(tracker.mark)

@@ -67,15 +67,12 @@ class Extra:
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
         """The documents that ``--dataset`` names, or None if this extra does not know it."""
-        return None
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
-        return None
 
     def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset | None:
         """What ``make`` keeps in files whose names begin with ``cache``, once they are checked."""
-        return None
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""
@@ -114,13 +111,11 @@ class Extra:
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
     ) -> TrainingState | None:
         """What checkpoints hold, where it is not the plain :class:`train.state.TrainingState`."""
-        return None
 
     # Seam 3: the step
 
     def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
         """Another optimizer for these parameter groups, or None."""
-        return None
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         """Another engine in place of, or around, ``engine``."""
@@ -152,10 +147,6 @@ class Extra:
         """Surrounds the forward of a micro-batch that is evaluated."""
         return nullcontext()
 
-    def sampling(self, network: nn.Module) -> AbstractContextManager[None]:
-        """Surrounds whatever the trained model generates."""
-        return nullcontext()
-
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         """A line of training figures is about to be written; may add some."""
 
@@ -179,14 +170,12 @@ class Extra:
 
     def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Where to continue after training has diverged; None: the run ends."""
-        return None
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         """``final/`` comes next, made of ``state``."""
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """What to tell a person about ``error``; empty if that was done; None if this extra does not know."""
-        return None
 
     def summary(self, run: Run) -> dict[str, Any]:
         """Figures for ``summary.json``."""

@@ -72,10 +72,8 @@ def page_locked(num_bytes: int) -> Tensor:
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """What each control group around this process leaves, of version 1 or 2; files it has read count as free."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    for line in lines:
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers not in GROUPS:
             continue

@@ -13,13 +13,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from train import extras
+
+if "memory" in extras.missing():
+    print("error: train/memory/ measures with train/extras/meter/, which is not in this copy.", file=sys.stderr)
+    sys.exit(2)  # EXIT_USAGE
+
 from train.config import Config, argument, parse
 from train.memory import advice, use_expandable_segments
 from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import Job, Predictor
-from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
+from train.memory.question import OFFLOAD, Question, position_limit, replace_length, vocabulary_size
 from train.records import EXIT_DONE, UsageError, UserError
 
 PROGRAM = "python -m train.memory"
@@ -109,8 +115,9 @@ def run_plan(arguments: list[str]) -> None:
         if "max_length" in request.open:
             length, setting = longest_length(question, predictions)
             if not length:
+                shortest = min(1024, position_limit(question.config) or 1024)
                 raise UserError(
-                    f"max_length: not even 1,024 tokens fit on {question.device.name} with {setting}. "
+                    f"max_length: not even {shortest:,} tokens fit on {question.device.name} with {setting}. "
                     "Take a larger device, a smaller model, or another optimizer."
                 )
             question = replace_length(question, length)
@@ -237,7 +244,8 @@ def _predictions(question: Question, processes: int = 1) -> Iterator[Predictions
 
     def announce(number: int, job: Job) -> None:
         line = f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens, "
-        line += f"checkpointing {job.values['gradient_checkpointing']}, loss {job.values['loss']}"
+        line += f"checkpointing {job.values.get('gradient_checkpointing', 'none')}, "
+        line += f"loss {job.values.get('loss', 'full')}"
         print(f"\r{line[:79]:79}", end="", file=sys.stderr, flush=True)
 
     with ExitStack() as stack:

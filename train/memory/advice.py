@@ -56,7 +56,7 @@ def _parts(question: Question, outcome: Outcome) -> list[str]:
         *((f"  {kind}", size, "") for kind, size in prediction.bytes_by_kind.items()),
         ("peak", prediction.peak_bytes, f"in {prediction.phase} ({prediction.operator})"),
         *([] if question.on_cpu else on_card),
-        ("room", question.room_bytes, f"{gib(device.total_bytes)} less {100 * MARGIN:.0f} %"),
+        ("room", question.room_bytes, f"{gib(question.total_bytes)} less {100 * MARGIN:.0f} %"),
         ("host memory", outcome.host_bytes, "for what is offloaded, per process"),
     ]
     lines = [f"{outcome.setting}:"]

@@ -20,7 +20,7 @@ from train.records import UserError
 class Recompute:
     """How layers keep or recompute their activations: by the flags that say so."""
 
-    gradient_checkpointing: str
+    gradient_checkpointing: str = "none"
     gradient_checkpointing_every_n_layers: int = 1
     gradient_checkpointing_offload: bool = False  # inputs of checkpointed layers wait in host memory
     tiled_mlp: bool = False
@@ -181,7 +181,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         sizes = {"micro_batch_size": job.micro_batch_size, "max_length": job.length}
         value = remedy.value or sizes[remedy.name] // 2
         values: dict[str, Any] = {**job.values, **sizes, remedy.name: value == "True" or value}
-        if remedy.name == "optimizer":  # these belong to AdamW
+        if remedy.name == "optimizer" and "bf16_update" in values:  # these belong to AdamW
             values |= {"optimizer_offload": False, "bf16_update": "nearest"}
         size = values["micro_batch_size"]
         changed = replace(

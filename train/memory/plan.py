@@ -12,11 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from train.memory.ladder import Recompute, largest_fitting
 from train.memory.predict import MOMENTS, Job, Prediction, Predictor
-from train.memory.question import CHECKPOINTING, OFFLOAD, Question, Setting, position_limit, replace_length
+from train.memory.question import OFFLOAD, Question, Setting, position_limit, replace_length
 from train.records import UserError
 
 EQUALLY_FAST = 0.02  # estimates that differ by less are equally fast: what needs less is kept
@@ -143,9 +142,8 @@ class Search:
 
     def _base(self, sharding: str) -> Setting:
         """What all settings have in common."""
-        precision, tiled = self.question.precision(sharding), self.question.config.get("tiled_mlp")
-        common: dict[str, Any] = {"micro_batch_size": self._sizes[0], "mixed_precision": precision, "tiled_mlp": tiled}
-        return Setting("none", loss="full", sharding=sharding, **common)
+        precision, tiled = self.question.precision(sharding), self.question.config.get("tiled_mlp", False)
+        return Setting(tiled_mlp=tiled, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
 
     def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
@@ -228,7 +226,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
     problem = None if is_open else search.problems.get(question.asked)
-    ways, shardings = CHECKPOINTING, question.shardings
+    ways, shardings = question.ways, question.shardings
     smallest = search.smallest(ways, shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None
     for more, sharding in question.last_resorts if best is None else ():
@@ -239,25 +237,28 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     if smallest.fits or best is not None:
         best = search.fastest(ways, shardings, best)
     else:
-        longest = _longest_of(question, smallest.setting, predictions, question.config.data.max_length)
+        shorter = range(1024, question.config.data.max_length, 1024)
+        longest = _longest_of(question, smallest.setting, predictions, shorter)
     return Plan(asked, problem, best, smallest, longest, len(predictions.known))
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
-    """The longest ``max_length`` that fits, in multiples of 1,024 (0: none), and the setting for it: the smallest."""
+    """The longest ``max_length`` that fits, and the setting for it: the smallest.
+
+    In multiples of 1,024, or as long as a model goes that takes less; 0: none.
+    """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
     search, length = Search(start, predictions), 0
-    smallest = search.smallest(CHECKPOINTING, start.shardings[-1])
+    smallest = search.smallest(start.ways, start.shardings[-1])
     for ways, sharding in start.last_resorts[::2]:  # the ways that need least, and if none fits, with weights offloaded
         if not length:
             smallest = search.smallest(ways, sharding, smallest)
-            length = _longest_of(question, smallest.setting, predictions, limit + 1)
+            length = _longest_of(question, smallest.setting, predictions, range(1024, limit + 1, 1024) or [limit])
     return length, smallest.setting
 
 
-def _longest_of(question: Question, setting: Setting, predictions: Predictions, end: int) -> int:
-    candidates = range(1024, end, 1024)
+def _longest_of(question: Question, setting: Setting, predictions: Predictions, candidates: Sequence[int]) -> int:
     if not candidates:
         return 0
 

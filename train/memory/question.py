@@ -139,7 +139,7 @@ class Setting(Recompute):
 
     micro_batch_size: int
     mixed_precision: str | None
-    loss: str
+    loss: str = "full"
     sharding: str = "none"
 
     def __str__(self) -> str:
@@ -180,11 +180,14 @@ class Question:
         return bool(target.bytes_per_second and target.flops_per_second)
 
     @property
+    def total_bytes(self) -> float:
+        """Of the device, or the configuration's own budget."""
+        return min(self.device.total_bytes, (self.config.get("memory_budget_gib") or math.inf) * 2**30)
+
+    @property
     def room_bytes(self) -> int:
-        """What a rank may take of its device: without the margin, and within the configuration's own budget."""
-        budget = self.config.get("memory_budget_gib")
-        total = self.device.total_bytes if budget is None else min(self.device.total_bytes, budget * 2**30)
-        return int(total * (1 - MARGIN))
+        """What a rank may take of them: without the margin."""
+        return int(self.total_bytes * (1 - MARGIN))
 
     @property
     def nccl_bytes(self) -> int:
@@ -202,17 +205,24 @@ class Question:
         """The configuration as it stands."""
         values, sharding = to_values(self.config), self.shardings[0]
         values["micro_batch_size"] = _micro_batch_size(self.config, self.world_size)
-        values["loss"] = self.automatic_loss if values["loss"] == "auto" else values["loss"]
+        if values.get("loss") == "auto":
+            values["loss"] = self.automatic_loss
         values["sharding"], values["mixed_precision"] = sharding, values["mixed_precision"] or self.precision(sharding)
-        return Setting(**{field.name: values[field.name] for field in fields(Setting)})
+        return Setting(**{field.name: values[field.name] for field in fields(Setting) if field.name in values})
+
+    @property
+    def ways(self) -> tuple[Recompute, ...]:
+        """The ways to recompute that are tried for any device; without the extra activations there is but one."""
+        return CHECKPOINTING if "gradient_checkpointing" in to_values(self.config) else (Recompute(),)
 
     @property
     def last_resorts(self) -> list[tuple[tuple[Recompute, ...], str]]:
         """Ways to recompute, and the sharding with them, that are tried where nothing else fits, least saving first."""
         ways = tuple(w for w in ladder_on(self.device.kind) if w.gradient_checkpointing_offload or w.tiled_mlp)
+        ways = ways if self.ways == CHECKPOINTING else ()
         found = [(ways, self.shardings[-1])]
         if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
-            found += [(CHECKPOINTING, OFFLOAD), (ways, OFFLOAD)]
+            found += [(self.ways, OFFLOAD), (ways, OFFLOAD)]
         return found
 
     @property
@@ -226,7 +236,9 @@ class Question:
     def losses(self) -> tuple[str, ...]:
         """From fast and large to slow and small."""
         asked = self.config.get("loss")
-        return ("full",) if self.num_labels else ("full", self._best_loss if asked in ("auto", "full") else asked)
+        if self.num_labels or asked is None:  # None without the extra losses
+            return ("full",)
+        return "full", self._best_loss if asked in ("auto", "full") else asked
 
     @property
     def _best_loss(self) -> str:
@@ -291,7 +303,7 @@ class Question:
         """What has to change in the configuration for ``setting`` and the same global batch, by flag."""
         values, wanted = to_values(self.config), {**vars(setting)}
         del wanted["sharding"]  # the launcher's
-        if values["loss"] == "auto" and setting.loss == self.automatic_loss:
+        if values.get("loss") == "auto" and setting.loss == self.automatic_loss:
             wanted["loss"] = "auto"
         if values.get("max_tokens_per_micro_batch") is not None:
             del wanted["micro_batch_size"]
@@ -299,7 +311,7 @@ class Question:
                 wanted["max_tokens_per_micro_batch"] = setting.micro_batch_size * values["max_length"]
         elif setting.micro_batch_size != values["micro_batch_size"]:
             wanted |= {"global_batch_size": self.global_batch_size, "gradient_accumulation_steps": None}
-        return {name: value for name, value in wanted.items() if value != values[name]}
+        return {name: value for name, value in wanted.items() if name in values and value != values[name]}
 
 
 def replace_length(question: Question, length: int) -> Question:

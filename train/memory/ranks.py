@@ -64,11 +64,8 @@ def shapes_uncounted(tracker: FakeTracker) -> Iterator[None]:
     find_shape = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def find_shape_uncounted(*args: Any, **options: Any) -> Any:
-        before, tracker.paused = tracker.paused, True
-        try:
+        with patch.object(tracker, "paused", True):
             return find_shape(*args, **options)
-        finally:
-            tracker.paused = before
 
     with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", find_shape_uncounted):
         yield

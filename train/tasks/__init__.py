@@ -11,7 +11,6 @@ import importlib
 import inspect
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
 from train.loss import cross_entropy_scores, cross_entropy_sum
-from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, one_line
+from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, num_cores, one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -228,7 +227,7 @@ def tokenize(
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
-        workers = task.data.preprocessing_num_workers or min(os.cpu_count() or 1, useful)
+        workers = task.data.preprocessing_num_workers or min(num_cores(), useful)
         size = min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE)
         # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
         known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]

@@ -17,7 +17,6 @@ from torch import Tensor
 from train import tasks
 from train.figures import several
 from train.records import Corpus, Examples, UserError, column, one_line
-from train.tasks import stored_config
 
 MATRIX_CLASSES = 100  # up to this many have a confusion matrix
 CONFUSIONS = 20  # named where there is none
@@ -50,7 +49,7 @@ class Task(tasks.Task):
         if architecture.model is None or architecture.is_function:
             return names
         # Its head is trained for these numbers; under others it would be a permuted one.
-        known = tuple(name for _, name in sorted((stored_config(architecture).id2label or {}).items()))
+        known = tuple(name for _, name in sorted((tasks.stored_config(architecture).id2label or {}).items()))
         return known if set(names) <= set(known) else names
 
     def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
@@ -127,11 +126,10 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
     f1 = 2 * hits[there > 0] / there[there > 0]  # the mean is over classes that were there or were predicted
     metrics: dict[str, Any] = {"accuracy": float(right.mean()), "macro_f1": float(f1.mean())}
     if num_classes <= MATRIX_CLASSES:
-        matrix = np.zeros((num_classes, num_classes), dtype=np.int64)
-        np.add.at(matrix, (references, predictions), 1)
-        return {**metrics, "confusion_matrix": matrix.tolist()}
-    wrong = Counter(zip(references[~right].tolist(), predictions[~right].tolist(), strict=True))
-    most = sorted(wrong.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS]
+        counts = np.bincount(references * num_classes + predictions, minlength=num_classes**2)
+        return {**metrics, "confusion_matrix": counts.reshape(num_classes, num_classes).tolist()}
+    wrong = Counter(sorted(zip(references[~right].tolist(), predictions[~right].tolist(), strict=True)))
+    most = wrong.most_common(CONFUSIONS)  # of equally frequent ones the first in order
     rows = [{"reference": reference, "prediction": found, "count": count} for (reference, found), count in most]
     return {**metrics, "most_frequent_confusions": rows}
 

@@ -23,7 +23,7 @@ from train.batching import Batches, Loading, evaluation_batches
 from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
-from train.extras.long_sequences.packing import best_fit, collate_packed, in_order, pack_split, pack_stream
+from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split, pack_stream
 from train.extras.readers.stream import StreamBatches
 from train.launch import Launch
 from train.loss import ModelWithLoss
@@ -92,11 +92,6 @@ def test_every_example_once_and_nearly_as_few_rows_as_can_be() -> None:
     assert max(int(lengths[row].sum()) for row in rows) <= 512
     assert len(rows) <= 1.01 * lengths.sum() / 512
     assert rows == best_fit(lengths, 512)
-
-
-def test_rows_of_a_stream_end_where_the_next_does_not_fit() -> None:
-    found = in_order(LENGTHS, ROOM)
-    assert [[LENGTHS[i] for i in row] for row in found] == [[12], [3, 7], [12], [1, 5, 5], [9, 2], [8]]
 
 
 def test_a_row_adds_up_its_members() -> None:

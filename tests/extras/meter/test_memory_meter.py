@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,10 @@ def test_every_so_many_steps_one_is_followed(training: Training, followed: list[
     for _ in range(2 + 6):
         training.step(batch(1, 4))
     assert len(followed) == 3
+    for length in (2, 3, 8, 16, 32, 64):  # an evaluation that is followed puts no step off
+        training.evaluate(batch(1, length))
+        training.step(batch(1, 4))
+    assert followed.count("forward") == 4
 
 
 def test_steps_too_short_to_follow_often_are_followed_less(
@@ -214,6 +220,8 @@ def test_a_step_that_is_not_followed_has_the_figures_of_one_that_was(training: T
 
 def test_evaluation_is_measured_once_for_each_larger_shape(training: Training, followed: list[str]):
     first = training.evaluate(batch(2, 64))
+    kinds = training.meter.bytes_by_kind
+    assert kinds[PARAMETERS] == sum(t.nbytes for t in (*training.network.parameters(), *training.network.buffers()))
     assert first == training.evaluate(batch(2, 64))
     assert followed == ["evaluation"]
     held = sum(t.nbytes for t in (*training.network.parameters(), *training.network.buffers()))
@@ -229,6 +237,8 @@ def test_figures_are_plain_and_complete(training: Training):
     summary = training.meter.summary()
     assert set(summary) == {*figures, "peak_resident_bytes"}
     assert summary["peak_resident_bytes"] > 100 * 2**20  # torch alone
+    highest = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert highest and summary["peak_resident_bytes"] == pytest.approx(1024 * int(highest[1]), rel=5e-4)
     assert all(type(size) is int for size in (*summary["bytes_by_kind"].values(), summary["peak_allocated_bytes"]))
 
 
@@ -277,6 +287,22 @@ def test_a_leak_is_named_once(training: Training, keep: Callable[[list[Tensor]],
     assert f"(4, 80, {WIDTH}) float32 made in forward" in line
     assert "0.1 MiB more after each step, seen over 4 steps" in line
     assert training.meter.summary()["memory_leak"] == line
+
+
+def test_a_leak_names_the_largest_kinds_and_nothing_that_only_stays(training: Training):
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any) -> None:
+        if not kept:
+            kept.append(torch.zeros(300, 300))
+        kept.extend(torch.zeros(100 + number, 100) for number in range(5))
+
+    training.network.lm_head.register_forward_pre_hook(keep)
+    for _ in range(GROWING_STEPS + 2):
+        training.step(batch(4, 80))
+    (line,) = training.said
+    named = [f"{GROWING_STEPS} × ({rows}, 100) float32 made in forward" for rows in (104, 103, 102)]
+    assert f"What grows: {'; '.join(named)}; {2 * GROWING_STEPS} others. Look" in line
 
 
 def test_a_leak_that_begins_later_and_at_several_shapes_is_found_by_a_followed_step(
@@ -344,7 +370,7 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = self.peak = 0
-        self.num_alloc_retries = 0
+        self.num_alloc_retries = self.num_ooms = 0
         self.resets = 0
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
@@ -354,7 +380,7 @@ class Allocator:
             "allocated_bytes": {"all": {"current": self.current, "peak": self.peak}},
             "reserved_bytes": {"all": {"current": self.peak, "peak": 2 * self.peak}},
             "num_alloc_retries": self.num_alloc_retries,
-            "num_ooms": 0,
+            "num_ooms": self.num_ooms,
         }
 
     def reset(self, device: Any) -> None:
@@ -469,14 +495,15 @@ def test_cuda_phases_and_kinds(fake_cuda: None, monkeypatch: pytest.MonkeyPatch)
     }
     assert second["peak_reserved_bytes"] == 2 * second["peak_allocated_bytes"]
     assert "num_alloc_retries" not in second
-    cuda.allocator.num_alloc_retries = 3
+    cuda.allocator.num_alloc_retries, cuda.allocator.num_ooms = 3, 2
     cuda.step()
-    assert cuda.meter.interval()["num_alloc_retries"] == 3
+    third = cuda.meter.interval()
+    assert (third["num_alloc_retries"], third["num_ooms"]) == (3, 2)
     cuda.step()
     assert "num_alloc_retries" not in cuda.meter.interval()
     summary = cuda.meter.summary()
     assert summary["peak_allocated_bytes"] == max(first["peak_allocated_bytes"], second["peak_allocated_bytes"])
-    assert summary["num_alloc_retries"] == 3 and "peak_resident_bytes" not in summary
+    assert (summary["num_alloc_retries"], summary["num_ooms"]) == (3, 2) and "peak_resident_bytes" not in summary
 
 
 def test_cuda_peak_between_steps_is_the_runs(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):

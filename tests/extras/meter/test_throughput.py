@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from train.extras.meter import Room
 from train.extras.meter.cards import peak_flops_per_second
-from train.extras.meter.flops import attended, count_flops, mfu
+from train.extras.meter.flops import attended, count_flops
 from train.records import MicroBatch
 from train.tasks import load_task
 
@@ -191,6 +191,17 @@ def test_sliding_windows_count_their_window():
     assert long - short == 12 * 2 * 32 * (1024 - 128)  # layers 0 and 3 of 4 see everything
 
 
+def test_chunks_of_attention_count_their_length():
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 64}
+    kinds = ["chunked_attention"] * 3 + ["full_attention"]
+    config = transformers.Llama4TextConfig(**shape, attention_chunk_size=128, layer_types=kinds, num_local_experts=2)
+    model = transformers.Llama4ForCausalLM(config)
+    short, long = model_flops_per_token(model, 128), model_flops_per_token(model, 1024)
+    assert short is not None and long is not None
+    assert long - short == alike(12 * 1 * 32 * (1024 - 128) / 2)  # one layer of four sees everything before it
+
+
 def test_a_model_that_asks_for_constants_of_its_own_is_counted():
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=64, vocab_size=50, pad_token_id=0)
     model = transformers.GPT2ForSequenceClassification(config)
@@ -297,12 +308,6 @@ def test_counting_a_large_model_takes_little_time():
     assert time.perf_counter() - started < 10  # 0.9 s on 2 cores of a Xeon at 2.5 GHz; the bound is for busy machines
 
 
-def test_mfu():
-    assert mfu(1000.0, 6e9, 24e12) == 0.25
-    assert mfu(1000.0, None, 12e12) is None
-    assert mfu(1000.0, 6e9, None) is None
-
-
 def test_positions_attend_to_those_before_them_in_their_window() -> None:
     def pairs(length: int, window: int, is_causal: bool) -> float:
         seen = [q - k for q in range(length) for k in range(length) if not is_causal or k <= q]
@@ -327,8 +332,23 @@ def test_only_a_model_that_no_one_may_look_ahead_in_counts_half_the_square() -> 
     assert whole and causal and whole - causal == pytest.approx(12 * 2 * 32 * 96 / 2)
 
 
+class _FillsUp(nn.Module):
+    """As Longformer does, which fills short texts up to its window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(10, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.layer(nn.functional.pad(self.table(input_ids), (0, 0, 0, -input_ids.shape[1] % 512)))
+
+
 def test_a_cost_that_is_not_a_polynomial_has_no_figure() -> None:
-    """Longformer fills short texts up to its window, and cuts long ones into pieces."""
+    assert count_flops(_FillsUp(), 192) is not None  # up to there it is constant
+    assert count_flops(_FillsUp(), 2048) is None
+
+
+def test_longformer_has_no_figure() -> None:
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2}
     config = transformers.LongformerConfig(**shape, vocab_size=50, attention_window=512, max_position_embeddings=2050)
@@ -380,6 +400,24 @@ def test_utilization_counts_all_steps_since_the_last_line(monkeypatch: pytest.Mo
     token = 6 * (_LLAMA_BODY + 100 * 32)
     work, tokens = sum(n * (token + 12 * 3 * 32 * n / 2) for n in (256, 2048, 512)), 256 + 2048 + 512
     assert _mfu_of(batches, monkeypatch) == pytest.approx(1000 * work / tokens / 1e12, rel=1e-4)
+
+
+@pytest.mark.parametrize(("other", "expected"), [(3e12, 1 / 4), (None, None)])
+def test_utilization_of_different_cards_is_told_where_all_are_known(
+    other: float | None, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that know their card would else wait for one that does not."""
+    batch = MicroBatch({"input_ids": torch.zeros(1, 256)}, torch.zeros(1, 256), 256, (0,), 256)
+    alone = _mfu_of([batch], monkeypatch)
+    monkeypatch.setattr("train.extras.meter.exchange", lambda own, ranks: [own, other if own == 1e12 else own])
+    room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision="no")
+    run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator)
+    room.change_model(run, _llama(), load_task("causal_lm"), 4096)
+    with room.stepping([batch]):
+        pass
+    room.measured(run, values)
+    assert values["mfu"] == (expected and pytest.approx(alone * expected))
 
 
 def test_without_a_meter_a_run_tells_the_highest_peak_alone() -> None:

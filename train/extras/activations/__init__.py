@@ -81,8 +81,8 @@ class Room(Extra):
 
         own, lines = run.config.of(Options), []
         every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
-        if offload and run.accelerator.device.type == "cpu":
-            lines.append("gradient_checkpointing_offload: does nothing on a CPU, which computes in host memory")
+        if offload and (kind := run.accelerator.device.type) in ("cpu", "mps"):
+            lines.append(f"gradient_checkpointing_offload: does nothing on {kind.upper()}, which uses host memory")
         if own.tiled_mlp:
             lines.append(tiling.tile_mlps(network, own.mlp_tile_tokens))
         recompute.enable_checkpointing(network, own.gradient_checkpointing, every, offload)
@@ -109,11 +109,6 @@ class Room(Extra):
     def ready(self, run: Run, parts: Parts) -> None:
         if self._compilation is not None:
             self._compilation.tell = run.outputs.note
-
-    def sampling(self, network: nn.Module) -> AbstractContextManager[Any]:
-        from train.extras.weightless import uncompiled
-
-        return uncompiled(network)
 
     def summary(self, run: Run) -> dict[str, Any]:
         if self._compilation is None:

@@ -137,7 +137,8 @@ class OffloadedInputs:
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
         if tensor.device not in self.transfers:
-            self.transfers[tensor.device] = StreamTransfers(tensor.device)
+            has_streams = hasattr(torch.get_device_module(tensor.device), "Stream")  # Metal, in host memory, has none
+            self.transfers[tensor.device] = StreamTransfers(tensor.device) if has_streams else None
         return self.transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
 
     @torch.no_grad()

@@ -154,7 +154,7 @@ class _Tiles(torch.autograd.Function):
         tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
         weights = ctx.part.trained()
-        sums: list[Tensor | None] = [None] * len(weights)
+        sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
         for number, rows in enumerate(tiles(len(tokens), ctx.size)):
             with torch.enable_grad(), ctx.autocast(), _drawing_again(ctx.draws[number], hidden.device):
                 tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
@@ -164,10 +164,11 @@ class _Tiles(torch.autograd.Function):
             del out
             if to_hidden is not None:
                 to_hidden[rows] = found.pop(0)
-            for place, part in enumerate(found):
-                sums[place] = _added(sums[place], part)
-            del found
-        to_weights = [s if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True)]
+            for total, part in zip(sums, found, strict=True):
+                if part is not None:
+                    total.add_(part)
+            found = part = None
+        to_weights = [total.to(w.dtype) for total, w in zip(sums, weights, strict=True)]
         return None, None, None, None if to_hidden is None else to_hidden.view(hidden.shape), *to_weights
 
 
@@ -190,14 +191,6 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
     even = -(-tokens // -(-tokens // size))
     for start in range(0, tokens, even):
         yield slice(start, min(start + even, tokens))
-
-
-def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    if part is None:
-        return total
-    if total is None:
-        return part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
-    return total.add_(part)
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

@@ -213,10 +213,9 @@ class Room(Extra):
         return go_back(run, state, error)
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
-        from train.extras.endurance import checkpoints
+        from train.extras.endurance.checkpoints import refuse_nonfinite
 
-        held = checkpoints.trained_tensors(state, state.parts(run.accelerator.process_index))
-        checkpoints.refuse_nonfinite(run, progress, lambda: checkpoints.nonfinite(held))
+        refuse_nonfinite(run, state, progress, state.parts(run.accelerator.process_index))
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""
@@ -239,12 +238,11 @@ class Room(Extra):
 def how_to_resume(config: Config) -> str:
     """What to do when the run was cut off."""
     from train import checkpoint
-    from train.outputs import same_command
 
     steps = checkpoint.by_step(Path(config.output.output_dir) / "checkpoints")
     if not steps:
         return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
-    return f"Run {same_command(config)} again to resume from step {max(steps)}."
+    return f"Run {config.output.same_command} again to resume from step {max(steps)}."
 
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:

@@ -8,10 +8,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from train.state import Part, TrainingState
 
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
 PIECE = 2**19  # elements, which the cache still holds when they are read again
+Parts: TypeAlias = Mapping[str, Mapping[str, Part]]  # by section and name
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
 
 
@@ -57,7 +57,8 @@ class Saving:
         # After a failure nothing is left to the background: the store that its ranks meet by may be gone.
         in_background = self._in_background and not (wait or self._last_failed)
         if not in_background or not self._begin(run, state, progress):
-            self._write_now(run, state, progress)
+            refuse_nonfinite(run, state, progress, state.parts(run.accelerator.process_index))
+            checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator)
             self._last_failed = False
             run.outputs.rotate(run, progress)
         if not wait:
@@ -99,7 +100,7 @@ class Saving:
                 run.outputs.note(NO_ROOM)
             return False
         copies, sums = copied(parts, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
-        refuse_nonfinite(run, progress, lambda: nonfinite(trained_tensors(state, parts), sums))
+        refuse_nonfinite(run, state, progress, parts, sums)
         self.checkpoints_in_background += 1
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
         self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
@@ -109,7 +110,7 @@ class Saving:
             self._forgive(run, error)
             return True
         self._own_part_is_done.clear()
-        self._error, work = None, (copies, checkpoint.values_of(state, progress), rank)
+        self._error, work = None, (copies, {"progress": asdict(progress), **state.values()}, rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
         try:
@@ -117,17 +118,6 @@ class Saving:
         except RuntimeError:  # as many threads as the system allows: written at once, while others' threads wait
             self._write(*work)
         return True
-
-    def _write_now(self, run: Run, state: TrainingState, progress: Progress) -> None:
-        """Writes while training waits; another thread looks at weights and moments meanwhile."""
-        held = trained_tensors(state, state.parts(run.accelerator.process_index))
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                found = pool.submit(nonfinite, held).result
-            except RuntimeError:  # as many threads as the system allows
-                found = partial(nonfinite, held)
-            refuse = partial(refuse_nonfinite, run, progress, found)
-            checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator, refuse)
 
     def _buffer_of(self, size_bytes: int, on_card: bool) -> Tensor:
         """Host memory for a copy of so many bytes; next to a card it is page-locked, and used again."""
@@ -166,32 +156,27 @@ class Saving:
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
-def trained_tensors(state: TrainingState, parts: Mapping[str, Mapping[str, Part]]) -> dict[str, Tensor]:
-    """Trained weights and moments among the ``parts`` that this rank would save, by name."""
+def refuse_nonfinite(
+    run: Run, state: TrainingState, progress: Progress, parts: Parts, sums: Mapping[str, Tensor] | None = None
+) -> None:
+    """Raises DivergenceError, on all ranks together, if a trained weight or a moment of one's ``parts`` is not finite.
+
+    ``sums`` are theirs, where they are known.
+    """
     trained = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
-    return {n: p.tensor for s in parts for n, p in parts[s].items() if s == "optimizer" or n in trained}
-
-
-def nonfinite(held: Mapping[str, Tensor], sums: Mapping[str, Tensor] | None = None) -> list[str]:
-    """The tensors that have an element that is not finite; ``sums`` are theirs, where they are known."""
+    held = {n: p.tensor for s in parts for n, p in parts[s].items() if s == "optimizer" or n in trained}
     # Looking at each element takes forty times as long as the sum, which else only an overflow makes infinite.
     # Tensors of bytes are integers, or of a type that cannot be added.
     sums = sums or {name: tensor.sum() for name, tensor in held.items() if tensor.itemsize > 1}
-    return [n for n in held if n in sums and not sums[n].isfinite() and not held[n].isfinite().all()]
-
-
-def refuse_nonfinite(run: Run, progress: Progress, found: Callable[[], list[str]]) -> None:
-    """Raises DivergenceError, on all ranks together, if one has ``found`` tensors that are not finite."""
-    if names := list(itertools.chain(*exchange(found(), run.accelerator.num_processes))):
+    found = [n for n in held if n in sums and not sums[n].isfinite() and not held[n].isfinite().all()]
+    if names := list(itertools.chain(*exchange(found, run.accelerator.num_processes))):
         what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
         remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."
         sound = progress.step - progress.consecutive_nonfinite_steps - 1
         raise DivergenceError(f"{what} {remedy}", progress, sound)
 
 
-def copied(
-    parts: Mapping[str, Mapping[str, Part]], buffer: Tensor
-) -> tuple[dict[str, dict[str, Part]], dict[str, Tensor]]:
+def copied(parts: Parts, buffer: Tensor) -> tuple[dict[str, dict[str, Part]], dict[str, Tensor]]:
     """``parts`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue; and their sums."""
     copies, sums, place = {section: {} for section in parts}, {}, 0
     for section, name, part in ((s, n, p) for s, named in parts.items() for n, p in named.items()):

@@ -42,7 +42,7 @@ def packed(data: PreparedData, max_length: int) -> PreparedData:
             notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
         elif split is not None:
             splits[name] = pack_stream(split, max_length)
-            notes.append(f"packing: the {name} stream in rows of up to {max_length:,} tokens, in its order")
+            notes.append(f"packing: the {name} stream in rows of up to {max_length:,} tokens")
     pad_id = data.loading.collate.keywords["pad_id"]  # pyright: ignore[reportFunctionMemberAccess]
     collate = partial(collate_packed, pad_id=pad_id, collate=data.task.collate)
     examples = replace(data.examples, **splits, notes=tuple(notes))
@@ -80,19 +80,6 @@ def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     return rows
 
 
-def in_order(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """The numbers of the examples in each row, taken as they come: a row ends where the next one does not fit."""
-    rows: list[list[int]] = []
-    left = 0
-    for number, length in enumerate(lengths):
-        if not rows or length > left:
-            rows.append([])
-            left = room
-        rows[-1].append(number)
-        left -= length
-    return rows
-
-
 def joined(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """A row of the examples in ``columns``, one of them the ``id`` that each has in what was packed."""
     row = {name: sum(values) if name in SUMMED else list(values) for name, values in columns.items()}
@@ -124,13 +111,13 @@ def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:
 
 
 def pack_stream(examples: datasets.IterableDataset, room: int) -> datasets.IterableDataset:
-    """Rows of at most ``room`` tokens :func:`in_order`, of ``PACKED_AT_ONCE`` examples at a time."""
+    """Rows of at most ``room`` tokens by :func:`best_fit`, of ``PACKED_AT_ONCE`` examples at a time."""
     options: Any = {"batched": True, "batch_size": PACKED_AT_ONCE, "with_indices": True}
-    return examples.map(partial(_rows_in_order, room=room), **options)
+    return examples.map(partial(_rows_of_batch, room=room), **options)
 
 
-def _rows_in_order(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int], room: int) -> dict[str, list[Any]]:
-    columns, rows = {**batch, "id": numbers}, in_order(batch["length"], room)
+def _rows_of_batch(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int], room: int) -> dict[str, list[Any]]:
+    columns, rows = {**batch, "id": numbers}, best_fit(batch["length"], room)
     packed = [joined({name: [values[i] for i in row] for name, values in columns.items()}) for row in rows]
     return {name: [row[name] for row in packed] for name in packed[0]}
 

@@ -6,7 +6,6 @@ With a large vocabulary the logits are the largest tensor of a step. Here only t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from train.extras.losses.objective import PLAIN, Objective
-from train.loss import Scores, cross_entropy, wide_dtype
+from train.loss import Scores, cross_entropy
 from train.records import IGNORE
 
 # fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
@@ -56,9 +55,9 @@ def chunked_sum(
 def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: Any = None) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
     flat, targets, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), product_dtype(hidden)
-    losses = hidden.new_empty(targets.shape, dtype=wide_dtype(dtype))
+    losses = hidden.new_empty(targets.shape, dtype=torch.promote_types(dtype, torch.float32))
     predictions = torch.empty_like(targets)
-    with own_dtypes(hidden.device):
+    with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype)):
             losses[rows] = (part.cross_entropy if part else cross_entropy)(logits, targets[rows])
             predictions[rows] = part.argmax(logits) if part else logits.argmax(-1)
@@ -108,7 +107,7 @@ def _in_chunks(
     bias come in fp32 or better, that of the hidden states in their own type.
     """
     hidden, weight, bias = tensors
-    dtype, wide = how.dtype, wide_dtype(how.dtype)
+    dtype, wide = how.dtype, torch.promote_types(how.dtype, torch.float32)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
@@ -116,7 +115,7 @@ def _in_chunks(
     classes, kept = labels.masked_fill(ignored, 0), (~ignored).to(wide)
     ignored_rows, factors = ignored.unsqueeze(1), None if scale is None else (kept * scale).unsqueeze(1)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
-    with own_dtypes(hidden.device):
+    with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         cast_weight = weight.to(dtype)
         for rows, logits in logits_by_chunk(hidden, cast_weight, to_dtype(bias, dtype)):
             losses, grad = _of_chunk(logits, classes[rows], how, any(wanted))
@@ -153,7 +152,8 @@ def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple
     """
     smoothing, z_loss, part = how.objective.label_smoothing, how.objective.z_loss, how.part
     if part is None:
-        log_p, held, num_classes = torch.log_softmax(logits, -1, wide_dtype(logits.dtype)), None, logits.shape[1]
+        wide, held, num_classes = torch.promote_types(logits.dtype, torch.float32), None, logits.shape[1]
+        log_p = torch.log_softmax(logits, -1, wide)
     else:
         log_p, num_classes = part.log_softmax(logits), part.num_classes
         classes, held = part.own(classes)
@@ -207,14 +207,8 @@ def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iter
 def product_dtype(hidden: Tensor) -> torch.dtype:
     """In which autocast, or else no autocast, would multiply ``hidden``."""
     device = hidden.device.type
-    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if cast and hidden.dtype != torch.float64 else hidden.dtype
-
-
-def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast: each operation names its type."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+    cast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast else hidden.dtype
 
 
 def to_dtype(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.extras.losses.chunked import own_dtypes, product_dtype, rows_to_compute, to_dtype
+from train.extras.losses.chunked import product_dtype, rows_to_compute, to_dtype
 from train.extras.losses.objective import PLAIN, Objective
-from train.loss import wide_dtype
 from train.records import IGNORE
 
 Kernel: TypeAlias = Callable[..., Tensor]
@@ -101,8 +100,9 @@ def _sum(
     """() the sum of what ``kernel`` gives for hidden states (N, H), weight and bias in their type, and labels (N,)."""
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     dtype = product_dtype(hidden)
-    with own_dtypes(hidden.device):
-        return kernel(hidden.to(dtype), weight.to(dtype), to_dtype(bias, dtype), labels).to(wide_dtype(dtype)).sum()
+    with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
+        losses = kernel(hidden.to(dtype), weight.to(dtype), to_dtype(bias, dtype), labels)
+        return losses.to(torch.promote_types(dtype, torch.float32)).sum()
 
 
 def _by_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from train.config import Config
 from train.extras.losses import Options
-from train.loss import ModelWithLoss, cross_entropy, cross_entropy_sum, wide_dtype
+from train.loss import ModelWithLoss, cross_entropy, cross_entropy_sum
 from train.records import IGNORE, UserError
 
 
@@ -21,7 +22,7 @@ class Objective:
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """() summed over the positions whose label is not IGNORE."""
-        logits = logits.to(wide_dtype(logits.dtype))  # once for both terms
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for both terms
         loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         if self.z_loss:
             log_z = logits.logsumexp(-1).masked_fill(labels == IGNORE, 0)

@@ -38,7 +38,7 @@ class Room(Extra):
         self.meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
         self.snapshot: Path | None = None  # torch's record of allocations, if asked for
         self._flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
-        self._peak_flops_per_second: float | None = None
+        self._peak_flops_per_second = 0.0  # of all devices together
         self._work = [0.0, 0.0]  # FLOPs and tokens of this rank since the last line of the log
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
@@ -47,10 +47,10 @@ class Room(Extra):
             from train.extras.meter.flops import count_flops
             from train.launch import arithmetic_in_use, device_name
 
-            device = run.accelerator.device
-            peak = peak_flops_per_second(device_name(device), arithmetic_in_use(run.accelerator))
-            self._peak_flops_per_second = peak and peak * run.accelerator.num_processes
-            if peak:  # counted only where it is of use
+            device, ranks = run.accelerator.device, run.accelerator.num_processes
+            own = peak_flops_per_second(device_name(device), arithmetic_in_use(run.accelerator))
+            if all(peaks := exchange(own, ranks)):  # counted only where it is of use, and then on every rank
+                self._peak_flops_per_second = sum(peaks)
                 self._flops = count_flops(network, max_length, task.is_causal)
         return []
 
@@ -96,13 +96,12 @@ class Room(Extra):
             self.meter.mark(phase)
 
     def measured(self, run: Run, values: dict[str, Any]) -> None:
-        from train.extras.meter.flops import mfu
-
-        per_token = None
+        values["mfu"] = None
         if self._flops is not None:  # of all ranks: the first has the longest texts
             flops, tokens = map(sum, zip(*exchange(self._work, run.accelerator.num_processes), strict=True))
-            self._work, per_token = [0.0, 0.0], flops / tokens if tokens else None
-        values["mfu"] = mfu(values["tokens_per_second"], per_token, self._peak_flops_per_second)
+            self._work = [0.0, 0.0]
+            if tokens:
+                values["mfu"] = values["tokens_per_second"] * flops / tokens / self._peak_flops_per_second
         values.update(self.meter.interval() if self.meter is not None else _highest(run))
 
     def summary(self, run: Run) -> dict[str, Any]:

@@ -28,11 +28,6 @@ FARTHEST = 32 * STRIDE  # what these three give is held to a count at so many to
 MAX_OPERATORS = 40_000  # of one forward and backward: some 4 seconds; 24 layers take 7,000
 
 
-def mfu(tokens_per_second: float, flops_per_token: float | None, peak: float | None) -> float | None:
-    """Model FLOPs utilization of devices with ``peak`` FLOP/s together, 0 to 1; None if a figure is unknown."""
-    return None if flops_per_token is None or peak is None else tokens_per_second * flops_per_token / peak
-
-
 def attended(length: float, window: float | None = None, is_causal: bool = False) -> float:
     """How many positions one of ``length`` attends to, on average: all or those in its window, not later ones."""
     seen = min(window or length, length)

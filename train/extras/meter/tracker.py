@@ -10,16 +10,13 @@ import itertools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
@@ -73,7 +70,7 @@ class StorageTracker(TorchDispatchMode):
         self.trace: list[tuple[int, int]] | None = [] if on_cuda else None  # (storage, ± bytes)
         self._ignored: set[int | None] = set()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: Any, size: int) -> Any:
@@ -210,14 +207,6 @@ class StorageTracker(TorchDispatchMode):
                 self.see_all(part)
 
 
-def held_by(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of ``model``, and the scales of weights in 4 bits."""
-    states: list[Any] = [getattr(p, "quant_state", None) for p in model.parameters()]
-    states += [state.state2 for state in states if state is not None]  # of the scales, which are quantised too
-    scales = [value for state in states if state is not None for value in (state.absmax, state.code, state.offset)]
-    return [*model.parameters(), *model.buffers(), *(value for value in scales if isinstance(value, Tensor))]
-
-
 def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:
     """C of logits (..., C): a model's own ``vocabulary`` may have more entries than the tokenizer's."""
     config: Any = getattr(network, "config", None)
@@ -226,7 +215,10 @@ def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:
 
 def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Tells ``tracker`` what stays between steps: parameters and buffers, optimizer state, gradients if there are."""
-    tracker.tag(PARAMETERS, held_by(network))
+    states: list[Any] = [getattr(p, "quant_state", None) for p in network.parameters()]
+    states += [state.state2 for state in states if state is not None]  # of the scales, which are quantised too
+    scales = [value for state in states if state is not None for value in (state.absmax, state.code, state.offset)]
+    tracker.tag(PARAMETERS, [*network.parameters(), *network.buffers(), *scales])
     tracker.tag(GRADIENTS, [p.grad for p in network.parameters()])
     tracker.tag(OPTIMIZER_STATE, [value for state in optimizer.state.values() for value in state.values()])
 

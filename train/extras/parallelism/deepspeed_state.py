@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from train.checkpoint import StoredBlocks
-from train.state import Part, TrainingState, settings_of
+from train.state import Part, TrainingState
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DeepSpeedState(TrainingState):
         """Takes everything back in place, also from a run without DeepSpeed."""
         self.restore_model(blocks)
         keys: dict[str, list[str]] = defaultdict(list)
-        for full_name in blocks.names("optimizer"):
+        for full_name in blocks.index["optimizer"]:
             name, _, key = full_name.rpartition(".")
             keys[name].append(key)
         states: list[dict[str, Tensor]] = [{} for _ in self._buffers()]
@@ -77,16 +77,13 @@ class DeepSpeedState(TrainingState):
             buffer, state = self._buffers()[stretch.buffer], states[stretch.buffer]
             for key in keys[stretch.name]:
                 name = f"{stretch.name}.{key}"
-                if blocks.whole_shape("optimizer", name) == ():
+                if not blocks.index["optimizer"][name]["shape"]:
                     state[key] = blocks.block("optimizer", name, (), ())
                 else:
                     stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
         for buffer, state in zip(self._buffers(), states, strict=True):
             if state:
                 self.optimizer.state[buffer] = state
-        settings = settings_of(values)
-        for group, names in zip(self.optimizer.param_groups, self._groups(), strict=True):
-            group.update(settings[names[0]])
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 
@@ -140,11 +137,6 @@ class DeepSpeedState(TrainingState):
     def _buffers(self) -> list[Tensor]:
         zero = self.optimizer
         return zero.fp32_partitioned_groups_flat if self._is_stage_3() else zero.single_partition_of_fp32_groups
-
-    def _groups(self) -> list[list[str]]:
-        names, zero = self._names(), self.optimizer
-        groups = [g["params"] for g in zero.trainable_param_groups] if self._is_stage_3() else zero.bit16_groups
-        return [[names[id(parameter)] for parameter in group] for group in groups]
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.model.named_parameters() if parameter.requires_grad}

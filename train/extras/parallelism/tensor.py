@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from train.loss import ModelWithLoss, wide_dtype
+from train.loss import ModelWithLoss
 from train.records import Run, UserError
 from train.step import Engine
 
@@ -190,13 +190,13 @@ class VocabularyPart:
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """(N, C) log p of this part's classes, in fp32 or fp64."""
-        logits = logits.to(wide_dtype(logits.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits - self.reduce(logits.amax(1), dist.ReduceOp.MAX).unsqueeze(1)
         return logits.sub_(self.reduce(logits.exp().sum(1)).log().unsqueeze(1))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """(N,) the most probable class of all; of equal ones the first."""
-        best, index = logits.to(wide_dtype(logits.dtype)).max(1)
+        best, index = logits.to(torch.promote_types(logits.dtype, torch.float32)).max(1)
         is_best = best == self.reduce(best.clone(), dist.ReduceOp.MAX)
         return self.reduce(torch.where(is_best, index + self._first, self.num_classes), dist.ReduceOp.MIN)
 

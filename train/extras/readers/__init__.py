@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from urllib.request import getproxies
 from train.config import Config, option
 from train.extras import Extra
 from train.launch import Launch
-from train.records import Corpus, Run, StopRequest, UsageError
+from train.records import Corpus, Run, UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -68,6 +67,19 @@ def _is_function(config: Config) -> bool:
     return ":" in config.data.dataset and not Path(config.data.dataset).exists()
 
 
+def _work_offline_without_an_address(config: Config) -> None:
+    """Where the Hub's host has no address, it would be asked again and again for a minute."""
+    names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
+    asks = any(name and _HUB_NAME.fullmatch(name) and not Path(name).exists() for name in names)
+    if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
+        host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            logger.warning("%s has no address here: only what is cached of the Hub can be used", host)
+            os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 class Room(Extra):
     Options = Options
 
@@ -85,20 +97,7 @@ class Room(Extra):
             raise UsageError(f"tokenizer: train:{size} cannot be trained on a stream: give a folder or a Hub name.")
         if kind == "train" and (not size.isdigit() or int(size) < 300):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
-
-    @contextmanager
-    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
-        """Works offline where the Hub's host has no address: it would be asked again and again for a minute."""
-        names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
-        asks = any(name and _HUB_NAME.fullmatch(name) and not Path(name).exists() for name in names)
-        if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
-            host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
-            try:
-                socket.getaddrinfo(host, 443)
-            except OSError:
-                logger.warning("%s has no address here: only what is cached of the Hub can be used", host)
-                os.environ["HF_HUB_OFFLINE"] = "1"  # read when its libraries are imported
-        yield
+        _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
 
     def identity(self, config: Config) -> dict[str, Any]:
         is_stream = config.of(Options).streaming

@@ -142,10 +142,11 @@ def tracked(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _sample(run: Run, parts: Parts) -> str | None:
     """What the model writes; a failing sample must not lose a trained model."""
     from train.extras.report.sample import sample
+    from train.extras.weightless import uncompiled
 
     data, state = parts.data, parts.state
     try:
-        with run.accelerator.autocast(), run.extras.inside("sampling", state.model):
+        with run.accelerator.autocast(), uncompiled(state.model):
             text = data.corpus.validation[0]["text"]
             written = sample(run, data.task, state.model, data.tokenizer, text)
             return written and without_secrets(written)
