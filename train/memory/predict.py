@@ -193,11 +193,13 @@ def random_batch(job: Job, size: int) -> MicroBatch:
 def main() -> None:
     """Reads jobs from standard input and writes their predictions, or errors, to standard output."""
     answers, sys.stdout = sys.stdout.buffer, sys.stderr  # prints of libraries must not mix with answers
+    gc.disable()
     from train.memory.trial import fake_tensors, predict
 
     with fake_tensors():  # loads the libraries before the first job arrives
         pass
-    gc.freeze()  # no collection needs to visit their million objects again
+    gc.freeze()  # no collection needs to visit their million objects
+    gc.enable()
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

@@ -122,13 +122,25 @@ def test_run_ends_where_no_rollback_is_left() -> None:
     assert Room().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None
 
 
-def test_garbage_collection_leaves_out_what_was_there_before_training_until_the_run_ends(tmp_path: Path) -> None:
+def test_garbage_collection_waits_for_the_imports_and_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
     room, run = Room(), run_with(output_dir=str(tmp_path))
     run.launch = Launch()
     with room.open(run.config, run.launch, StopRequest()):
+        assert not gc.isenabled()
+        with room.preparing():
+            assert gc.isenabled()
+            assert gc.get_freeze_count() > 10_000
+        new, before = [[number] for number in range(10_000)], gc.get_freeze_count()
         room.ready(run, cast("Any", None))
-        assert gc.get_freeze_count() > 10_000
+        assert gc.get_freeze_count() - before > len(new)
     assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path) -> None:
+    run = run_with(output_dir=str(tmp_path))
+    with pytest.raises(UserError), Room().open(run.config, Launch(), StopRequest()):
+        raise UserError("early")
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

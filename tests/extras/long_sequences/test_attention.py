@@ -194,7 +194,7 @@ def as_on_a_card(patch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
     with patch.context() as patched:
-        patched.setattr(attention, "varlen_attn", flash)
+        patched.setattr(attention, "flash_over_lengths", lambda: flash)
         patched.setattr(attention, "_suits_flash", lambda query, value: True)
         yield calls
 
@@ -222,7 +222,7 @@ def test_the_kernel_gets_what_autocast_would_multiply(monkeypatch: pytest.Monkey
 
 
 def test_this_torch_has_flash_attention_over_lengths_with_windows() -> None:
-    assert {"window_size", "scale"} <= set(inspect.signature(attention.varlen_attn).parameters)
+    assert {"window_size", "scale"} <= set(inspect.signature(attention.flash_over_lengths()).parameters)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -85,24 +85,27 @@ class Room(Extra):
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
-        from train.extras.endurance.checkpoints import Saving
-        from train.extras.endurance.lost_rank import RankWatch, follow_launcher
-
         self._config, remedy = config, partial(how_to_resume, config)
         refuse_strangers(os.environ, launch.world_size)
-        follow_launcher()
-        self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
-        watch = RankWatch(launch, seconds, remedy, show_error) if launch.world_size > 1 else nullcontext()
-        with self._signals.listening(), watch as self._watch:
-            held = lock(Path(config.output.output_dir)) if launch.rank == 0 else None
+        with ExitStack() as stack:
+            stack.callback(gc.unfreeze)
+            stack.callback(gc.enable)
+            gc.disable()  # until libraries are imported: looking through what they make takes a sixth of that time
+            from train.extras.endurance.checkpoints import Saving
+            from train.extras.endurance.lost_rank import RankWatch, follow_launcher
+
+            follow_launcher()
+            self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
+            stack.enter_context(self._signals.listening())
+            if launch.world_size > 1:
+                self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
+            if launch.rank == 0:
+                held = lock(Path(config.output.output_dir))
+                self._is_unlocked = held is None
+                stack.enter_context(held or nullcontext())
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
-            self._is_unlocked = launch.rank == 0 and held is None
-            with held or nullcontext():
-                try:
-                    yield
-                finally:
-                    gc.unfreeze()
-                    self._saving.wait(SECONDS_FOR_A_LAST_CHECKPOINT)
+            stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
+            yield
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         from accelerate.utils import InitProcessGroupKwargs
@@ -115,6 +118,8 @@ class Room(Extra):
     @contextmanager
     def preparing(self) -> Iterator[None]:
         assert self._signals is not None
+        gc.freeze()
+        gc.enable()
         try:
             with self._signals.at_once(), self._watch.preparing() if self._watch else nullcontext():
                 yield

@@ -7,6 +7,7 @@ in one call, elsewhere each document is attended to by itself. Without lengths i
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,8 +25,6 @@ from train.extras.small_copy import differ, logits_on_trial, tokens_on_trial, tr
 from train.records import UserError, one_line
 
 NAME = "documents"  # of the implementation, among those of transformers
-# torch 2.11 shares heads without being asked.
-_SHARING: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 Tensors = Sequence[Tensor]  # query (B, H, S, D), key and value (B, H', S, D)
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
 
@@ -186,9 +184,19 @@ def _attend_at_once(tensors: Tensors, documents: Documents, window: int | None, 
     cuts, longest, dtype = documents.boundaries, documents.longest, _product_dtype(tensors[0])
     query, key, value = (tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in tensors)
     reach = -1 if window is None else window - 1
-    options: dict[str, Any] = {"window_size": (reach, 0 if how["is_causal"] else reach), **_SHARING}
-    attended: Any = varlen_attn(query, key, value, cuts, cuts, longest, longest, scale=how["scaling"], **options)
+    options = {"scale": how["scaling"], "window_size": (reach, 0 if how["is_causal"] else reach)}
+    attended = flash_over_lengths()(query, key, value, cuts, cuts, longest, longest, **options)
     return attended.unflatten(0, (len(documents), -1))
+
+
+@functools.cache
+def flash_over_lengths() -> Callable[..., Tensor]:
+    """torch's ``varlen_attn``, imported when it is needed: that takes a third of a second."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    found: Any = varlen_attn
+    shares = "enable_gqa" in inspect.signature(found).parameters  # in torch 2.11 without being asked
+    return functools.partial(found, enable_gqa=True) if shares else found
 
 
 # Whether a model takes document boundaries
