@@ -319,6 +319,23 @@ def test_help_answers_without_importing_anything_heavy() -> None:
     assert not imported & set(HEAVY)
 
 
+def test_what_takes_long_to_import_and_few_runs_need_is_imported_where_it_is_used() -> None:
+    slow = {"evaluate", "matplotlib", "peft", "bitsandbytes", "deepspeed", "torch.nn.attention.varlen"}
+
+    def imported(node: ast.stmt) -> set[str]:
+        if isinstance(node, ast.ImportFrom):
+            return {node.module or "", (node.module or "").partition(".")[0]}
+        return {
+            part
+            for a in getattr(node, "names", ())
+            if isinstance(node, ast.Import)
+            for part in (a.name, a.name.partition(".")[0])
+        }
+
+    found = {name: {m for node in module_level(tree) for m in imported(node)} & slow for name, tree in TREES.items()}
+    assert {name: modules for name, modules in found.items() if modules} == {}
+
+
 def test_every_option_is_read_by_something() -> None:
     code = "\n".join(path.read_text() for path in TRAIN.rglob("*.py") if path.name != "config.py")
     unread = [name for name in to_values(Config()) if not re.search(rf"\.{name}\b|\"{name}\"", code)]

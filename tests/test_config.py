@@ -94,12 +94,22 @@ def test_a_micro_batch_size_of_auto_asks_which_global_batch_it_divides(base: Pat
         ("--lr=1e-3", "--learning_rate"),
         ("--epochs=1", "--num_epochs"),
         ("--model_name_or_path=gpt2", "--model"),
+        ("--max_train_steps=9", "--max_steps"),
+        ("--sequence_length=64", "--max_length"),
+        ("--validation_file=a.txt", "--validation_dataset"),
+        ("--use_lora", "--adapter lora"),
     ],
 )
 def test_flags_of_other_programs_lead_to_ours(base: Path, other: str, ours: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(["--config", str(base), other])
     assert f"Did you mean {ours}?" in str(refused.value)
+
+
+def test_gradient_checkpointing_alone_recomputes_every_layer(base: Path) -> None:
+    recipe = ["--config", str(base)]
+    assert parse([*recipe, "--gradient_checkpointing", "--seed", "7"]).get("gradient_checkpointing") == "full"
+    assert parse([*recipe, "--gradient_checkpointing", "selective"]).get("gradient_checkpointing") == "selective"
 
 
 @pytest.mark.parametrize("flag", ["--config", "--max_length"])

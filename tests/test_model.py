@@ -75,6 +75,8 @@ def test_model_from_an_architecture_learns_and_fits_the_tokenizer(model_config: 
     assert network.config.vocab_size == len(BYTES)
     assert network.config.max_position_embeddings == 32
     assert network.config.eos_token_id == END and network.config.pad_token_id == PAD
+    if model_config["model_type"] == "modernbert":  # whose own are those of its vocabulary, beyond this one
+        assert network.config.cls_token_id == network.config.sep_token_id == END
     inputs, labels = batch()
     labels = torch.tensor([0, 1]) if task is CLASSES else labels
     model, optimizer = ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1e-3)

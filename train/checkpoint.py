@@ -22,6 +22,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -36,10 +37,7 @@ if TYPE_CHECKING:
 
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 PARTIAL = ".partial-"
-DTYPES = {torch.bool: "BOOL", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-DTYPES |= {getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)}
-DTYPES |= {getattr(torch, f"{u}int{bits}"): f"{u or 'i'}{bits}".upper() for u in ("u", "") for bits in (8, 16, 32, 64)}
-"""As safetensors calls them."""
+DTYPES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 # What reading files raises that hold something else than they should.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 Written: TypeAlias = tuple[dict[str, dict[str, Any]], list[tuple[str, str, Sequence[int], list[Any]]]]
@@ -179,10 +177,8 @@ def verify(checkpoint: Path) -> str | None:
 def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequence[int], keep_bests: bool) -> None:
     """Removes old checkpoints; to be called once the newest is in place.
 
-    Args:
-        newest: this many of the newest stay, and the one of ``best_step``.
-        sound_steps: for each the newest checkpoint at or before it stays: a run may have to go back to it.
-        keep_bests: the best of each that stays also stays: a run that resumes from there will want it.
+    What stays: the ``newest`` ones, that of ``best_step``, and for each of ``sound_steps`` the newest at or before it,
+    to which a run may have to go back; with ``keep_bests`` also the best of each that stays, for who resumes from it.
     """
     checkpoints = by_step(folder)
     kept = set(list(checkpoints)[-newest:])

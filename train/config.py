@@ -33,13 +33,16 @@ T = TypeVar("T")
 
 def option(default: Any, help: str, **rules: Any) -> Any:
     """A field with its help text and rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: keys of a recipe that
-    this flag puts aside; ``is_path``: ~ is the home folder; ``everyday``: among the first in ``--help``."""
+    this flag puts aside; ``is_path``: ~ is the home folder; ``everyday``: shown first; ``alone``: if no value."""
     return field(default=default, metadata={"help": help, **rules})
 
 
 everyday = functools.partial(option, everyday=True)
 FAMILIAR = {"batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size", "lr": "learning_rate"}
 FAMILIAR |= {"fp16": "mixed_precision fp16", "bf16": "mixed_precision bf16", "model_name_or_path": "model"}
+FAMILIAR |= {"max_train_steps": "max_steps", "resume_from_checkpoint": "resume", "use_lora": "adapter lora"}
+FAMILIAR |= {"validation_file": "validation_dataset", "checkpointing_steps": "save_every_steps"}
+FAMILIAR |= dict.fromkeys(("block_size", "seq_len", "sequence_length", "cutoff_len"), "max_length")
 """Flags of other programs that are spelt too differently to be guessed."""
 
 
@@ -226,9 +229,10 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
         for entry in dataclasses.fields(cls):
             hint, name = known[entry.name][0], entry.name
             place = first if entry.metadata.get("everyday") else group
-            nargs = "?" if hint is bool else "*" if typing.get_origin(hint) is tuple else None
+            alone = entry.metadata.get("alone", "True" if hint is bool else None)
+            nargs = "?" if alone else "*" if typing.get_origin(hint) is tuple else None
             text = f"{entry.metadata['help']} [{_type_problem(..., hint)}; default: {entry.default}]".replace("%", "%%")
-            place.add_argument(f"--{name}", metavar="…", nargs=nargs, const="True" if nargs == "?" else None, help=text)
+            place.add_argument(f"--{name}", metavar="…", nargs=nargs, const=alone, help=text)
     try:
         found, unknown = parser.parse_known_args([argument(word) for word in arguments])
     except argparse.ArgumentError as error:
@@ -338,8 +342,7 @@ def _type_problem(value: Any, hint: Any) -> str | None:
     return None if fits else WORDS.get(hint, "a mapping")
 
 
-BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-"""Names of functions of ``operator``, and what they say in a message."""
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # functions of operator, in words
 
 
 def check(config: Config) -> None:
@@ -386,7 +389,7 @@ def check(config: Config) -> None:
 def to_values(config: Config) -> dict[str, Any]:
     """All fields as flat ``key: value`` pairs."""
     found = [getattr(config, name) for name in CORE] + list(config.extras.values())
-    return {f.name: getattr(section, f.name) for section in found for f in dataclasses.fields(section)}
+    return {name: value for section in found for name, value in vars(section).items()}
 
 
 def dump(config: Config) -> str:

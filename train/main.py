@@ -173,9 +173,8 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
         )
     run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.from_main(run.outputs.prepare)
-    named = ", ".join(joined.by_name) or "none"
-    lines = [launching.describe_device(accelerator, launch), substitution, f"extras: {named}"]
-    run.outputs.note(*filter(None, lines))
+    lines = [launching.describe_device(accelerator, launch), substitution]
+    run.outputs.note(*filter(None, lines), f"extras: {', '.join(joined.by_name) or 'none'}")
     return run
 
 

@@ -127,14 +127,11 @@ class Task:
         self, documents: Mapping[str, Sequence[Any]], tokenizer: Tokenizer, label_names: Sequence[str]
     ) -> dict[str, list[Any]]:
         """A batch of documents (columns ``text``, ``label``) as examples, a row each (``example_columns``)."""
-        found: dict[str, list[Any]] = {name: [] for name in self.example_columns}
         texts = documents["text"]
         classes = self.classes_of(documents["label"], label_names) if self.labelled else [None] * len(texts)
-        for text, label, ids in zip(texts, classes, self.token_ids(texts, tokenizer), strict=True):
-            for example in self.cut(text, ids, label, tokenizer):
-                for name, values in found.items():
-                    values.append(example[name])
-        return found
+        tokenised = zip(texts, classes, self.token_ids(texts, tokenizer), strict=True)
+        rows = [row for text, label, ids in tokenised for row in self.cut(text, ids, label, tokenizer)]
+        return {name: [row[name] for row in rows] for name in self.example_columns}
 
     def collate(self, examples: Sequence[Mapping[str, Any]], seed: Sequence[int], pad_id: int) -> MicroBatch:
         """Examples, each with its ``id``, as one padded batch: ``input_ids`` (B, S), labels (B, S) or (B,)."""

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import evaluate
 import numpy as np
 import torch
 from datasets import Dataset
@@ -135,7 +134,7 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
 
 
 @functools.cache
-def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.EvaluationModule]:
+def load_metrics(names: tuple[str, ...], num_classes: int) -> list[Any]:
     """Further metrics by name on the Hub or by folder, each tried once, before the first step rather than after it.
 
     Raises UserError for one that cannot be loaded, or not be computed from predicted classes.
@@ -143,6 +142,8 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> list[evaluate.Eval
     loaded, classes = [], list(range(num_classes))
     for name in names:
         try:
+            import evaluate  # here: it takes two seconds
+
             loaded.append(evaluate.load(name, keep_in_memory=True))
             loaded[-1].compute(predictions=classes, references=classes)
         except Exception as error:  # metric scripts fail in their own ways
