@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import transformers
 from support import ROOT
 
-from scripts.benchmarks import architectures, building, command_line, harness
+from scripts.benchmarks import building, command_line, harness
 from scripts.benchmarks.accuracy_cases import small
 from scripts.benchmarks.study.cells import sweep_from
 from scripts.benchmarks.study.page import page as study_page
@@ -336,32 +335,6 @@ def test_processes_import_this_checkout(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout == "1.00 GiB\n", done.stderr
-
-
-# ---- architectures ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("task", "model_types"),
-    [
-        ("causal_lm", ("llama", "mixtral", "falcon_h1", "bart", "doge")),
-        ("masked_lm", ("modernbert", "albert", "fnet", "mbart")),
-        ("sequence_classification", ("bert", "gpt2", "canine")),
-        *(pytest.param(task, (), marks=pytest.mark.slow) for task in architectures.TASKS),
-    ],
-)
-def test_architectures_are_equal_to_themselves_or_refused_as_the_table_says(
-    task: str, model_types: tuple[str, ...]
-) -> None:
-    committed = json.loads((harness.RESULTS / "architectures.json").read_text(encoding="utf-8"))
-    known = {row["model_type"]: row for row in committed["rows"] if row["task"] == task}
-    for model_type in model_types or architectures.names_of(task):
-        row = {"task": task, "model_type": model_type, **architectures.row_of(task, model_type)}
-        wrong = {column: cell for column, cell in row.items() if cell.startswith(("FAILED", "DIFFERS"))}
-        assert not wrong, (model_type, wrong)
-        if committed["versions"]["transformers"] == transformers.__version__:
-            kinds = [{c: cell.split(":")[0] for c, cell in found.items()} for found in (row, known[model_type])]
-            assert kinds[0] == kinds[1], model_type
 
 
 def test_a_skipped_step_is_known_although_accelerate_does_not_say_so() -> None:

@@ -1,0 +1,33 @@
+"""Each architecture of transformers against itself and against the committed table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+
+from scripts.benchmarks import architectures, harness
+
+
+@pytest.mark.parametrize(
+    ("task", "model_types"),
+    [
+        ("causal_lm", ("llama", "mixtral", "falcon_h1", "bart", "doge")),
+        ("masked_lm", ("modernbert", "albert", "fnet", "mbart")),
+        ("sequence_classification", ("bert", "gpt2", "canine")),
+        *(pytest.param(task, (), marks=pytest.mark.slow) for task in architectures.TASKS),
+    ],
+)
+def test_architectures_are_equal_to_themselves_or_refused_as_the_table_says(
+    task: str, model_types: tuple[str, ...]
+) -> None:
+    committed = json.loads((harness.RESULTS / "architectures.json").read_text(encoding="utf-8"))
+    known = {row["model_type"]: row for row in committed["rows"] if row["task"] == task}
+    for model_type in model_types or architectures.names_of(task):
+        row = {"task": task, "model_type": model_type, **architectures.row_of(task, model_type)}
+        wrong = {column: cell for column, cell in row.items() if cell.startswith(("FAILED", "DIFFERS"))}
+        assert not wrong, (model_type, wrong)
+        if committed["versions"]["transformers"] == transformers.__version__:
+            kinds = [{c: cell.split(":")[0] for c, cell in found.items()} for found in (row, known[model_type])]
+            assert kinds[0] == kinds[1], model_type
