@@ -137,31 +137,23 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
 
 
 def _account(
-    oom: OutOfMemory, message: str, situation: Situation | None = None
+    oom: OutOfMemory, weights_fill: bool, recognised: str = "", least_bytes: int = 0
 ) -> tuple[str, list[str], list[tuple[str, str]]]:
     """The cause of ``oom``, lines that say what it means, and (what to type, what it does), cheapest first."""
-    if situation is None:
-        weights_fill = _LOADING.search(message) is not None
-    else:
-        held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-        weights_fill = oom.available_bytes is not None and held >= oom.available_bytes
     cause, why = _diagnosis(oom, weights_fill)
-    if situation is not None and situation.micro_batch_shape is not None:
-        why += _recognised(oom.requested_bytes or 0, situation.micro_batch_shape, situation.vocab_size)
     remedies, within_reach = [], (oom.free_bytes or 0) + (oom.other_processes_bytes or 0)
     if cause in ("huge", "full") and 0 < (oom.requested_bytes or 0) <= within_reach:
         remedies = [(f"end process {n}", f"it holds {gib(size)} of the same card") for n, size in oom.other_processes]
-    least_bytes = 0 if situation is None else (oom.total_bytes or 0) // 100
-    lines = [_headline(oom), *_figures(oom, least_bytes), *_wrapped("Why: ", why)]
+    lines = [_headline(oom), *_figures(oom, least_bytes), *_wrapped("Why: ", why + recognised)]
     return cause, lines, [*remedies, *_WHAT_TO_DO.get(cause, _ALL)]
 
 
-def _recognised(requested: int, shape: tuple[int, int], vocab_size: int | None) -> str:
-    """What has the size ``requested`` in a run on a micro-batch of ``shape`` (B, S), or nothing."""
-    examples, tokens = shape
+def _recognised(requested: int, situation: Situation) -> str:
+    """What has the size ``requested`` in the step at work, or nothing."""
+    examples, tokens = situation.micro_batch_shape or (0, 0)
     # Two decimals in the message, and the allocator asks the driver for multiples of 2 MiB.
     tolerance = 2**21 + (0.005 * 2**30 if requested >= 2**30 else 0)
-    for name, last in (("all logits", vocab_size or 0), ("an attention mask", tokens)):
+    for name, last in (("all logits", situation.vocab_size or 0), ("an attention mask", tokens)):
         for width, type_name in ((4, "fp32"), (2, "16-bit")):
             size = examples * tokens * last * width
             if size >= 4 * tolerance and abs(requested - size) <= tolerance:
@@ -183,7 +175,7 @@ def explain(message: str) -> str:
             f"explain: {start!r} is not an out-of-memory message. Give the whole message in quotes, from 'out of "
             "memory' or 'allocate memory' on."
         )
-    _, lines, remedies = _account(oom, message)
+    _, lines, remedies = _account(oom, weights_fill=_LOADING.search(message) is not None)
     lines.append("What to do, cheapest first (flags are those of train/main.py):")
     column = min(44, max(len(typed) for typed, _ in remedies))
     lines += [line for typed, note in remedies for line in _wrapped(f"  {typed:<{column}}  ", note)]
@@ -200,7 +192,10 @@ def post_mortem(message: str, situation: Situation) -> str:
     where = f"in {situation.phase}" if situation.phase else "outside a step"
     lines = [f"Out of memory {where}{batch}.", *_kinds(situation.bytes_by_kind)]
     if oom is not None:
-        cause, account, remedies = _account(oom, message, situation)
+        held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+        weights_fill = oom.available_bytes is not None and held >= oom.available_bytes
+        recognised = _recognised(oom.requested_bytes or 0, situation)
+        cause, account, remedies = _account(oom, weights_fill, recognised, (oom.total_bytes or 0) // 100)
         lines += account
         if cause == "weights":
             of_weights = ("--optimizer", "--dtype")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -114,7 +114,8 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
     which counts for them in the costs. An input that goes to host memory is copied in one piece with the bytes of all.
     """
 
-    def some(pieces: list[slice]) -> Iterator[slice]:
+    def some(cut: Any, *sizes: int) -> Iterator[slice]:
+        pieces = list(cut(*sizes))
         chosen = pieces if len(pieces) <= 3 else [*pieces[:2], pieces[-1]]
         try:
             for number, rows in enumerate(chosen):
@@ -123,18 +124,13 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         finally:
             tracker.repeats = 1
 
-    def some_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        for rows in some(chunked.rows_by_chunk(len(hidden), len(weight))):
-            yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
-
     def on_host(num_bytes: int) -> Tensor:
         tracker.offloaded_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    all_tiles: Any = getattr(tiling, "tiles", None)
     with (
-        patched(chunked, "logits_by_chunk", some_logits),
-        patched(tiling, "tiles", lambda tokens, size: some(list(all_tiles(tokens, size)))),
+        patched(chunked, "rows_by_chunk", partial(some, getattr(chunked, "rows_by_chunk", None))),
+        patched(tiling, "tiles", partial(some, getattr(tiling, "tiles", None))),
         patched(recompute, "page_locked", on_host),
         patched(recompute, "piece_bytes_for", lambda n: -(-n // recompute.PIECE_BYTES) * recompute.PIECE_BYTES),
     ):

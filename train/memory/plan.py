@@ -145,9 +145,9 @@ class Search:
         precision, tiled = self.question.precision(sharding), self.question.config.get("tiled_mlp", False)
         return Setting(tiled_mlp=tiled, micro_batch_size=self._sizes[0], mixed_precision=precision, sharding=sharding)
 
-    def smallest(self, ways: Sequence[Recompute], sharding: str, known: Outcome | None = None) -> Outcome:
+    def smallest(self, ways: Sequence[Recompute], shardings: Sequence[str], known: Outcome | None = None) -> Outcome:
         """The setting that needs least, or ``known`` where none needs less; raises UserError if none can run."""
-        base = self._base(sharding)
+        base = self._base(shardings[-1])
         possible = [replace(base, loss=loss).recomputing(way) for way in ways for loss in self._losses]
         found = next(filter(None, map(self.try_, reversed(possible))), None)
         if found is None and known is None:
@@ -226,14 +226,12 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
     problem = None if is_open else search.problems.get(question.asked)
-    ways, shardings = question.ways, question.shardings
-    smallest = search.smallest(ways, shardings[-1])
     best, longest = asked if asked is not None and asked.fits else None, None
-    for more, sharding in question.last_resorts if best is None else ():
-        if smallest.fits:
-            break
-        ways, shardings = more, (sharding,)
-        smallest = search.smallest(ways, sharding, smallest)
+    (ways, shardings), *later = question.stages
+    smallest = search.smallest(ways, shardings)
+    while later and best is None and not smallest.fits:
+        (ways, shardings), *later = later
+        smallest = search.smallest(ways, shardings, smallest)
     if smallest.fits or best is not None:
         best = search.fastest(ways, shardings, best)
     else:
@@ -249,11 +247,11 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
     """
     limit = min(position_limit(question.config) or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
-    search, length = Search(start, predictions), 0
-    smallest = search.smallest(start.ways, start.shardings[-1])
-    for ways, sharding in start.last_resorts[::2]:  # the ways that need least, and if none fits, with weights offloaded
+    search, length, (first, *later) = Search(start, predictions), 0, start.stages
+    smallest = search.smallest(*first)
+    for stage in later[::2]:  # the ways that need least, and if none fits, with weights offloaded
         if not length:
-            smallest = search.smallest(ways, sharding, smallest)
+            smallest = search.smallest(*stage, smallest)
             length = _longest_of(question, smallest.setting, predictions, range(1024, limit + 1, 1024) or [limit])
     return length, smallest.setting
 

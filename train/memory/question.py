@@ -211,18 +211,16 @@ class Question:
         return Setting(**{field.name: values[field.name] for field in fields(Setting) if field.name in values})
 
     @property
-    def ways(self) -> tuple[Recompute, ...]:
-        """The ways to recompute that are tried for any device; without the extra activations there is but one."""
-        return CHECKPOINTING if "gradient_checkpointing" in to_values(self.config) else (Recompute(),)
-
-    @property
-    def last_resorts(self) -> list[tuple[tuple[Recompute, ...], str]]:
-        """Ways to recompute, and the sharding with them, that are tried where nothing else fits, least saving first."""
-        ways = tuple(w for w in ladder_on(self.device.kind) if w.gradient_checkpointing_offload or w.tiled_mlp)
-        ways = ways if self.ways == CHECKPOINTING else ()
-        found = [(ways, self.shardings[-1])]
+    def stages(self) -> list[tuple[tuple[Recompute, ...], tuple[str, ...]]]:
+        """Ways to recompute and shardings for them, least saving first: each stage is for what fits in none before."""
+        ways, resorts = (Recompute(),), ()  # without the extra activations there is but one
+        if "gradient_checkpointing" in to_values(self.config):
+            ladder = ladder_on(self.device.kind)
+            ways = CHECKPOINTING
+            resorts = tuple(way for way in ladder if way.gradient_checkpointing_offload or way.tiled_mlp)
+        found = [(ways, self.shardings), (resorts, self.shardings[-1:])]
         if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
-            found += [(self.ways, OFFLOAD), (ways, OFFLOAD)]
+            found += [(ways, (OFFLOAD,)), (resorts, (OFFLOAD,))]
         return found
 
     @property
