@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from train.extras.losses.objective import PLAIN, Objective
-from train.loss import Scores, cross_entropy
+from train.loss import Scores
 from train.records import IGNORE
 
 # fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
@@ -54,14 +54,16 @@ def chunked_sum(
 @torch.no_grad()
 def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: Any = None) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
-    flat, targets, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), product_dtype(hidden)
-    losses = hidden.new_empty(targets.shape, dtype=torch.promote_types(dtype, torch.float32))
-    predictions = torch.empty_like(targets)
+    flat, how, ignored = hidden.reshape(-1, hidden.shape[-1]), _How(product_dtype(hidden), part=part), labels == IGNORE
+    classes = labels.masked_fill(ignored, 0).reshape(-1)
+    losses = hidden.new_empty(classes.shape, dtype=torch.promote_types(how.dtype, torch.float32))
+    predictions = torch.empty_like(classes)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
-        for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype)):
-            losses[rows] = (part.cross_entropy if part else cross_entropy)(logits, targets[rows])
+        for rows, logits in logits_by_chunk(flat, weight.to(how.dtype), to_dtype(bias, how.dtype)):
+            losses[rows] = _of_chunk(logits, classes[rows], how, learns=False)[0]
             predictions[rows] = part.argmax(logits) if part else logits.argmax(-1)
             del logits
+    losses = losses.view(labels.shape).masked_fill_(ignored, 0)
     return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
 
 
