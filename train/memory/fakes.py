@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -124,17 +123,14 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         finally:
             tracker.repeats = 1
 
-    def some_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-        for rows in some(chunked.rows_by_chunk(len(hidden), len(weight))):
-            yield rows, F.linear(hidden[rows].to(weight.dtype), weight, bias)
-
     def on_host(num_bytes: int) -> Tensor:
         tracker.offloaded_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
+    all_rows: Any = getattr(chunked, "rows_by_chunk", None)
     all_tiles: Any = getattr(tiling, "tiles", None)
     with (
-        patched(chunked, "logits_by_chunk", some_logits),
+        patched(chunked, "rows_by_chunk", lambda tokens, classes: some(list(all_rows(tokens, classes)))),
         patched(tiling, "tiles", lambda tokens, size: some(list(all_tiles(tokens, size)))),
         patch.object(host_memory, "page_locked", on_host),
         patched(recompute, "piece_bytes_for", lambda n: -(-n // recompute.PIECE_BYTES) * recompute.PIECE_BYTES),

@@ -45,7 +45,7 @@ def chunked_sum(
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
     prepares = learns and how.dtype != torch.float16
-    one_chunk = len(rows_by_chunk(len(labels), len(weight))) <= 1  # nothing to save by computing it twice
+    one_chunk = len(list(rows_by_chunk(len(labels), len(weight)))) <= 1  # nothing to save by computing it twice
     if learns and not prepares and one_chunk and how.part is None:
         return how.objective.loss_sum(F.linear(hidden, weight, bias), labels)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
@@ -194,10 +194,11 @@ def rows_to_compute(hidden: Tensor, labels: Tensor, num_targets: int | None) -> 
     return hidden, labels
 
 
-def rows_by_chunk(num_rows: int, num_classes: int) -> list[slice]:
+def rows_by_chunk(num_rows: int, num_classes: int) -> Iterator[slice]:
     """The chunks that ``num_rows`` positions are cut into."""
     tokens = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
-    return [slice(start, start + tokens) for start in range(0, num_rows, tokens)]
+    for start in range(0, num_rows, tokens):
+        yield slice(start, start + tokens)
 
 
 def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
