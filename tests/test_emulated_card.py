@@ -176,7 +176,7 @@ def _no_wait_for_weights() -> None:
 
 def _no_wait_for_inputs() -> None:
     offload_small_tensors()
-    from train.extras.activations.recompute import StreamTransfers
+    from train.extras.host_memory import StreamTransfers
 
     StreamTransfers.wait = lambda self, event: None
 

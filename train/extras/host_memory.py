@@ -1,11 +1,11 @@
-"""How much of the host's memory a process may still take, also inside a container, and which errors say it is full."""
+"""Host memory: how much of it a process may still take, which errors say it is full, copies to and from a device."""
 
 from __future__ import annotations
 
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,35 @@ def page_locked(num_bytes: int) -> Tensor:
         with suppress(RuntimeError):  # or the next kernel would report this error as its own
             torch.zeros(1, device="cuda")
     return buffer
+
+
+class StreamTransfers:
+    """Copies between an accelerator and the host, on one stream of their own; by itself the host waits for none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """(num_bytes,) uint8 of host memory, to be reused."""
+        return page_locked(num_bytes)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Starts copying each (target, source) after what is queued for computation so far; an event for the end.
+
+        Copies run one after the other, in the order in which they were started.
+        """
+        # The current stream is looked up each time: under FSDP2, and in backward's thread, it may be another one. And
+        # before entering ``stream``, inside which the current stream is that one.
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Everything queued for computation from now on waits for ``event``."""
+        self._module.current_stream(self._device).wait_event(event)
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

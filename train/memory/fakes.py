@@ -22,6 +22,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
+from train.extras import host_memory
 from train.extras.meter.tracker import StorageTracker, storage_of
 from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
 
@@ -131,7 +132,7 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
     with (
         patched(chunked, "rows_by_chunk", partial(some, getattr(chunked, "rows_by_chunk", None))),
         patched(tiling, "tiles", partial(some, getattr(tiling, "tiles", None))),
-        patched(recompute, "page_locked", on_host),
+        patch.object(host_memory, "page_locked", on_host),
         patched(recompute, "piece_bytes_for", lambda n: -(-n // recompute.PIECE_BYTES) * recompute.PIECE_BYTES),
     ):
         yield

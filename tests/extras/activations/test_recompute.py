@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from train.config import check, from_values
 from train.extras.activations import recompute
-from train.extras.activations.recompute import OffloadedInputs, StreamTransfers, enable_checkpointing
+from train.extras.activations.recompute import OffloadedInputs, enable_checkpointing
+from train.extras.host_memory import StreamTransfers
 from train.loss import ModelWithLoss
 from train.records import UsageError
 

@@ -246,7 +246,7 @@ def test_flash_attention_of_its_own_package_is_told_lengths_in_its_words() -> No
     model = built("llama", CAUSAL["llama"])
     model.config._attn_implementation_internal = "flash_attention_2"
     documents = Documents.of([[3, 9, 4], [16]])
-    _, given = attention._given(model, (), {"input_ids": 1, "documents": documents})
+    _, given = attention._with_documents(model, (), {"input_ids": 1, "documents": documents})
     assert torch.equal(given.pop("cu_seq_lens_q"), torch.tensor([0, 3, 12, 16, 32], dtype=torch.int32))
     assert torch.equal(given.pop("cu_seq_lens_k"), documents.boundaries)
     assert given == {"input_ids": 1, "max_length_q": 16, "max_length_k": 16}

@@ -8,7 +8,7 @@ their own: an input is copied out while its layer computes, and comes back while
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from train.extras.host_memory import page_locked
+from train.extras.host_memory import StreamTransfers
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
@@ -61,35 +61,6 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     attention = any(part in operator.name() for part in ("scaled_dot_product", "flash_att", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if attention else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class StreamTransfers:
-    """Copies between an accelerator and the host, on one stream of their own; the host never waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
-        self._stream = self._module.Stream(device=device)
-
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8 of host memory, to be reused."""
-        return page_locked(num_bytes)
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Starts copying each (target, source) after what is queued for computation so far; an event for the end.
-
-        Copies run one after the other, in the order in which they were started.
-        """
-        # The current stream is looked up each time: under FSDP2, and in backward's thread, it may be another one. And
-        # before entering ``stream``, inside which the current stream is that one.
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
-
-    def wait(self, event: Any) -> None:
-        """Everything queued for computation from now on waits for ``event``."""
-        self._module.current_stream(self._device).wait_event(event)
 
 
 class OffloadedInputs:

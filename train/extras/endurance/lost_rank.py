@@ -2,7 +2,7 @@
 
 Every rank counts up a key in the store through which the processes met, from a thread, so that it answers even while
 a collective blocks it. A rank whose collective fails, or whose next neighbour has not counted for too long, calls the
-roll; whoever does not answer is lost. So a rank is named that can say nothing itself: killed, stopped, on a host that
+roll; whoever does not count on is lost. So a rank is named that can say nothing itself: killed, stopped, on a host that
 is gone, or one that never came. This does not depend on the backend; docs/multi_node.md tells what is seen under which.
 """
 
@@ -235,14 +235,13 @@ class RankWatch:
                 self._closing.wait(POLL_SECONDS)
 
     def _look(self, store: Store) -> None:
-        """Counts, answers roll calls, looks at the next rank, and ends a process that cannot end itself."""
+        """Counts, looks at the next rank, and ends a process that cannot end itself."""
         neighbour = f"beat/{(self._rank + 1) % len(self._ranks)}"
         last, since = "", time.monotonic()
         for count in itertools.count():
             if self._closing.wait(POLL_SECONDS if count else 0):  # one that ends while it connects is not there
                 return
             store.set(f"beat/{self._rank}", str(count))
-            store.set(f"here/{self._rank}", str(store.add("call", 0)))
             beat = store.value(neighbour)
             if beat != last or beat == LEFT:
                 last, since = beat, time.monotonic()
@@ -281,16 +280,15 @@ class RankWatch:
             return True
 
     def _call_roll(self, store: Store, is_stopping: bool) -> tuple[list[int], list[int]]:
-        """The ranks that do not answer, and those that have left; who was asked to stop, too, may have left."""
-        call = store.add("call", 1)
-        missing, left = set(self._ranks) - {self._rank}, set()
+        """The ranks that do not count on, and those that have left; who was asked to stop, too, may have left."""
+        missing, left = {r: store.value(f"beat/{r}") for r in self._ranks if r != self._rank}, set()
         deadline = time.monotonic() + ANSWER_SECONDS
         while missing and time.monotonic() < deadline:
             if is_stopping:
-                missing -= {rank for rank in missing if store.check(f"asked to stop/{rank}")}
-            left |= {rank for rank in missing if store.value(f"beat/{rank}") == LEFT}
-            missing -= left
-            missing -= {rank for rank in missing if int(store.value(f"here/{rank}") or 0) >= call}
+                missing = {r: beat for r, beat in missing.items() if not store.check(f"asked to stop/{r}")}
+            now = {rank: store.value(f"beat/{rank}") for rank in missing}
+            left |= {rank for rank, beat in now.items() if beat == LEFT}
+            missing = {rank: beat for rank, beat in missing.items() if now[rank] == beat != LEFT}
             time.sleep(POLL_SECONDS / 10)
         return sorted(missing), sorted(left)
 

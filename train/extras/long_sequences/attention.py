@@ -44,17 +44,20 @@ def set_document_boundaries(model: Any) -> None:
     """
     if isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(register())
-    model.register_forward_pre_hook(_given, with_kwargs=True)
     # Beneath the head, which may pool by the mask.
-    getattr(model, "base_model", model).register_forward_pre_hook(_whole_rows, with_kwargs=True)
+    getattr(model, "base_model", model).register_forward_pre_hook(_with_documents, with_kwargs=True)
 
 
-def _given(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What transformers' forward is given in place of ``documents``."""
-    documents: Documents | None = kwargs.pop("documents", None)
+def _with_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What transformers' forward is given: documents in its own words; whole rows where nothing says what is seen."""
+    documents, implementation = kwargs.pop("documents", None), model.config._attn_implementation
     if documents is None:
-        return args, kwargs
-    implementation, cuts, longest = model.config._attn_implementation, documents.boundaries, documents.longest
+        ids = args[0] if args else kwargs.get("input_ids")
+        told = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
+        if told or len(args) > 1 or ids is None or implementation != NAME:
+            return args, kwargs
+        documents = Documents.of([[ids.shape[1]]] * len(ids)).to(ids.device)
+    cuts, longest = documents.boundaries, documents.longest
     if implementation == NAME:
         # A mask of four dimensions is taken as it is: the model then neither makes one nor looks at positions.
         return args, {**kwargs, "attention_mask": cuts.new_empty((1, 1, 1, 1)), "documents": documents}
@@ -62,16 +65,6 @@ def _given(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
         lengths = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": longest, "max_length_k": longest}
         return args, kwargs | lengths
     return args, kwargs  # flex_attention: transformers finds the documents by their positions
-
-
-def _whole_rows(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Each row as a document, where nothing else says what its tokens see."""
-    ids = args[0] if args else kwargs.get("input_ids")
-    told = any(kwargs.get(name) is not None for name in ("documents", "attention_mask", "past_key_values"))
-    if told or len(args) > 1 or ids is None or model.config._attn_implementation != NAME:
-        return args, kwargs
-    kwargs["documents"] = Documents.of([[ids.shape[1]]] * len(ids)).to(ids.device)
-    return _given(model, args, kwargs)
 
 
 def attend(

@@ -5,7 +5,7 @@ With a large vocabulary the logits are the largest tensor of a step. Here only t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from train.extras.losses.objective import PLAIN, Objective
-from train.loss import Scores, cross_entropy
+from train.loss import Scores
 from train.records import IGNORE
 
 # fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
@@ -45,7 +45,7 @@ def chunked_sum(
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
     prepares = learns and how.dtype != torch.float16
-    one_chunk = len([*rows_by_chunk(len(labels), len(weight))]) <= 1  # nothing to save by computing it twice
+    one_chunk = len(list(rows_by_chunk(len(labels), len(weight)))) <= 1  # nothing to save by computing it twice
     if learns and not prepares and one_chunk and how.part is None:
         return how.objective.loss_sum(F.linear(hidden, weight, bias), labels)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
@@ -54,14 +54,16 @@ def chunked_sum(
 @torch.no_grad()
 def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: Any = None) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
-    flat, targets, dtype = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), product_dtype(hidden)
-    losses = hidden.new_empty(targets.shape, dtype=torch.promote_types(dtype, torch.float32))
-    predictions = torch.empty_like(targets)
+    flat, how, ignored = hidden.reshape(-1, hidden.shape[-1]), _How(product_dtype(hidden), part=part), labels == IGNORE
+    classes = labels.masked_fill(ignored, 0).reshape(-1)
+    losses = hidden.new_empty(classes.shape, dtype=torch.promote_types(how.dtype, torch.float32))
+    predictions = torch.empty_like(classes)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
-        for rows, logits in logits_by_chunk(flat, weight.to(dtype), to_dtype(bias, dtype)):
-            losses[rows] = (part.cross_entropy if part else cross_entropy)(logits, targets[rows])
+        for rows, logits in logits_by_chunk(flat, weight.to(how.dtype), to_dtype(bias, how.dtype)):
+            losses[rows] = _of_chunk(logits, classes[rows], how, learns=False)[0]
             predictions[rows] = part.argmax(logits) if part else logits.argmax(-1)
             del logits
+    losses = losses.view(labels.shape).masked_fill_(ignored, 0)
     return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
 
 
@@ -192,10 +194,11 @@ def rows_to_compute(hidden: Tensor, labels: Tensor, num_targets: int | None) -> 
     return hidden, labels
 
 
-def rows_by_chunk(num_rows: int, num_classes: int) -> Iterable[slice]:
+def rows_by_chunk(num_rows: int, num_classes: int) -> Iterator[slice]:
     """The chunks that ``num_rows`` positions are cut into."""
     tokens = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
-    return [slice(start, start + tokens) for start in range(0, num_rows, tokens)]
+    for start in range(0, num_rows, tokens):
+        yield slice(start, start + tokens)
 
 
 def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

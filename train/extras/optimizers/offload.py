@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from train.extras.host_memory import page_locked
+from train.extras.host_memory import StreamTransfers
 
 MASTER = "master_weight"  # in the state of a parameter of half precision: its fp32 original
 
@@ -50,19 +50,17 @@ class CudaLink(DirectLink):
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._buffers = [page_locked(num_bytes) for _ in range(2)]
+        self._transfers = StreamTransfers(device)
+        self._buffers = [self._transfers.host_buffer(num_bytes) for _ in range(2)]
         self._slots: dict[int, tuple[Tensor, Any]] = {}
+        self._sent: Any = None
 
     def _buffer(self, slot: int, like: Tensor) -> Tensor:
         return self._buffers[slot][: like.nbytes].view(like.dtype).view(like.shape)
 
     def fetch(self, slot: int, gradient: Tensor) -> None:
         buffer = self._buffer(slot, gradient)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            buffer.copy_(gradient, non_blocking=True)
-            self._slots[slot] = buffer, self._stream.record_event()
+        self._slots[slot] = buffer, self._transfers.copy([(buffer, gradient)])
 
     def arrived(self, slot: int) -> Tensor:
         buffer, event = self._slots[slot]
@@ -70,12 +68,11 @@ class CudaLink(DirectLink):
         return buffer
 
     def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
-        buffer = self._buffer(slot, parameter).copy_(weight)
-        with torch.cuda.stream(self._stream):
-            parameter.copy_(buffer, non_blocking=True)
+        self._sent = self._transfers.copy([(parameter, self._buffer(slot, parameter).copy_(weight))])
 
     def finish(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._sent is not None:  # None: no parameter had a gradient
+            self._transfers.wait(self._sent)
 
 
 class OffloadedAdamW(torch.optim.AdamW):

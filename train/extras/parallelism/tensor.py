@@ -182,12 +182,6 @@ class VocabularyPart:
         dist.all_reduce(tensor, op=op, group=self._mesh.get_group())
         return tensor
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(N,) −log p(label) from this part's logits (N, C), in fp32 or fp64; 0 where the label is IGNORE."""
-        classes, held = self.own(labels)  # IGNORE is in no part
-        of_label = self.log_softmax(logits).gather(1, classes.unsqueeze(1)).squeeze(1)
-        return -self.reduce(of_label.masked_fill(~held, 0))
-
     def log_softmax(self, logits: Tensor) -> Tensor:
         """(N, C) log p of this part's classes, in fp32 or fp64."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
