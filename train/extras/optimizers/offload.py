@@ -71,8 +71,7 @@ class CudaLink(DirectLink):
         self._sent = self._transfers.copy([(parameter, self._buffer(slot, parameter).copy_(weight))])
 
     def finish(self) -> None:
-        if self._sent is not None:  # None: no parameter had a gradient
-            self._transfers.wait(self._sent)
+        self._transfers.wait(self._sent)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
