@@ -99,7 +99,7 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
             raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.")
         for name, instead in ("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id"):
             if hasattr(known, name):  # ModernBERT's own default lies outside a small vocabulary
-                ids[name] = getattr(tokenizer, instead if getattr(tokenizer, name) is None else name)
+                ids[name] = getattr(tokenizer, instead if getattr(tokenizer, name, None) is None else name)
         if getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
             fields[LIMIT] = max_length
         if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
