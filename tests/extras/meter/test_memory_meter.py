@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,9 @@ def test_the_first_step_of_each_larger_shape_is_followed(training: Training, fol
     assert not is_followed(batch(2, 16), batch(1, 8), batch(1, 16))
     assert is_followed(batch(3, 16, num_tokens=40))  # padding may need a mask
     assert not is_followed(batch(2, 16, num_tokens=30))
+    assert is_followed(batch(2, 16), batch(1, 32))  # the largest micro-batch counts
+    assert is_followed(batch(1, 8), batch(6, 8))
+    assert is_followed(batch(2, 16), batch(2, 16, num_tokens=30))  # and any padding
 
 
 def test_every_so_many_steps_one_is_followed(training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -205,6 +209,48 @@ def test_steps_too_short_to_follow_often_are_followed_less(
     for _ in range(12):
         training.step(batch(1, 4))
     assert len(followed) == 3  # and never again
+
+
+class Clock:
+    """A small model under a meter, and the time that its steps take by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr("train.extras.meter.cpu.time", SimpleNamespace(perf_counter=lambda: self.seconds))
+        network = nn.Linear(2, 2)
+        self.meter = CpuMeter(CPU, network, torch.optim.SGD(network.parameters()), None, print)
+
+    def measure(self, phase: str, size: int, seconds: float, numbers: int = 1) -> dict[str, Any]:
+        with self.meter.measure(phase, [batch(size, 4)]):
+            torch.zeros(numbers)
+            self.seconds += seconds
+        return self.meter.interval()
+
+
+def test_following_steps_takes_a_two_hundredth_of_the_time_at_most(
+    followed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    clock, seen = Clock(monkeypatch), []
+    for step in range(220):
+        if step in (10, 48, 130, 149):
+            clock.measure("evaluation", 1, 7.0)
+        before = followed.count("forward")
+        if step in (0, 50, 150, 200):
+            clock.measure("forward", 2, {150: 2.2}.get(step, 3.0))
+        else:
+            clock.measure("forward", 1, 1.0)
+        if followed.count("forward") > before:
+            seen.append(step)
+    # by position half as much again: 100 steps later; then a tenth as much, and never more often than one in 50
+    assert seen == [0, 50, 150, 200]
+
+
+def test_a_step_that_is_not_followed_has_the_most_that_was_seen_at_its_shapes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 2)
+    clock = Clock(monkeypatch)
+    peaks = [clock.measure("forward", 1, 1.0, numbers)["peak_allocated_bytes"] for numbers in (10, 10, 100, 10, 50, 10)]
+    held = 6 * 4  # weights and biases
+    assert peaks == [held + 4 * numbers for numbers in (10, 10, 100, 100, 50, 100)]
 
 
 def test_a_step_that_is_not_followed_has_the_figures_of_one_that_was(training: Training, followed: list[str]):
@@ -260,8 +306,8 @@ def test_a_step_that_raises_leaves_nothing_behind(training: Training):
     meter.mark("backward")  # of no step
     assert meter.phase == "forward"
     # the same shapes are followed when they come again
-    assert training.step(batch(2, 32), batch(1, 4))["peak_allocated_bytes"] > 0
-    assert {"forward", "backward", "clip", "optimizer"} == set(meter.summary()["peak_bytes_by_phase"])
+    again = training.step(batch(2, 32), batch(1, 4))
+    assert {"forward", "backward", "clip", "optimizer"} == set(again["peak_bytes_by_phase"])
 
 
 # ---- leaks -----------------------------------------------------------------------------------------------------------
@@ -343,6 +389,36 @@ def test_a_clean_run_raises_no_alarm(training: Training, followed: list[str]):
     assert len(followed) < 14
 
 
+def test_state_of_the_optimizer_that_grows_is_no_leak_and_is_not_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 1)
+    network, said, kept = nn.Linear(2, 2), list[str](), list[Tensor]()
+    optimizer = torch.optim.SGD(network.parameters())
+    meter = CpuMeter(CPU, network, optimizer, None, said.append)
+
+    def step(rows: int = 0) -> None:
+        with meter.measure("forward", [batch(1, 4)]):
+            optimizer.state[network.weight][len(optimizer.state[network.weight])] = torch.zeros(50_000)
+            kept.append(torch.zeros(rows, 50_000))
+
+    for _ in range(GROWING_STEPS + 4):
+        step()
+    assert said == []
+    for _ in range(GROWING_STEPS):
+        step(2)
+    (line,) = said
+    assert (
+        "0.4 MiB more after each step, seen over 4 steps. What grows: 4 × (2, 50000) float32 made in forward." in line
+    )
+
+
+def test_an_evaluation_is_not_judged(training: Training, monkeypatch: pytest.MonkeyPatch):
+    judged: list[Any] = []
+    monkeypatch.setattr(training.meter.leaks, "see", judged.append)
+    training.evaluate(batch(2, 16))
+    training.step(batch(1, 8))
+    assert judged == [((1, 8),)]
+
+
 def test_circles_of_objects_are_no_leak(training: Training):
     class Circle:
         def __init__(self, tensor: Tensor) -> None:
@@ -411,6 +487,7 @@ class Headed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.head = Head()
+        self.frozen = nn.Parameter(torch.empty(0, device="cuda"), requires_grad=False)  # it never has a gradient
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -429,8 +506,11 @@ class CudaTraining:
         self.optimizer = torch.optim.SGD(self.network.parameters())
         self.allocator.take(WEIGHTS + 50 * MIB, 50 * MIB)  # loading
         self.said: list[str] = []
-        self.meter = CudaMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
+        self.start_meter()
         self.batch = MicroBatch({"input_ids": torch.empty(2, 8)}, torch.empty(2, 8), 16, (0, 1), 16)
+
+    def start_meter(self) -> None:
+        self.meter = CudaMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
 
     def step(self, micro_batches: int = 1, leak_bytes: int = 0, work: Callable[[], None] = lambda: None) -> None:
         meter, take, weight = self.meter, self.allocator.take, self.network.head.weight
@@ -526,6 +606,119 @@ def test_cuda_evaluation_tells_logits_from_activations(fake_cuda: None, monkeypa
     assert figures["bytes_by_kind"][ACTIVATIONS] == 2 * MIB and figures["bytes_by_kind"][LOGITS] == 30 * MIB
 
 
+def test_cuda_memory_that_was_there_before_is_workspace(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    """What is freed meanwhile makes no activations fewer than none."""
+    cuda, head = CudaTraining(monkeypatch), torch.empty(1)
+    cuda.meter.interval()
+    cuda.allocator.take(40 * MIB)
+    with cuda.meter.measure("evaluation", [cuda.batch]):
+        cuda.allocator.take(9 * MIB)
+        cuda.network.head(head)
+        cuda.allocator.take(5 * MIB, 14 * MIB)
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[WORKSPACE]) == (9 * MIB, 5 * MIB, 40 * MIB)
+    for has_head, activations in ((True, 9 * MIB), (False, 0)):
+        with cuda.meter.measure("forward", [cuda.batch]):
+            cuda.allocator.take(9 * MIB)
+            if has_head:
+                cuda.network.head(head)
+            cuda.allocator.take(0, 10 * MIB)
+            cuda.meter.mark("backward")
+            cuda.allocator.take(60 * MIB, 60 * MIB)
+        kinds = cuda.meter.interval()["bytes_by_kind"]
+        assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[PARAMETERS]) == (activations, 0, WEIGHTS)
+        assert sum(kinds.values()) == cuda.allocator.current + 60 * MIB
+
+
+def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    cuda = CudaTraining(monkeypatch)
+    cuda.step()
+    cuda.meter.interval()
+    with cuda.meter.measure("forward", [cuda.batch]):
+        cuda.allocator.take(20 * MIB)
+        cuda.network.head(torch.empty(1))
+        cuda.allocator.take(10 * MIB)
+        cuda.meter.mark("backward")
+        cuda.allocator.take(0, 30 * MIB)
+        cuda.meter.mark("optimizer")
+        cuda.allocator.take(90 * MIB, 90 * MIB)
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert {kind: size for kind, size in kinds.items() if size} == {
+        PARAMETERS: WEIGHTS,
+        OPTIMIZER_STATE: STATE,
+        WORKSPACE: 90 * MIB,
+    }
+
+
+def test_cuda_reads_once_where_the_head_of_a_forward_begins(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    cuda, hidden = CudaTraining(monkeypatch), torch.empty(1)
+    cuda.step()
+
+    def readings(of: Callable[[], Any]) -> int:
+        before = cuda.allocator.resets
+        of()
+        return cuda.allocator.resets - before
+
+    def heads(phase: str) -> int:
+        with cuda.meter.measure("forward", [cuda.batch]):
+            cuda.meter.mark(phase)
+            return readings(lambda: [cuda.network.head(hidden) for _ in range(3)])  # as a loss in chunks does
+
+    assert (heads("forward"), heads("backward")) == (1, 0)  # recomputed
+    assert readings(lambda: cuda.network.head(hidden)) == 0  # of no step
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert heads("forward") == 0
+
+
+def test_cuda_model_without_an_output_embedding_has_activations_alone(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Headed, "get_output_embeddings", lambda network: None)
+    cuda = CudaTraining(monkeypatch)
+    cuda.step()
+    cuda.meter.interval()
+    cuda.step()
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert (kinds[ACTIVATIONS], kinds[LOGITS]) == (30 * MIB, 0)
+
+
+def test_cuda_state_that_is_there_from_the_start_is_counted(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    """As in a run that resumes."""
+    cuda = CudaTraining(monkeypatch)
+    cuda.step()
+    cuda.start_meter()
+    for gradients in (0, WEIGHTS):  # known from the first clipping on
+        cuda.meter.interval()
+        cuda.step(micro_batches=2)
+        kinds = cuda.meter.interval()["bytes_by_kind"]
+        assert (kinds[PARAMETERS], kinds[OPTIMIZER_STATE], kinds[GRADIENTS]) == (WEIGHTS, STATE, gradients)
+
+
+def test_cuda_counts_what_is_held_again_every_so_many_steps(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.extras.meter.cuda.COUNT_EVERY_STEPS", 3)
+    cuda, found = CudaTraining(monkeypatch), []
+    cuda.step()
+    cuda.optimizer.state[cuda.network.head.weight].pop("exp_avg_sq")
+    for _ in range(4):
+        with cuda.meter.measure("evaluation", [cuda.batch]):
+            pass
+        cuda.meter.interval()
+        cuda.step()
+        found.append(cuda.meter.interval()["bytes_by_kind"][OPTIMIZER_STATE])
+    assert found == [STATE, STATE, STATE, STATE // 2]  # counted at the end of the third, seen from the next on
+
+
+def test_cuda_judges_steps_that_were_completed(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    cuda, judged = CudaTraining(monkeypatch), []
+    monkeypatch.setattr(cuda.meter.leaks, "see", judged.append)
+    with cuda.meter.measure("evaluation", [cuda.batch]):
+        pass
+    with pytest.raises(MemoryError), cuda.meter.measure("forward", [cuda.batch]):
+        raise MemoryError
+    assert judged == []
+    cuda.step(micro_batches=2)
+    assert judged == [((2, 8), (2, 8))]
+
+
 def test_cuda_step_that_raises_is_closed(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     cuda = CudaTraining(monkeypatch)
     cuda.step()
@@ -574,10 +767,11 @@ def test_live_tensors_are_listed_by_shape_and_views_once():
     kept = [torch.zeros(3, 17, dtype=torch.float32) for _ in range(4)]
     views = [tensor.view(17, 3) for tensor in kept]
     product = weight * 2
+    without_storage = torch.eye(3).to_sparse()
     after = list_tensors(CPU)
     found, size = after - before, 3 * 17 * 4
     assert found["(3, 17) float32", size] + found["(17, 3) float32", size] == 6
-    assert len(views) == 4 and product.requires_grad
+    assert len(views) == 4 and product.requires_grad and without_storage.is_sparse
 
 
 def test_fake_tensors_that_compiled_functions_leave_are_not_live():
