@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from train.config import Config
 from train.extras.meter.cpu import CpuMeter
 from train.extras.meter.cuda import CudaMeter, list_tensors
-from train.extras.meter.memory import GROWING_STEPS, LEAK_BYTES
+from train.extras.meter.memory import GROWING_STEPS, LEAK_BYTES, Measured, describe, peak_bytes
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
@@ -286,6 +288,48 @@ def test_figures_are_plain_and_complete(training: Training):
     highest = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert highest and summary["peak_resident_bytes"] == pytest.approx(1024 * int(highest[1]), rel=5e-4)
     assert all(type(size) is int for size in (*summary["bytes_by_kind"].values(), summary["peak_allocated_bytes"]))
+
+
+def test_figures_of_several_steps_are_the_largest_and_counts_are_added():
+    one = Measured(5, 9, {"forward": 5, "clip": 1}, {"workspace": 5}, 1, 2)
+    other = Measured(5, 8, {"forward": 4, "optimizer": 7}, {"gradients": 5}, 3, 4)
+    phases = {"forward": 5, "clip": 1, "optimizer": 7}
+    assert one.merged(other) == Measured(5, 9, phases, {"gradients": 5}, 4, 6)  # at the last of equal peaks
+    assert Measured(6).merged(one) == Measured(6, 9, {"forward": 5, "clip": 1}, {}, 1, 2)
+    assert one.merged(Measured(0, 10)) == Measured(5, 10, {"forward": 5, "clip": 1}, {"workspace": 5}, 1, 2)
+    assert Measured().figures() == {"peak_allocated_bytes": 0}
+    assert Measured(5, 9, {"clip": 1}, {}, 0, 2).figures() == {
+        "peak_allocated_bytes": 5,
+        "peak_reserved_bytes": 9,
+        "peak_bytes_by_phase": {"clip": 1},
+        "num_ooms": 2,
+    }
+
+
+def test_tensors_are_described_by_shape_and_type():
+    assert describe(torch.Size([4, 80]), torch.bfloat16) == "(4, 80) bfloat16"
+
+
+def test_the_highest_peak_is_in_bytes_wherever_it_comes_from(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: {torch.device("cuda", 1): 3}[device])
+    assert peak_bytes(torch.device("cuda", 1)) == 3
+    monkeypatch.setattr("resource.getrusage", lambda who: {resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=7)}[who])
+    for platform, expected in (("linux", 7 * 1024), ("darwin", 7)):
+        monkeypatch.setattr("sys.platform", platform)
+        assert peak_bytes(CPU) == expected
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    for memory, expected in ((SimpleNamespace(rss=5, peak_wset=11), 11), (SimpleNamespace(rss=5), 5)):
+        monkeypatch.setattr("psutil.Process", lambda memory=memory: SimpleNamespace(memory_info=lambda: memory))
+        assert peak_bytes(CPU) == expected
+
+
+def test_nothing_runs_before_the_first_step_and_the_largest_micro_batch_is_that_of_most_positions(training: Training):
+    meter = training.meter
+    meter.mark("clip")
+    assert (meter.phase, meter.last_shape, meter.bytes_by_kind) == ("", None, {})
+    with pytest.raises(MemoryError), meter.measure("forward", [batch(4, 16), batch(1, 80), batch(2, 4)]):
+        raise MemoryError
+    assert (meter.phase, meter.last_shape) == ("forward", (1, 80))
 
 
 def test_a_step_that_raises_leaves_nothing_behind(training: Training):
