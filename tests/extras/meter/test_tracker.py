@@ -19,6 +19,8 @@ from train.extras.meter.tracker import (
     WORKSPACE,
     StorageTracker,
     num_classes_of,
+    tag_gradients,
+    tag_held,
 )
 
 
@@ -68,6 +70,31 @@ def test_only_tensors_of_the_device_can_be_tagged_or_ignored() -> None:
         tracker.ignore(["documents", batch])
         assert tracker.live_bytes == 40 and batch.view(4, 5).shape == (4, 5)
         assert tracker.live_bytes == 40
+
+
+def test_what_stays_between_steps_is_told_apart() -> None:
+    """Also the scales of weights in 4 bits, which are packed too, and of a shard the part that is here."""
+    network: Any = nn.Linear(10, 10)
+    network.bias.requires_grad_(False)
+    network.register_buffer("table", torch.ones(3))
+    packed = SimpleNamespace(absmax=torch.ones(5), code=torch.ones(7), offset=torch.ones(1), state2=None)
+    scales = SimpleNamespace(absmax=torch.ones(20), code=torch.ones(16), offset=torch.ones(1), state2=packed)
+    network.weight.quant_state = scales
+    optimizer = torch.optim.SGD(network.parameters())
+    optimizer.state[network.weight] = {"step": 3, "momentum_buffer": torch.ones(10, 10)}
+    shard, part = torch.ones(100), torch.ones(25)
+    shard.to_local = lambda: part  # pyright: ignore[reportAttributeAccessIssue]
+    tracker = StorageTracker("cpu")
+    tag_held(tracker, network, optimizer)
+    held = {PARAMETERS: 4 * (100 + 10 + 3 + 20 + 16 + 1 + 5 + 7 + 1), OPTIMIZER_STATE: 400}
+    assert {kind: size for kind, size in tracker.bytes_by_kind.items() if size} == held
+    handles = tag_gradients(tracker, network.parameters())
+    network(torch.ones(1, 10)).sum().backward()
+    assert tracker.bytes_by_kind[GRADIENTS] == 400
+    for handle in handles:
+        handle.remove()
+    tracker.tag(WORKSPACE, [shard])
+    assert tracker.bytes_by_kind[WORKSPACE] == part.nbytes
 
 
 def test_memory_that_no_tensor_shows_is_held_from_then_on() -> None:
