@@ -743,8 +743,9 @@ def test_cuda_counts_what_is_held_again_every_so_many_steps(fake_cuda: None, mon
     cuda.step()
     cuda.optimizer.state[cuda.network.head.weight].pop("exp_avg_sq")
     for _ in range(4):
-        with cuda.meter.measure("evaluation", [cuda.batch]):
-            pass
+        for _ in range(2):  # evaluations are no steps
+            with cuda.meter.measure("evaluation", [cuda.batch]):
+                pass
         cuda.meter.interval()
         cuda.step()
         found.append(cuda.meter.interval()["bytes_by_kind"][OPTIMIZER_STATE])
@@ -777,6 +778,10 @@ def test_cuda_step_that_raises_is_closed(fake_cuda: None, monkeypatch: pytest.Mo
     resets = cuda.allocator.resets
     cuda.meter.mark("clip")
     assert cuda.allocator.resets == resets and cuda.meter.phase == "backward"
+    kinds = cuda.meter.bytes_by_kind
+    cuda.allocator.take(500 * MIB, 500 * MIB)
+    cuda.meter.interval()
+    assert cuda.meter.bytes_by_kind == kinds  # what comes after it is not its own
 
 
 @pytest.mark.parametrize("leak_bytes", [LEAK_BYTES, LEAK_BYTES // 8])
