@@ -185,6 +185,17 @@ def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
         metal.driver = 1001 * 2**20
     assert meter.interval()["peak_reserved_bytes"] == 1001 * 2**20
     assert (metal.emptied, metal.driver) == (1, 6 * 2**20)
+    metal.allocated, metal.driver = 0, 500 * 2**20
+    with meter.measure("forward", []):
+        meter.mark("backward")
+        metal.driver = 10 * 2**20
+    last = meter.interval()
+    assert last["peak_reserved_bytes"] == 500 * 2**20
+    # not followed: of one that was
+    assert last["peak_allocated_bytes"] == max(figures["peak_bytes_by_phase"].values())
+    with meter.measure("forward", []):
+        metal.driver = 1000 * 2**20  # not too much
+    assert metal.emptied == 1
 
 
 def test_nothing_is_offloaded_where_memory_is_the_hosts() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from train.config import Config
 from train.extras.meter.cpu import CpuMeter
 from train.extras.meter.cuda import CudaMeter, list_tensors
-from train.extras.meter.memory import GROWING_STEPS, LEAK_BYTES
+from train.extras.meter.memory import GROWING_STEPS, LEAK_BYTES, Measured, describe, peak_bytes
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
@@ -181,6 +184,9 @@ def test_the_first_step_of_each_larger_shape_is_followed(training: Training, fol
     assert not is_followed(batch(2, 16), batch(1, 8), batch(1, 16))
     assert is_followed(batch(3, 16, num_tokens=40))  # padding may need a mask
     assert not is_followed(batch(2, 16, num_tokens=30))
+    assert is_followed(batch(2, 16), batch(1, 32))  # the largest micro-batch counts
+    assert is_followed(batch(1, 8), batch(6, 8))
+    assert is_followed(batch(2, 16), batch(2, 16, num_tokens=30))  # and any padding
 
 
 def test_every_so_many_steps_one_is_followed(training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -205,6 +211,48 @@ def test_steps_too_short_to_follow_often_are_followed_less(
     for _ in range(12):
         training.step(batch(1, 4))
     assert len(followed) == 3  # and never again
+
+
+class Clock:
+    """A small model under a meter, and the time that its steps take by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr("train.extras.meter.cpu.time", SimpleNamespace(perf_counter=lambda: self.seconds))
+        network = nn.Linear(2, 2)
+        self.meter = CpuMeter(CPU, network, torch.optim.SGD(network.parameters()), None, print)
+
+    def measure(self, phase: str, size: int, seconds: float, numbers: int = 1) -> dict[str, Any]:
+        with self.meter.measure(phase, [batch(size, 4)]):
+            torch.zeros(numbers)
+            self.seconds += seconds
+        return self.meter.interval()
+
+
+def test_following_steps_takes_a_two_hundredth_of_the_time_at_most(
+    followed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    clock, seen = Clock(monkeypatch), []
+    for step in range(220):
+        if step in (10, 50, 130, 150):
+            clock.measure("evaluation", 1, 7.0)
+        before = followed.count("forward")
+        if step in (0, 50, 150, 200):
+            clock.measure("forward", 2, {150: 2.2}.get(step, 3.0))
+        else:
+            clock.measure("forward", 1, 1.0)
+        if followed.count("forward") > before:
+            seen.append(step)
+    # by position half as much again: 100 steps later; then a tenth as much, and never more often than one in 50
+    assert seen == [0, 50, 150, 200]
+
+
+def test_a_step_that_is_not_followed_has_the_most_that_was_seen_at_its_shapes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 2)
+    clock = Clock(monkeypatch)
+    peaks = [clock.measure("forward", 1, 1.0, numbers)["peak_allocated_bytes"] for numbers in (10, 10, 100, 10, 50, 10)]
+    held = 6 * 4  # weights and biases
+    assert peaks == [held + 4 * numbers for numbers in (10, 10, 100, 100, 50, 100)]
 
 
 def test_a_step_that_is_not_followed_has_the_figures_of_one_that_was(training: Training, followed: list[str]):
@@ -242,6 +290,48 @@ def test_figures_are_plain_and_complete(training: Training):
     assert all(type(size) is int for size in (*summary["bytes_by_kind"].values(), summary["peak_allocated_bytes"]))
 
 
+def test_figures_of_several_steps_are_the_largest_and_counts_are_added():
+    one = Measured(5, 9, {"forward": 5, "clip": 1}, {"workspace": 5}, 1, 2)
+    other = Measured(5, 8, {"forward": 4, "optimizer": 7}, {"gradients": 5}, 3, 4)
+    phases = {"forward": 5, "clip": 1, "optimizer": 7}
+    assert one.merged(other) == Measured(5, 9, phases, {"gradients": 5}, 4, 6)  # at the last of equal peaks
+    assert Measured(6).merged(one) == Measured(6, 9, {"forward": 5, "clip": 1}, {}, 1, 2)
+    assert one.merged(Measured(0, 10)) == Measured(5, 10, {"forward": 5, "clip": 1}, {"workspace": 5}, 1, 2)
+    assert Measured().figures() == {"peak_allocated_bytes": 0}
+    assert Measured(5, 9, {"clip": 1}, {}, 0, 2).figures() == {
+        "peak_allocated_bytes": 5,
+        "peak_reserved_bytes": 9,
+        "peak_bytes_by_phase": {"clip": 1},
+        "num_ooms": 2,
+    }
+
+
+def test_tensors_are_described_by_shape_and_type():
+    assert describe(torch.Size([4, 80]), torch.bfloat16) == "(4, 80) bfloat16"
+
+
+def test_the_highest_peak_is_in_bytes_wherever_it_comes_from(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: {torch.device("cuda", 1): 3}[device])
+    assert peak_bytes(torch.device("cuda", 1)) == 3
+    monkeypatch.setattr("resource.getrusage", lambda who: {resource.RUSAGE_SELF: SimpleNamespace(ru_maxrss=7)}[who])
+    for platform, expected in (("linux", 7 * 1024), ("darwin", 7)):
+        monkeypatch.setattr("sys.platform", platform)
+        assert peak_bytes(CPU) == expected
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    for memory, expected in ((SimpleNamespace(rss=5, peak_wset=11), 11), (SimpleNamespace(rss=5), 5)):
+        monkeypatch.setattr("psutil.Process", lambda memory=memory: SimpleNamespace(memory_info=lambda: memory))
+        assert peak_bytes(CPU) == expected
+
+
+def test_nothing_runs_before_the_first_step_and_the_largest_micro_batch_is_that_of_most_positions(training: Training):
+    meter = training.meter
+    meter.mark("clip")
+    assert (meter.phase, meter.last_shape, meter.bytes_by_kind) == ("", None, {})
+    with pytest.raises(MemoryError), meter.measure("forward", [batch(4, 16), batch(1, 80), batch(2, 4)]):
+        raise MemoryError
+    assert (meter.phase, meter.last_shape) == ("forward", (1, 80))
+
+
 def test_a_step_that_raises_leaves_nothing_behind(training: Training):
     training.step(batch(1, 8))
 
@@ -260,8 +350,8 @@ def test_a_step_that_raises_leaves_nothing_behind(training: Training):
     meter.mark("backward")  # of no step
     assert meter.phase == "forward"
     # the same shapes are followed when they come again
-    assert training.step(batch(2, 32), batch(1, 4))["peak_allocated_bytes"] > 0
-    assert {"forward", "backward", "clip", "optimizer"} == set(meter.summary()["peak_bytes_by_phase"])
+    again = training.step(batch(2, 32), batch(1, 4))
+    assert {"forward", "backward", "clip", "optimizer"} == set(again["peak_bytes_by_phase"])
 
 
 # ---- leaks -----------------------------------------------------------------------------------------------------------
@@ -343,6 +433,36 @@ def test_a_clean_run_raises_no_alarm(training: Training, followed: list[str]):
     assert len(followed) < 14
 
 
+def test_state_of_the_optimizer_that_grows_is_no_leak_and_is_not_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 1)
+    network, said, kept = nn.Linear(2, 2), list[str](), list[Tensor]()
+    optimizer = torch.optim.SGD(network.parameters())
+    meter = CpuMeter(CPU, network, optimizer, None, said.append)
+
+    def step(rows: int = 0) -> None:
+        with meter.measure("forward", [batch(1, 4)]):
+            optimizer.state[network.weight][len(optimizer.state[network.weight])] = torch.zeros(50_000)
+            kept.append(torch.zeros(rows, 50_000))
+
+    for _ in range(GROWING_STEPS + 4):
+        step()
+    assert said == []
+    for _ in range(GROWING_STEPS):
+        step(2)
+    (line,) = said
+    assert (
+        "0.4 MiB more after each step, seen over 4 steps. What grows: 4 × (2, 50000) float32 made in forward." in line
+    )
+
+
+def test_an_evaluation_is_not_judged(training: Training, monkeypatch: pytest.MonkeyPatch):
+    judged: list[Any] = []
+    monkeypatch.setattr(training.meter.leaks, "see", judged.append)
+    training.evaluate(batch(2, 16))
+    training.step(batch(1, 8))
+    assert judged == [((1, 8),)]
+
+
 def test_circles_of_objects_are_no_leak(training: Training):
     class Circle:
         def __init__(self, tensor: Tensor) -> None:
@@ -411,6 +531,7 @@ class Headed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.head = Head()
+        self.frozen = nn.Parameter(torch.empty(0, device="cuda"), requires_grad=False)  # it never has a gradient
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -429,8 +550,11 @@ class CudaTraining:
         self.optimizer = torch.optim.SGD(self.network.parameters())
         self.allocator.take(WEIGHTS + 50 * MIB, 50 * MIB)  # loading
         self.said: list[str] = []
-        self.meter = CudaMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
+        self.start_meter()
         self.batch = MicroBatch({"input_ids": torch.empty(2, 8)}, torch.empty(2, 8), 16, (0, 1), 16)
+
+    def start_meter(self) -> None:
+        self.meter = CudaMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
 
     def step(self, micro_batches: int = 1, leak_bytes: int = 0, work: Callable[[], None] = lambda: None) -> None:
         meter, take, weight = self.meter, self.allocator.take, self.network.head.weight
@@ -526,6 +650,120 @@ def test_cuda_evaluation_tells_logits_from_activations(fake_cuda: None, monkeypa
     assert figures["bytes_by_kind"][ACTIVATIONS] == 2 * MIB and figures["bytes_by_kind"][LOGITS] == 30 * MIB
 
 
+def test_cuda_memory_that_was_there_before_is_workspace(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    """What is freed meanwhile makes no activations fewer than none."""
+    cuda, head = CudaTraining(monkeypatch), torch.empty(1)
+    cuda.meter.interval()
+    cuda.allocator.take(40 * MIB)
+    with cuda.meter.measure("evaluation", [cuda.batch]):
+        cuda.allocator.take(9 * MIB)
+        cuda.network.head(head)
+        cuda.allocator.take(5 * MIB, 14 * MIB)
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[WORKSPACE]) == (9 * MIB, 5 * MIB, 40 * MIB)
+    for has_head, activations in ((True, 9 * MIB), (False, 0)):
+        with cuda.meter.measure("forward", [cuda.batch]):
+            cuda.allocator.take(9 * MIB)
+            if has_head:
+                cuda.network.head(head)
+            cuda.allocator.take(0, 10 * MIB)
+            cuda.meter.mark("backward")
+            cuda.allocator.take(60 * MIB, 60 * MIB)
+        kinds = cuda.meter.interval()["bytes_by_kind"]
+        assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[PARAMETERS]) == (activations, 0, WEIGHTS)
+        assert sum(kinds.values()) == cuda.allocator.current + 60 * MIB
+
+
+def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    cuda = CudaTraining(monkeypatch)
+    cuda.step()
+    cuda.meter.interval()
+    with cuda.meter.measure("forward", [cuda.batch]):
+        cuda.allocator.take(20 * MIB)
+        cuda.network.head(torch.empty(1))
+        cuda.allocator.take(10 * MIB)
+        cuda.meter.mark("backward")
+        cuda.allocator.take(0, 30 * MIB)
+        cuda.meter.mark("optimizer")
+        cuda.allocator.take(90 * MIB, 90 * MIB)
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert {kind: size for kind, size in kinds.items() if size} == {
+        PARAMETERS: WEIGHTS,
+        OPTIMIZER_STATE: STATE,
+        WORKSPACE: 90 * MIB,
+    }
+
+
+def test_cuda_reads_once_where_the_head_of_a_forward_begins(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    cuda, hidden = CudaTraining(monkeypatch), torch.empty(1)
+    cuda.step()
+
+    def readings(of: Callable[[], Any]) -> int:
+        before = cuda.allocator.resets
+        of()
+        return cuda.allocator.resets - before
+
+    def heads(phase: str) -> int:
+        with cuda.meter.measure("forward", [cuda.batch]):
+            cuda.meter.mark(phase)
+            return readings(lambda: [cuda.network.head(hidden) for _ in range(3)])  # as a loss in chunks does
+
+    assert (heads("forward"), heads("backward")) == (1, 0)  # recomputed
+    assert readings(lambda: cuda.network.head(hidden)) == 0  # of no step
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert heads("forward") == 0
+
+
+def test_cuda_model_without_an_output_embedding_has_activations_alone(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Headed, "get_output_embeddings", lambda network: None)
+    cuda = CudaTraining(monkeypatch)
+    cuda.step()
+    cuda.meter.interval()
+    cuda.step()
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert (kinds[ACTIVATIONS], kinds[LOGITS]) == (30 * MIB, 0)
+
+
+def test_cuda_state_that_is_there_from_the_start_is_counted(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    """As in a run that resumes."""
+    cuda = CudaTraining(monkeypatch)
+    cuda.step()
+    cuda.start_meter()
+    for gradients in (0, WEIGHTS):  # known from the first clipping on
+        cuda.meter.interval()
+        cuda.step(micro_batches=2)
+        kinds = cuda.meter.interval()["bytes_by_kind"]
+        assert (kinds[PARAMETERS], kinds[OPTIMIZER_STATE], kinds[GRADIENTS]) == (WEIGHTS, STATE, gradients)
+
+
+def test_cuda_counts_what_is_held_again_every_so_many_steps(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.extras.meter.cuda.COUNT_EVERY_STEPS", 3)
+    cuda, found = CudaTraining(monkeypatch), []
+    cuda.step()
+    cuda.optimizer.state[cuda.network.head.weight].pop("exp_avg_sq")
+    for _ in range(4):
+        for _ in range(2):  # evaluations are no steps
+            with cuda.meter.measure("evaluation", [cuda.batch]):
+                pass
+        cuda.meter.interval()
+        cuda.step()
+        found.append(cuda.meter.interval()["bytes_by_kind"][OPTIMIZER_STATE])
+    assert found == [STATE, STATE, STATE, STATE // 2]  # counted at the end of the third, seen from the next on
+
+
+def test_cuda_judges_steps_that_were_completed(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    cuda, judged = CudaTraining(monkeypatch), []
+    monkeypatch.setattr(cuda.meter.leaks, "see", judged.append)
+    with cuda.meter.measure("evaluation", [cuda.batch]):
+        pass
+    with pytest.raises(MemoryError), cuda.meter.measure("forward", [cuda.batch]):
+        raise MemoryError
+    assert judged == []
+    cuda.step(micro_batches=2)
+    assert judged == [((2, 8), (2, 8))]
+
+
 def test_cuda_step_that_raises_is_closed(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     cuda = CudaTraining(monkeypatch)
     cuda.step()
@@ -540,6 +778,10 @@ def test_cuda_step_that_raises_is_closed(fake_cuda: None, monkeypatch: pytest.Mo
     resets = cuda.allocator.resets
     cuda.meter.mark("clip")
     assert cuda.allocator.resets == resets and cuda.meter.phase == "backward"
+    kinds = cuda.meter.bytes_by_kind
+    cuda.allocator.take(500 * MIB, 500 * MIB)
+    cuda.meter.interval()
+    assert cuda.meter.bytes_by_kind == kinds  # what comes after it is not its own
 
 
 @pytest.mark.parametrize("leak_bytes", [LEAK_BYTES, LEAK_BYTES // 8])
@@ -574,10 +816,11 @@ def test_live_tensors_are_listed_by_shape_and_views_once():
     kept = [torch.zeros(3, 17, dtype=torch.float32) for _ in range(4)]
     views = [tensor.view(17, 3) for tensor in kept]
     product = weight * 2
+    without_storage = torch.eye(3).to_sparse()
     after = list_tensors(CPU)
     found, size = after - before, 3 * 17 * 4
     assert found["(3, 17) float32", size] + found["(17, 3) float32", size] == 6
-    assert len(views) == 4 and product.requires_grad
+    assert len(views) == 4 and product.requires_grad and without_storage.is_sparse
 
 
 def test_fake_tensors_that_compiled_functions_leave_are_not_live():

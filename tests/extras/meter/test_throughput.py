@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +201,8 @@ def test_chunks_of_attention_count_their_length():
     short, long = model_flops_per_token(model, 128), model_flops_per_token(model, 1024)
     assert short is not None and long is not None
     assert long - short == alike(12 * 1 * 32 * (1024 - 128) / 2)  # one layer of four sees everything before it
+    shorter = model_flops_per_token(model, 64)
+    assert shorter is not None and short - shorter == alike(12 * 4 * 32 * (128 - 64) / 2)  # less than a chunk
 
 
 def test_a_model_that_asks_for_constants_of_its_own_is_counted():
@@ -382,9 +385,10 @@ def _mfu_of(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> float
     [
         ({}, [2048.0, 2048.0]),
         ({"attention_mask": torch.arange(4096) < torch.tensor([[4096], [1024]])}, [4096, 1024]),
+        ({"attention_mask": torch.arange(4096) < torch.tensor([[0], [1024]])}, [1024]),
         ({"documents": SimpleNamespace(lengths=[[1024] * 4, [96, 4000]])}, [1024, 1024, 1024, 1024, 96, 4000]),
     ],
-    ids=["rows", "padded", "packed"],
+    ids=["rows", "padded", "one empty", "packed"],
 )
 def test_utilization_counts_the_lengths_that_there_are(
     more: dict[str, Any], lengths: list[float], monkeypatch: pytest.MonkeyPatch
@@ -430,3 +434,64 @@ def test_without_a_meter_a_run_tells_the_highest_peak_alone() -> None:
     room.measured(run, values := {"tokens_per_second": 1000.0})
     assert values == {"tokens_per_second": 1000.0, "mfu": None, "phase_bytes": 3}
     assert room.summary(run) == {"peak_allocated_bytes": 7}
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "expected"),
+    [
+        ("cpu", {}, "CpuMeter"),
+        ("cuda", {}, "CudaMeter"),
+        ("mps", {}, "MpsMeter"),
+        ("xpu", {}, None),
+        ("cpu", {"measure_memory": False}, None),
+        ("cuda", {"measure_memory": False, "memory_snapshot": True}, "snapshot"),
+        ("cpu", {"measure_memory": False, "memory_snapshot": True}, None),
+    ],
+)
+def test_each_device_has_its_own_meter_if_memory_is_measured(
+    device: str, asked: dict[str, bool], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    for path in ("cpu.CpuMeter", "cpu.MpsMeter", "cuda.CudaMeter"):
+        name = path.partition(".")[2]
+        monkeypatch.setattr(f"train.extras.meter.{path}", lambda *given, name=name: made.append((name, *given)) or name)
+    monkeypatch.setattr(Room, "_record_history", lambda room, run: made.append(("snapshot",)))
+    run: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device(device)),
+        config=SimpleNamespace(of=lambda options: options(**asked)),
+        outputs=SimpleNamespace(say=print),
+    )
+    examples = SimpleNamespace(label_names=["no", "yes"])
+    parts: Any = SimpleNamespace(
+        data=SimpleNamespace(examples=examples, tokenizer="tokens"),
+        state=SimpleNamespace(model="a model"),
+        optimizer=SimpleNamespace(optimizer="an optimizer"),
+    )
+    room = Room()
+    room.ready(run, parts)
+    assert [name for name, *_ in made] == [expected] * (expected is not None)
+    if expected not in (None, "snapshot"):
+        assert room.meter == expected
+        assert made[0][1:] == (torch.device(device), "a model", "an optimizer", 2, print)
+
+
+def test_steps_evaluations_and_phases_are_the_meters_if_there_is_one() -> None:
+    batch: Any = "a micro-batch"
+    heard: list[Any] = []
+    room = Room()
+    for meter in (
+        None,
+        SimpleNamespace(measure=lambda *given: heard.append(given) or nullcontext(), mark=heard.append),
+    ):
+        room.meter = meter
+        with room.stepping([batch, batch]):
+            room.mark("backward")
+        with room.evaluating(batch):
+            pass
+        assert meter is not None or heard == []
+    assert heard == [("forward", [batch, batch]), "backward", ("evaluation", [batch])]
+
+
+def test_a_run_that_is_only_planned_counts_nothing() -> None:
+    run: Any = SimpleNamespace(is_planned=True)  # it may have no device
+    assert Room().change_model(run, _llama(), load_task("causal_lm"), 64) == []

@@ -38,7 +38,6 @@ class Room(Extra):
         self.meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
         self.snapshot: Path | None = None  # torch's record of allocations, if asked for
         self._flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
-        self._peak_flops_per_second = 0.0  # of all devices together
         self._work = [0.0, 0.0]  # FLOPs and tokens of this rank since the last line of the log
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
@@ -50,7 +49,7 @@ class Room(Extra):
             device, ranks = run.accelerator.device, run.accelerator.num_processes
             own = peak_flops_per_second(device_name(device), arithmetic_in_use(run.accelerator))
             if all(peaks := exchange(own, ranks)):  # counted only where it is of use, and then on every rank
-                self._peak_flops_per_second = sum(peaks)
+                self._peak_flops_per_second = sum(peaks)  # of all devices together
                 self._flops = count_flops(network, max_length, task.is_causal)
         return []
 

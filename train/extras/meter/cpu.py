@@ -43,10 +43,8 @@ class CpuMeter(MemoryMeter):
         self.leaks = LeakWatch(self._left_bytes, self._list_left, on_cuda=False)
         self._followed: dict[bool, dict[Extent, Measured]] = {True: {}, False: {}}
         """By whether it was a step (not an evaluation), and by its extent."""
-        self._extent: Extent = (0, 0, False, False, False)
-        self._is_step = False
         self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
-        self._began = self._usual_seconds = 0.0  # the latter per position, of a step that is not followed
+        self._usual_seconds = 0.0  # per position, of a step that is not followed
         self._exit: ExitStack | None = None
 
     def summary(self) -> dict[str, Any]:
@@ -54,7 +52,7 @@ class CpuMeter(MemoryMeter):
 
     def _begin(self, batches: Sequence[MicroBatch]) -> None:
         self._began, self._is_step = time.perf_counter(), self.phase == "forward"
-        self._extent = (
+        self._extent: Extent = (
             max((b * s for b, s in self.shapes), default=0),
             max((b * s * s for b, s in self.shapes), default=0),
             any(batch.num_tokens < b * s for batch, (b, s) in zip(batches, self.shapes, strict=True)),
@@ -101,7 +99,7 @@ class CpuMeter(MemoryMeter):
         if self._is_step and self._usual_seconds:
             extra = (seconds - self._usual_seconds) / self._usual_seconds
             self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)
-        if self._is_step and self.leaks.leak is None:
+        if self._is_step:
             tag_held(self._tracker, self.network, self.optimizer)  # a first update makes the optimizer's state
             self.leaks.see(self.shapes)
 

@@ -172,8 +172,7 @@ class LeakWatch:
         self.leak: str | None = None  # what leaks, in words, once that is certain
         self._known: set[tuple[int, int]] = set()
         self._ends: dict[Shapes, int] = {}
-        self._step = self._growing_steps = self._first_step = self._first_bytes = self._listed_bytes = 0
-        self._listed = Inventory()
+        self._step = self._growing_steps = 0
 
     def suspects(self, shapes: Shapes) -> bool:
         """Whether memory has begun to grow, and a step of these shapes would tell more."""

@@ -121,10 +121,9 @@ class StorageTracker(TorchDispatchMode):
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Leaves the storages of ``tensors`` out, also where views of them turn up. Skips what is not a tensor."""
         for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                continue
-            key = storage_of(tensor)._tracked_as = next(_KEYS)
-            self._ignored.add(key)
+            if isinstance(tensor, Tensor):
+                key = storage_of(tensor)._tracked_as = next(_KEYS)
+                self._ignored.add(key)
 
     def hold(self, num_bytes: int, kind: str) -> None:
         """Counts memory that no tensor shows, from now on."""
@@ -148,7 +147,7 @@ class StorageTracker(TorchDispatchMode):
         return -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
 
     def _kind_of(self, tensor: Tensor) -> str:
-        if self.num_classes and tensor.ndim > 1 and tensor.shape[-1] == self.num_classes and self.phase != "build":
+        if tensor.ndim > 1 and tensor.shape[-1] == self.num_classes and self.phase != "build":
             return LOGITS if self.phase in ("forward", "backward", "evaluation") else WORKSPACE
         # in backward only what is recomputed records gradients
         recomputed = self.phase == "backward" and torch.is_grad_enabled()
@@ -166,9 +165,8 @@ class StorageTracker(TorchDispatchMode):
         block.num_bytes = size
 
     def _free(self, key: int) -> None:
-        if key in self.live:
-            self._resize(key, 0)
-            del self.live[key]
+        self._resize(key, 0)
+        del self.live[key]
 
     def observe(self, operator: Any, temporary_bytes: int = 0) -> None:
         """Compares what is live now, and what ``operator`` held on top of it, with the peaks."""
