@@ -56,6 +56,8 @@ def watch(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran
     [
         (BROKEN, True),
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),  # gloo's, in a backward
+        (RuntimeError("Remote peer closed the connection."), True),
         (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp: remote process exited or there was a network error"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), False),
         (DistStoreError("wait timeout after 4000ms, keys: /default_pg/0//cpu//0/rank_1"), True),
@@ -93,10 +95,17 @@ def test_nobody_is_blamed_while_all_answer(store: TCPStore, watch: Callable[...,
     assert told == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+    ],
+)
 def test_rank_that_is_late_but_alive_is_told_with_the_flag_to_raise(
-    store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], text: str
 ) -> None:
-    late = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation to complete")
+    late = RuntimeError(text)
     with watch(0) as first, watch(1) as second, watch(2):
         assert not first.concludes(late) and not second.concludes(late)
     assert len(told) == 1

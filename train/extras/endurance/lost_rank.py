@@ -38,7 +38,8 @@ LEFT = "left"
 T = TypeVar("T")
 
 # gloo has no type of its own for these and raises RuntimeError; NCCL and the store raise a DistError, which is one too.
-_BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|broken pipe", re.IGNORECASE)
+_GONE = "(connection|pair|peer|socket) (closed|closure|reset|refused)"
+_BROKEN = re.compile(f"gloo|nccl|{_GONE}|timed out waiting|broken pipe", re.IGNORECASE)
 
 
 class RankLeftError(DistNetworkError):
@@ -139,7 +140,7 @@ class RankWatch:
         self._connected.wait(ANSWER_SECONDS)
         if self._store is not None:
             has_concluded = self._conclude(self._store)
-            if not has_concluded and "timed out" in str(error).lower():
+            if not has_concluded and re.search("timed out|timeout", str(error), re.IGNORECASE):
                 self._tell_of_late_ranks(self._store)
             return has_concluded
         if self._rank != 0 and self._is_local_first:
