@@ -38,8 +38,7 @@ LEFT = "left"
 T = TypeVar("T")
 
 # gloo has no type of its own for these and raises RuntimeError; NCCL and the store raise a DistError, which is one too.
-_GONE = "(connection|pair|peer|socket) (closed|closure|reset|refused)"
-_BROKEN = re.compile(f"gloo|nccl|{_GONE}|timed out waiting|broken pipe", re.IGNORECASE)
+_BROKEN = re.compile("gloo|nccl|(connection|pair|peer|socket) (clos|reset|refused)|timed out waiting|broken pipe", re.I)
 
 
 class RankLeftError(DistNetworkError):
