@@ -123,7 +123,7 @@ class Batches:
         return next(load(self.examples, replace(self.loading, num_workers=0, deliver=None), [ids], (self.seed, 0)))
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step of ``epoch`` from ``first_step``."""
+        """The micro-batches of each step on this rank, from ``first_step`` of ``epoch``."""
         size, order = self.arithmetic.global_batch_size, epoch_order(len(self.lengths), self.seed, epoch)
         counts: deque[int] = deque()  # micro-batches of the steps that the workers have begun
 

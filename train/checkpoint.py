@@ -178,7 +178,7 @@ def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequen
     """Removes old checkpoints; to be called once the newest is in place.
 
     What stays: the ``newest`` ones, that of ``best_step``, and for each of ``sound_steps`` the newest at or before it,
-    to which a run may have to go back; with ``keep_bests`` also the best of each that stays, for who resumes from it.
+    to which a run may have to go back; with ``keep_bests`` also the best of each that stays, which a resumed run needs.
     """
     checkpoints = by_step(folder)
     kept = set(list(checkpoints)[-newest:])

@@ -108,7 +108,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
             f"{flag} {spec!r}: {error}. Give module:function, importable from the current folder, or file.py:function."
         ) from None
     finally:
-        sys.path.remove(folder)  # the first of that name: the module may have put others before it
+        sys.path.remove(folder)  # our entry only: the module may have put others before it
 
 
 def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:

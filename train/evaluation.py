@@ -110,7 +110,7 @@ def after_evaluation(progress: Progress, goal: Goal, evaluation: Evaluation) -> 
 
 
 def reshard(model: nn.Module) -> None:
-    """Has FSDP2 drop the whole weights that a forward without a backward leaves on every rank."""
+    """Makes FSDP2 free the whole weights that a forward without a backward leaves on every rank."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

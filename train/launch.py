@@ -211,7 +211,7 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
 def init_gloo(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> None:
     """Makes the process group of processes without an accelerator, and has accelerate shard as the launcher says.
 
-    accelerate by itself leaves them strangers, or quietly trains with DDP; what runs on a cluster runs on a laptop too.
+    accelerate by itself does not connect them, or quietly trains with DDP; what runs on a cluster runs on a laptop too.
     """
     if launch.world_size == 1 and launch.engine != "deepspeed":
         return

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> int:
     """Trains as the command line says and returns the exit status (see ``train.records``)."""
-    # Read when torch is imported; its C++ side else prints a page of stack frames for every connection that breaks.
+    # Read when torch is imported; its C++ side otherwise prints a page of stack frames for each connection that breaks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
@@ -106,7 +106,7 @@ def train(run: records.Run) -> int:
 
 
 def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
-    """Evaluates what is left to evaluate, and writes ``final/`` and the summary; the exit status."""
+    """Runs the evaluations that are still missing, writes ``final/`` and the summary, and returns the exit status."""
     from train.checkpoint import StoredBlocks
 
     outputs, data, step = run.outputs, parts.data, progress.step
@@ -129,7 +129,7 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
 
 
 def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: records.StopRequest) -> int:
-    """Makes the Accelerator, trains, and explains what ended the run early; the exit status."""
+    """Makes the Accelerator, trains, explains what ended the run early, and returns the exit status."""
     run = None
     try:
         run = start(config, launch, joined, stop)
@@ -141,7 +141,7 @@ def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extr
     except Exception as error:
         if run is not None:
             run.outputs.bar.close()
-        # An extra may know what happened: a lost rank, a full disk, no memory left. Else a bug shows its traceback.
+        # An extra may know what happened: a lost rank, a full disk, no memory left. A bug shows its traceback.
         if (explanation := joined.first("failed", run, error)) is not None:
             raise records.UserError(explanation) from None
         if run is not None and run.outputs.finishing:

@@ -169,7 +169,7 @@ class Outputs:
             self.note(f"{self.metrics}: a crash has damaged {figures.several(damaged, 'line')}, left out from now on")
 
     def _move_other_steps_aside(self, step: int) -> None:
-        """Moves aside later checkpoints, damaged or of a run that a person has gone back from, and what came of them.
+        """Moves aside checkpoints from later steps, damaged or of a run that was rewound, and the files made from them.
 
         Left in place they would push out the new ones and be resumed from instead.
         """

@@ -94,7 +94,7 @@ class TrainingState:
             _filled(tensor, blocks, "model", name)
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """What of the model a checkpoint holds, by name."""
+        """The model's tensors that a checkpoint holds, by name."""
         return model_tensors(self.model)
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:

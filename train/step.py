@@ -28,7 +28,7 @@ class Engine:
     """How a step computes gradients and uses them: here, as in accelerate's guide. Extras subclass it."""
 
     copies = 1  # ranks that are handed the same examples
-    loss_share = 1.0  # of a rank's summed loss, what is its own: ranks that share tensors compute the same
+    loss_share = 1.0  # the share of a rank's loss sum that counts: ranks that share tensors compute the same loss
 
     def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = lambda phase: None) -> None:
         self.accelerator, self.config, self.mark = accelerator, config, mark
@@ -104,7 +104,7 @@ def optimizer_step(
                 part = part.to(accelerator.device)
                 loss = model(part.inputs, part.labels, num_targets=part.num_targets)
                 mark("backward")
-                engine.backward(loss * (1 + 0 * loss.detach()), scale)  # NaN if the loss is infinite: on all ranks
+                engine.backward(loss * (1 + 0 * loss.detach()), scale)  # 0 × inf is NaN: all ranks skip the step
             # Nothing of the graph is held while the gradient is clipped and used.
             loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
             del loss, part
