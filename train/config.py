@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def option(default: Any, help: str, **rules: Any) -> Any:
     """A field with its help text and rules: bounds ``ge``, ``gt``, ``le``, ``lt``; ``replaces``: keys of a recipe that
-    this flag puts aside; ``is_path``: ~ is the home folder; ``everyday``: shown first; ``alone``: if no value."""
+    this flag puts aside; ``is_path``: ~ is the home folder; ``everyday``: first; ``alone``: a bare flag's value."""
     return field(default=default, metadata={"help": help, **rules})
 
 

@@ -84,6 +84,7 @@ def test_the_readme_shows_the_figures_of_the_quickstart() -> None:
     expected = (
         *(note for note in summary["notes"] if note.startswith(("device", "model", "batch"))),
         f"peaks at {peak}, predicted",
+        f"the whole process took {gib(summary['peak_resident_bytes'])}",
         f"loss {result['loss']:.3f}, perplexity {result['perplexity']:.1f}, accuracy {result['accuracy']:.4f}",
         f"bits per byte {result['bits_per_byte']:.3f}, examples {result['examples']}",
         f"{steps}: {speed}, first step after {summary['seconds_to_first_step']:.1f} s",
