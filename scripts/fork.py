@@ -43,6 +43,7 @@ SIGNS = {  # that a test file needs an extra, in addition to imports and options
     "memory": r"predicted|rehears|\bauto\b",
     "endurance": r"oom|in_background|lost_rank|rollback",
     "optimizers": r"adamw_8bit",
+    "selection": r"best_(step|metric|model)|early_stopping",
     "report": r"report\.(html|md)|model_card|sample: ",
     "parallelism": r"deepspeed|[tcs]p_size",
 }

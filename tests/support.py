@@ -76,11 +76,11 @@ def run_for(config: Config, accelerator: Accelerator | None = None, launch: Laun
 
     from train import extras
     from train.outputs import Outputs
-    from train.records import Run, StopRequest
+    from train.records import Run
 
     accelerator = accelerator or Accelerator(cpu=True)
     outputs = Outputs(config, accelerator, is_silent=True)
-    return Run(config, launch, accelerator, extras.join(), outputs, StopRequest())
+    return Run(config, launch, accelerator, extras.join(), outputs, [])
 
 
 class Driver:

@@ -311,11 +311,11 @@ def test_other_settings_are_refused_by_name_unless_allowed(two: Path) -> None:
     assert checkpoint.restore(two / "step-00000002", other, allow_changes=True).step == 2
 
 
-def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_rotation_removes_all_others_and_what_was_not_completed(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, training_state(), Progress(step=step))
     (tmp_path / ".partial-step-00000009").mkdir()
-    checkpoint.rotate(tmp_path, newest=2, best_step=1, sound_steps=[], keep_bests=False)
+    checkpoint.rotate(tmp_path, {1, 4, 5, 7})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000004", "step-00000005"]
 
 
@@ -324,23 +324,6 @@ def test_checkpoint_without_a_setting_that_others_have_is_no_traceback(tmp_path:
     state = replace(training_state(), identity={**IDENTITY, "global_batch_size": 4})
     with pytest.raises(UserError, match="something else wrote it, or another version"):
         checkpoint.restore(folder, state, allow_changes=True)
-
-
-@pytest.mark.parametrize(
-    ("needs", "kept"),
-    [
-        ({}, [3, 4]),
-        ({"keep_bests": True}, [1, 3, 4]),  # who resumes from 3 wants 1
-        ({"sound_steps": [2]}, [2, 3, 4]),
-        ({"sound_steps": [0]}, [3, 4]),
-        ({"sound_steps": [4], "keep_bests": True}, [1, 3, 4]),
-    ],
-)
-def test_rotation_keeps_what_a_run_may_go_back_to(tmp_path: Path, needs: dict[str, Any], kept: list[int]) -> None:
-    for step, best_step in ((1, 1), (2, 1), (3, 1), (4, 4)):
-        save(tmp_path, training_state(), Progress(step=step, best_step=best_step))
-    checkpoint.rotate(tmp_path, newest=2, best_step=4, **{"sound_steps": [], "keep_bests": False, **needs})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step:08d}" for step in kept]
 
 
 def test_manifest_lists_every_file_with_its_digest(two: Path) -> None:

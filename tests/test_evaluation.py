@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from train.batching import Loading
 from train.config import Config
 from train.data import PreparedData
-from train.evaluation import Evaluator, Goal, goal_of
+from train.evaluation import evaluate, score
 from train.launch import Launch
 from train.loss import ModelWithLoss, Scores
 from train.model import build_model
-from train.records import IGNORE, BatchArithmetic, Corpus, MicroBatch, Progress, StopAtOnce, UserError
+from train.records import IGNORE, Corpus, MicroBatch, Run, StopAtOnce, UserError
 from train.step import Engine
 from train.tasks import load_task, pad_token_id, tokenize
 from train.tasks.sequence_classification import class_metrics
@@ -64,19 +64,19 @@ def network(config: Config, prepared: PreparedData) -> nn.Module:
     return build_model(run_for(config), type(prepared.task), BYTES, prepared.examples.label_names).model
 
 
-def evaluator_of(
+def run_and_parts(
     config: Config,
     prepared: PreparedData,
     model: nn.Module,
     process: Any = None,
     launch: Launch = Launch(),  # noqa: B008
-) -> Evaluator:
-    run = run_for(config, process, launch or Launch())
-    return Evaluator(run, ModelWithLoss(model, task=type(prepared.task)), Engine(run.accelerator, config), prepared)
+) -> tuple[Run, Any]:
+    run, wrapped = run_for(config, process, launch), ModelWithLoss(model, task=type(prepared.task))
+    return run, SimpleNamespace(data=prepared, model=wrapped, engine=Engine(run.accelerator, config))
 
 
 def evaluated(config: Config, prepared: PreparedData, model: nn.Module) -> dict[str, Any]:
-    return evaluator_of(config, prepared, model).validation(step=3).metrics
+    return evaluate(*run_and_parts(config, prepared, model), "validation", 3).metrics
 
 
 # Metrics by hand
@@ -151,7 +151,7 @@ def test_up_to_a_hundred_classes_have_a_matrix(classes: int, has_matrix: bool) -
     assert found.get("most_frequent_confusions", []) == []
 
 
-# The evaluator
+# One pass over a split
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
@@ -196,7 +196,7 @@ def test_metrics_are_the_same_over_any_number_of_processes(
     for rank in range(world):  # one after the other: the last one has gathered all rows
         process = SimpleNamespace(num_processes=world, device=torch.device("cpu"), is_main_process=rank == 0)
         launch = Launch(world_size=world, rank=rank)
-        metrics = evaluator_of(config, prepared, model, process, launch).validation(step=1).metrics
+        metrics = evaluate(*run_and_parts(config, prepared, model, process, launch), "validation", 1).metrics
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         assert metrics[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
@@ -206,8 +206,7 @@ def test_evaluation_leaves_dropout_out_and_the_model_in_training() -> None:
     config = configured("causal_lm")
     prepared = prepared_data(config, TEXTS)
     model = network(config, prepared).train()
-    evaluator = evaluator_of(config, prepared, model)
-    first, second = evaluator.validation(step=1), evaluator.validation(step=2)
+    first, second = (evaluate(*run_and_parts(config, prepared, model), "validation", step) for step in (1, 2))
     assert first.metrics == second.metrics
     assert (first.split, first.step, second.step) == ("validation", 1, 2)
     assert 0 < first.seconds < 60
@@ -262,15 +261,13 @@ def test_classes_are_scored_by_example(batch_size: int) -> None:
 def test_only_an_evaluation_that_may_stop_heeds_a_request_to_stop() -> None:
     config = configured("causal_lm")
     prepared = prepared_data(config, TEXTS)
-    run = run_for(config)
-    model, engine = ModelWithLoss(network(config, prepared)), Engine(run.accelerator, config)
-    evaluator = Evaluator(run, model, engine, prepared)
-    run.stop.received = "SIGTERM"
-    assert evaluator.validation(step=1).metrics["examples"] == len(prepared.examples.validation)
-    assert evaluator.split("test", prepared.examples.validation, 1).split == "test"
+    run, parts = run_and_parts(config, prepared, network(config, prepared))
+    run.stop.append("SIGTERM")
+    assert evaluate(run, parts, "validation", 1).metrics["examples"] == len(prepared.examples.validation)
+    assert evaluate(run, parts, "train", 1).split == "train"
     with pytest.raises(StopAtOnce):
-        evaluator.validation(step=1, may_stop=True)
-    assert model.training
+        evaluate(run, parts, "validation", 1, may_stop=True)
+    assert parts.model.training
 
 
 def test_equal_examples_count_once_each() -> None:
@@ -282,73 +279,6 @@ def test_equal_examples_count_once_each() -> None:
 
 
 # What a run works towards
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps_per_epoch", "total_steps"),
-    [
-        ({"max_steps": 7}, 5, 7),
-        ({"num_epochs": 3}, 5, 15),
-        ({}, 5, 5),
-        ({"max_steps": 7}, None, 7),
-    ],
-)
-def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, total_steps: int) -> None:
-    assert goal_for(changes, steps_per_epoch).total_steps == total_steps
-
-
-@pytest.mark.parametrize(
-    ("progress", "total_steps"),
-    [
-        (Progress(step=7, epoch=1, step_in_epoch=2), 15),  # as many as from the start
-        (Progress(step=4, epoch=1, step_in_epoch=2), 15),  # also after a rollback, which leaves data out
-        (Progress(step=34, step_in_epoch=3, counted_from=(34, 0, 3)), 34 + 12),  # 34 smaller steps: 3 of 5 larger ones
-        (Progress(step=38, epoch=1, step_in_epoch=2, counted_from=(34, 0, 3)), 34 + 12),
-        (Progress(step=2, epoch=1, counted_from=(2, 1, 0)), 2 + 10),
-    ],
-)
-def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress: Progress, total_steps: int) -> None:
-    assert goal_for({"num_epochs": 3}, 5, progress).total_steps == total_steps
-    assert goal_for({"max_steps": 9}, 5, progress).total_steps == 9
-
-
-@pytest.mark.parametrize(
-    ("changes", "metric", "grows"),
-    [
-        ({}, "loss", False),
-        ({"task": "sequence_classification"}, "accuracy", True),
-        ({"metric_for_best": "bits_per_byte"}, "bits_per_byte", False),
-        ({"metric_for_best": "accuracy", "greater_is_better": False}, "accuracy", False),
-        ({"metric_for_best": "loss", "greater_is_better": True}, "loss", True),
-    ],
-)
-def test_what_counts_as_best(changes: dict[str, Any], metric: str, grows: bool) -> None:
-    goal = goal_for(changes)
-    assert (goal.metric, goal.greater_is_better) == (metric, grows)
-    assert goal.best_of == f"{metric} on data abc" and goal.data == "abc"
-
-
-def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() -> None:
-    with pytest.raises(UserError, match=r"'f1' is not among this task's metrics: loss, accuracy, .*macro_f1"):
-        goal_for({"task": "sequence_classification", "metric_for_best": "f1"})
-
-
-def goal_for(
-    changes: dict[str, Any],
-    steps_per_epoch: int | None = 5,
-    progress: Progress = Progress(),  # noqa: B008
-) -> Goal:
-    config = Config().changed(**changes)
-    split = datasets.Dataset.from_dict({"num_bytes": [3.0], "length": [4]})
-    examples = SimpleNamespace(validation=split, label_names=("a", "b"))
-    data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc", examples=examples)
-    batches: Any = SimpleNamespace(steps_per_epoch=steps_per_epoch, arithmetic=BatchArithmetic(2, 4, 1))
-    return goal_of(run_for(config), data, batches, progress)
-
-
-def test_the_peak_learning_rate_is_that_of_the_global_batch() -> None:
-    scaled = {"learning_rate": 1e-3, "learning_rate_scaling": "linear", "learning_rate_reference_batch_size": 4}
-    assert goal_for(scaled).peak_learning_rate == pytest.approx(2e-3)
 
 
 # Further metrics
@@ -415,7 +345,6 @@ def test_counts_are_exact_where_a_task_gives_losses_in_half_precision() -> None:
     batch = MicroBatch({"input_ids": labels}, labels, length, (7,), length)
     extras = SimpleNamespace(inside=lambda *_: nullcontext())
     run: Any = SimpleNamespace(extras=extras, accelerator=SimpleNamespace(device=torch.device("cpu")))
-    engine: Any = SimpleNamespace(share=nullcontext)
-    model: Any = lambda inputs, labels, scored: scores  # noqa: E731
-    data: Any = None
-    assert Evaluator(run, model, engine, data).score(batch) == [(7, 1.0, length, length, 4097, 4097)]
+    engine = SimpleNamespace(share=nullcontext)
+    parts: Any = SimpleNamespace(engine=engine, model=lambda inputs, labels, scored: scores)
+    assert score(run, parts, batch) == [(7, 1.0, length, length, 4097, 4097)]

@@ -155,13 +155,6 @@ def test_fp16_is_refused_where_shards_are_on_the_host(asked: str | None) -> None
         check_launch(read_launch({**sharded, **precision, "FSDP_OFFLOAD_PARAMS": "true"}), config)
 
 
-def test_adafactor_is_refused_where_weights_are_sharded() -> None:
-    config = Config(optimization=Optimization(optimizer="adafactor"))
-    check_launch(Launch(world_size=2), config)
-    with pytest.raises(UsageError, match=r"optimizer: adafactor needs whole weights, and fsdp2 shards them"):
-        check_launch(Launch(world_size=2, engine="fsdp2"), config)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("local_world_size", "asked", "chosen", "threads"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from train import loop
 from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras
 from train.extras.endurance import Room as Endurance
-from train.loop import Goal, Parts, fit
+from train.extras.selection import Room as Selection
+from train.loop import Parts, fit
 from train.loss import ModelWithLoss
+from train.optim import Goal
 from train.outputs import Outputs
 from train.records import Evaluation, MicroBatch, Progress, Run, StepOutcome, UserError
 from train.step import Engine, optimizer_step
@@ -89,21 +93,23 @@ class Recorder:
     def engine(self) -> Engine:
         return Engine(self.accelerator, self.config)
 
-    def validation(self, step: int, may_stop: bool = False) -> Evaluation:
-        """In place of the evaluator's."""
+    def evaluate(self, run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
+        """In place of a pass over the data."""
         self.evaluated.append(step)
         value = self.accuracies.pop(0) if self.accuracies else 0.0
-        return Evaluation("validation", step, {"accuracy": value, "examples": 1})
+        return Evaluation(split, step, {"accuracy": value, "examples": 1})
 
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
-        run = run_for(self.config, self.accelerator)
+        run, selection = run_for(self.config, self.accelerator), Selection()
+        task = SimpleNamespace(default_metric="accuracy")
+        data: Any = SimpleNamespace(task=task, validation_digest="abc", examples=None)
+        selection.prepared(run, data, cast("Any", self.batches))
         run.extras, run.outputs, run.stop = (
-            Extras({"memory": OneGiB(), "endurance": Endurance()}),
+            Extras({"memory": OneGiB(), "endurance": Endurance(), "selection": selection}),
             RecordingOutputs(self),
             self.stop,
         )
         unused: Any = None
-        evaluator: Any = self
         parts = Parts(
             data=unused,
             batches=cast("Any", self.batches),
@@ -112,10 +118,10 @@ class Recorder:
             optimizer=self.optimizer,
             engine=self.engine,
             state=unused,
-            evaluator=evaluator,
-            goal=Goal(total_steps, 0.1, metric="accuracy", greater_is_better=True),
+            goal=Goal(total_steps, 0.1),
         )
-        return fit(run, parts, progress or Progress())
+        with patch("train.loop.evaluate", self.evaluate):
+            return fit(run, parts, progress or Progress())
 
     def steps_of(self, kind: str) -> list[int]:
         return [step for line_kind, step, _ in self.lines if line_kind == kind]
@@ -205,18 +211,18 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
         outcome(9.0, 4, 6, 8, clipped=True),
         outcome(5.0, 2, 10, 16, clipped=True),
     ]
-    given, validate, save = Given(run.accelerator, outcomes, clock), Recorder.validation, RecordingOutputs.save
+    given, evaluate, save = Given(run.accelerator, outcomes, clock), Recorder.evaluate, RecordingOutputs.save
 
-    def slow_validation(*arguments: Any, **options: Any) -> Evaluation:
+    def slow_evaluation(*arguments: Any, **options: Any) -> Evaluation:
         clock.now += 100
-        return validate(*arguments, **options)
+        return evaluate(*arguments, **options)
 
     def slow_save(*arguments: Any) -> None:
         clock.now += 1000
         save(*arguments)
 
     monkeypatch.setattr(Recorder, "engine", given)
-    monkeypatch.setattr(Recorder, "validation", slow_validation)
+    monkeypatch.setattr(Recorder, "evaluate", slow_evaluation)
     monkeypatch.setattr(RecordingOutputs, "save", slow_save)
     monkeypatch.setattr(loop, "time", clock)
     progress = run.fit(5)
@@ -235,16 +241,25 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
 
 def test_stop_request_saves_once_and_leaves_without_evaluating() -> None:
     run = Recorder(config(eval_every_steps=1))
-    run.stop.received = "SIGTERM"
+    run.stop.append("SIGTERM")
     assert run.fit(7).step == 1
     assert [p.step for p in run.saved] == [1]
     assert run.evaluated == []
 
 
 def test_patience_counts_evaluations_without_a_better_one() -> None:
-    run = Recorder(config(eval_every_steps=1, early_stopping_patience=2), accuracies=[0.1, 0.3, 0.2, 0.3, 0.9])
+    settings = config(eval_every_steps=1).changed(early_stopping_patience=2)
+    run = Recorder(settings, accuracies=[0.1, 0.3, 0.2, 0.3, 0.9])
     assert run.fit(7).step == 4
     assert run.fit(7, run.saved[-1]).step == 4  # and stays stopped
+
+
+def test_an_end_that_nobody_expected_is_saved_with_its_evaluation() -> None:
+    settings = config(eval_every_steps=1, save_every_steps=2).changed(early_stopping_patience=1)
+    run = Recorder(settings, accuracies=[0.3, 0.2])
+    assert run.fit(7).step == 2
+    found = [(p.step, p.evaluated_step, p.evaluations_without_improvement) for p in run.saved]
+    assert found == [(1, 1, 0), (2, 1, 0), (2, 2, 1)]
 
 
 def break_gradients(run: Recorder, steps: set[int]) -> None:

@@ -403,7 +403,7 @@ def test_wrong_recipe_stops_before_anything_is_loaded(
 )
 def test_a_switch_needs_no_value_and_can_be_turned_off(recipe: Path, flags: tuple[str, ...], expected: bool) -> None:
     config = parse(["--config", str(recipe), "--eval_every_steps", "1", *flags, "--seed", "3"])
-    assert config.output.load_best_model_at_end is expected
+    assert config.get("load_best_model_at_end") is expected
     assert config.optimization.seed == 3
 
 

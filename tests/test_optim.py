@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 
 from train import optim
 from train.config import Config, Optimization
-from train.optim import learning_rate_at, peak_learning_rate
+from train.optim import Goal, goal_of, learning_rate_at, peak_learning_rate
+from train.records import BatchArithmetic, Progress
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 OPTIMIZERS = [
@@ -171,3 +173,45 @@ def test_the_floor_is_a_share_of_the_peak(scheduler: Any) -> None:
 
 def test_longer_warmup_than_training_never_reaches_the_peak() -> None:
     assert rates(total=4, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps_per_epoch", "total_steps"),
+    [
+        ({"max_steps": 7}, 5, 7),
+        ({"num_epochs": 3}, 5, 15),
+        ({}, 5, 5),
+        ({"max_steps": 7}, None, 7),
+    ],
+)
+def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, total_steps: int) -> None:
+    assert goal_for(changes, steps_per_epoch).total_steps == total_steps
+
+
+@pytest.mark.parametrize(
+    ("progress", "total_steps"),
+    [
+        (Progress(step=7, epoch=1, step_in_epoch=2), 15),  # as many as from the start
+        (Progress(step=4, epoch=1, step_in_epoch=2), 15),  # also after a rollback, which leaves data out
+        (Progress(step=34, step_in_epoch=3, counted_from=(34, 0, 3)), 34 + 12),  # 34 smaller steps: 3 of 5 larger ones
+        (Progress(step=38, epoch=1, step_in_epoch=2, counted_from=(34, 0, 3)), 34 + 12),
+        (Progress(step=2, epoch=1, counted_from=(2, 1, 0)), 2 + 10),
+    ],
+)
+def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress: Progress, total_steps: int) -> None:
+    assert goal_for({"num_epochs": 3}, 5, progress).total_steps == total_steps
+    assert goal_for({"max_steps": 9}, 5, progress).total_steps == 9
+
+
+def test_the_peak_learning_rate_is_that_of_the_global_batch() -> None:
+    scaled = {"learning_rate": 1e-3, "learning_rate_scaling": "linear", "learning_rate_reference_batch_size": 4}
+    assert goal_for(scaled).peak_learning_rate == pytest.approx(2e-3)
+
+
+def goal_for(
+    changes: dict[str, Any],
+    steps_per_epoch: int | None = 5,
+    progress: Progress = Progress(),  # noqa: B008
+) -> Goal:
+    batches: Any = SimpleNamespace(steps_per_epoch=steps_per_epoch, arithmetic=BatchArithmetic(2, 4, 1))
+    return goal_of(Config().changed(**changes).optimization, batches, progress)

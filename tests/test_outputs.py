@@ -106,7 +106,7 @@ def cannot(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("train.evaluation.Evaluator.split", None),
+        ("train.loop.evaluate", None),
         ("train.extras.report.page.write_report", "what comes after final/"),
         ("train.outputs.Outputs.write_final", "writing final/"),
     ],

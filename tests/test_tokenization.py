@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import datasets.config
@@ -27,7 +27,7 @@ from train.records import Corpus, UserError
 from train.state import examples_digest
 from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
-CHECKED: Any = partial(extras.join().first, "cached")
+CHECKED: Any = partial(extras.join().pipe, "change_caching", cast("Any", None))
 UNICODE = [
     "",
     "plain text",

@@ -14,8 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from stat import S_ISREG
@@ -174,22 +173,10 @@ def verify(checkpoint: Path) -> str | None:
     return None
 
 
-def rotate(folder: Path, newest: int, best_step: int | None, sound_steps: Sequence[int], keep_bests: bool) -> None:
-    """Removes old checkpoints; to be called once the newest is in place.
-
-    What stays: the ``newest`` ones, that of ``best_step``, and for each of ``sound_steps`` the newest at or before it,
-    to which a run may have to go back; with ``keep_bests`` also the best of each that stays, which a resumed run needs.
-    """
-    checkpoints = by_step(folder)
-    kept = set(list(checkpoints)[-newest:])
-    kept |= {max((step for step in checkpoints if step <= sound), default=-1) for sound in sound_steps}
-    bests = {best_step}
-    for step in kept & checkpoints.keys() if keep_bests else ():
-        with suppress(*UNREADABLE):  # damaged: nobody will resume from it
-            stored = json.loads((checkpoints[step] / STATE).read_text(encoding="utf-8"))
-            bests.add(stored["progress"]["best_step"])
-    for step, checkpoint in checkpoints.items():  # the oldest first
-        if step not in kept | bests:
+def rotate(folder: Path, kept: Collection[int]) -> None:
+    """Removes the checkpoints of other steps, the oldest first, and what a killed run left of one."""
+    for step, checkpoint in by_step(folder).items():
+        if step not in kept:
             remove(checkpoint)
     for leftover in folder.glob(f"{PARTIAL}*"):
         remove(leftover)

@@ -137,11 +137,7 @@ class Output:
     save_total_limit: int = option(2, "Checkpoints to keep, the best one apart.", ge=1)
     eval_every_steps: int | None = everyday(None, "Evaluate also every n steps.", ge=1)
     eval_batch_size: int | None = option(None, "Default: micro_batch_size.", ge=1)
-    metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
-    greater_is_better: bool | None = option(None, "Default: yes, except for loss, perplexity and bits_per_byte.")
     metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
-    load_best_model_at_end: bool = option(False, "final/ holds the best evaluated weights instead of the last.")
-    early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
     log_every_steps: int = option(10, "A line of metrics.jsonl every n steps.", ge=1)
 
     @property
@@ -381,8 +377,6 @@ def check(config: Config) -> None:
         raise UsageError("output_dir: it is empty. Give a folder for the files of this run.")
     if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
         raise UsageError(f"output_dir: {output.output_dir!r} leads outside its folder: write the path without '..'.")
-    if output.early_stopping_patience is not None and output.eval_every_steps is None:
-        raise UsageError("early_stopping_patience needs eval_every_steps.")
     extras.check(config)
 
 

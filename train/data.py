@@ -60,17 +60,16 @@ def prepare_data(run: Run) -> PreparedData:
 
     spec = config.data.tokenizer or config.architecture.model
     assert spec is not None
-    trusted = config.architecture.trust_remote_code
-    tokenizer = run.extras.first("tokenizer", run, spec, corpus) or load_tokenizer(spec, trusted)
+    known = run.extras.first("tokenizer", run, spec, corpus)
+    tokenizer = known or load_tokenizer(spec, config.architecture.trust_remote_code)
     task.check_tokenizer(tokenizer)
     fitting_config(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
 
-    examples = tokenize(corpus, task, tokenizer, run.extras.cached)
+    examples = tokenize(corpus, task, tokenizer, partial(run.extras.pipe, "change_caching", run))
     task.check_metrics(examples.label_names)
     run.outputs.note(f"tokenizer: {spec}, {len(tokenizer):,} entries; {_sizes(examples, 'examples')}")
     collate = partial(task.collate, pad_id=pad_token_id(tokenizer))
-    pins = run.accelerator.device.type == "cuda"
-    loading = Loading(collate, config.data.dataloader_num_workers, pin_memory=pins)
+    loading = Loading(collate, config.data.dataloader_num_workers, run.accelerator.device.type == "cuda")
     data = run.extras.pipe("change_data", run, PreparedData(task, corpus, tokenizer, examples, loading))
     run.outputs.note(*data.examples.notes)
     training, validation = examples_digest(data.examples.train), examples_digest(data.examples.validation)

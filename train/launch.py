@@ -108,8 +108,6 @@ def check_launch(launch: Launch, config: Config) -> None:
             "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
             "be wrong. Set it to false and use --gradient_checkpointing."
         )
-    if config.optimization.optimizer == "adafactor" and launch.engine == "fsdp2":
-        raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
     extras.check(config, launch)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from train.batching import Batches
 from train.data import PreparedData
-from train.evaluation import Evaluator, Goal, after_evaluation
-from train.optim import learning_rate_at
+from train.evaluation import after_evaluation, evaluate
+from train.optim import Goal, learning_rate_at
 from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, StopAtOnce, UserError, exchange
 from train.state import TrainingState
 from train.step import Engine, seed_step
@@ -36,7 +36,6 @@ class Parts:
     optimizer: AcceleratedOptimizer
     engine: Engine
     state: TrainingState  # what checkpoints hold
-    evaluator: Evaluator
     goal: Goal
 
 
@@ -48,16 +47,15 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """
     while True:
         try:
-            return train(run, parts, progress)
+            return train_steps(run, parts, progress)
         except DivergenceError as error:
             # An extra may go back to a checkpoint from before, and past the data that led here.
-            restored = run.extras.first("diverged", run, parts.state, error)
-            if restored is None:
+            if (restored := run.extras.first("diverged", run, parts.state, error)) is None:
                 raise
             progress = restored
 
 
-def train(run: Run, parts: Parts, progress: Progress) -> Progress:
+def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, goal = run.config.optimization, run.config.output, parts.goal
     # The loss stays on the device until it is logged or saved: reading it would wait for the device.
@@ -76,7 +74,7 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
             for group in parts.optimizer.param_groups:
                 group["lr"] = rate
             try:
-                with run.extras.inside("stepping", micro_batches):
+                with run.extras.inside("computing", "forward", micro_batches):
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
                 if error.weights_intact and progress.step > saved:  # nothing of the steps before is lost
@@ -97,25 +95,24 @@ def train(run: Run, parts: Parts, progress: Progress) -> Progress:
                 progress = log(run, progress, loss_sum, of_step)
             asked = outcome.stop_requested
             if (ends := is_last or asked) or is_due(output.save_every_steps, progress):
-                may_end = ends or is_done(run, goal, plus(progress, evaluations_without_improvement=1))
-                saved = (progress := save(run, parts, progress, loss_sum, wait=may_end)).step
+                saved = (progress := save(run, parts, progress, loss_sum, wait=ends)).step
             if is_last or not asked:  # a run that is asked to stop evaluates when it resumes
                 progress, asked = evaluate_if_due(run, parts, progress)
             done = is_done(run, goal, progress)
             if done and progress.interval.steps:
                 progress = log(run, progress, loss_sum, of_step)
-            if (asked and not ends) or (saved != progress.step and (done or progress.best_step == progress.step)):
+            if (not ends and (done or asked)) or progress.best_step == progress.step != saved:
                 saved = (progress := save(run, parts, progress, loss_sum, wait=done or asked)).step
             started = time.perf_counter()  # evaluating and saving do not count as training
             if done or asked:
                 if asked:  # before the processes that load batches end, for which a launcher may not wait
-                    run.outputs.stopped(run.stop.received, progress.step)
+                    run.outputs.stopped(run.stop, progress.step)
                 return progress
         if progress.step_in_epoch == 0:
             raise UserError("the training data gave no batch in a whole epoch: it is empty.")
         progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
     if asked:
-        run.outputs.stopped(run.stop.received, progress.step)
+        run.outputs.stopped(run.stop, progress.step)
     return progress
 
 
@@ -132,10 +129,8 @@ def is_due(every: int | None, progress: Progress) -> bool:
 
 
 def is_done(run: Run, goal: Goal, progress: Progress) -> bool:
-    """Whether the last step is made, or patience is used up."""
-    patience = run.config.output.early_stopping_patience
-    out_of_patience = patience is not None and progress.evaluations_without_improvement >= patience
-    return out_of_patience or progress.step >= goal.total_steps
+    """Whether the last step is made, or an extra wants no further one."""
+    return progress.step >= goal.total_steps or any(run.extras.each("ends_early", run, progress))
 
 
 def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progress:
@@ -168,10 +163,10 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
     if is_known or not (is_last or is_due(run.config.output.eval_every_steps, progress)):
         return progress, False
     try:
-        evaluation = parts.evaluator.validation(progress.step, may_stop=not is_last)
+        evaluation = evaluate(run, parts, "validation", progress.step, may_stop=not is_last)
     except StopAtOnce:
         return progress, True
-    return after_evaluation(progress, parts.goal, run.outputs.record_evaluation(run, evaluation)), False
+    return after_evaluation(run, progress, run.outputs.record_evaluation(run, evaluation)), False
 
 
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:

@@ -9,6 +9,7 @@ import atexit
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         config, launch = parse(sys.argv[1:] if arguments is None else arguments), launching.read_launch()
         launching.check_launch(launch, config)
-        joined, stop = extras.join(), records.StopRequest()
+        joined, stop = extras.join(), list[str]()
         with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
     except records.UserError as error:
@@ -52,10 +53,9 @@ def train(run: records.Run) -> int:
 
     from train.batching import arithmetic_of
     from train.data import prepare_data
-    from train.evaluation import Evaluator, goal_of
     from train.loop import Parts, fit, is_done
     from train.model import build_model, parameter_counts
-    from train.optim import build_optimizer
+    from train.optim import build_optimizer, goal_of
     from train.state import TrainingState, run_identity
     from train.step import Engine
 
@@ -64,8 +64,7 @@ def train(run: records.Run) -> int:
     # Data: documents -> examples -> micro-batches; what step k sees is a function of (seed, k).
     with joined.inside("preparing"):
         data = prepare_data(run)
-    for settle in joined.overriding("change_config"):
-        run.config = outputs.config = settle(run, data)
+    run.config = outputs.config = joined.pipe("change_config", run, run.config, data)
     arithmetic = arithmetic_of(run.config, run.launch.dp_size)
     batches = data.training_batches(run, arithmetic)
     joined.each("prepared", run, data, batches)
@@ -83,18 +82,17 @@ def train(run: records.Run) -> int:
     unwrapped: Any = accelerator.unwrap_model(model)
     held = unwrapped.model, optimizer.optimizer, identity, accelerator.scaler
     state = joined.first("state", *held) or TrainingState(*held)
-    engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, joined.mark))
+    engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
-    goal = goal_of(run, data, batches, records.Progress())
-    evaluator = Evaluator(run, model, engine, data)
-    parts = Parts(data, batches, model, sizes, optimizer, engine, state, evaluator, goal)
+    goal = goal_of(run.config.optimization, batches, records.Progress())
+    parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal)
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
-    progress = outputs.resume(state, goal)
-    goal = goal_of(run, data, batches, progress)
+    progress = outputs.resume(run, state, data.validation_digest)
+    goal = goal_of(run.config.optimization, batches, progress)
     parts = replace(parts, goal=goal)
-    if is_done(run, goal, progress) and outputs.is_written(progress, goal.total_steps):
+    if is_done(run, goal, progress) and outputs.is_written(run, progress, goal.total_steps):
         return records.EXIT_DONE
     outputs.begin(goal.total_steps, progress)
     joined.each("starting", run, parts)
@@ -108,17 +106,18 @@ def train(run: records.Run) -> int:
 def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     """Runs the evaluations that are still missing, writes ``final/`` and the summary, and returns the exit status."""
     from train.checkpoint import StoredBlocks
+    from train.evaluation import evaluate
 
     outputs, data, step = run.outputs, parts.data, progress.step
-    best = progress.best_step if run.config.output.load_best_model_at_end else None
-    if best and outputs.is_usable(best):
-        parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{best:08d}"))
-        step = best
     run.extras.each("finishing", run, parts.state, progress)
+    chosen = run.extras.first("final_step", run, progress)
+    if chosen and outputs.is_usable(chosen):
+        parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{chosen:08d}"))
+        step = chosen
     outputs.finishing = "the last evaluation"
-    evaluations = [outputs.validations.get(step) or parts.evaluator.validation(step)]
+    evaluations = [outputs.validations.get(step) or evaluate(run, parts, "validation", step)]
     if data.examples.test is not None:
-        evaluations.append(outputs.record_evaluation(run, parts.evaluator.split("test", data.examples.test, step)))
+        evaluations.append(outputs.record_evaluation(run, evaluate(run, parts, "test", step)))
     summary = outputs.summary(run, parts, progress, evaluations)
     outputs.finishing = "writing final/"
     outputs.write_final(parts.state, data.task.stand_alone(data.tokenizer))
@@ -128,7 +127,7 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     return records.EXIT_DONE
 
 
-def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: records.StopRequest) -> int:
+def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> int:
     """Makes the Accelerator, trains, explains what ended the run early, and returns the exit status."""
     run = None
     try:
@@ -136,7 +135,7 @@ def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extr
         return train(run)
     except records.StopAtOnce:
         assert run is not None  # its data was being prepared, so there is nothing to save
-        run.outputs.stopped(stop.received, None)
+        run.outputs.stopped(stop, None)
         return records.EXIT_STOPPED
     except Exception as error:
         if run is not None:
@@ -150,7 +149,7 @@ def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extr
         raise
 
 
-def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop: records.StopRequest) -> records.Run:
+def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> records.Run:
     """Where to train: devices, precision and accumulation are accelerate's."""
     from accelerate import Accelerator
 
@@ -173,8 +172,8 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
         )
     run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.from_main(run.outputs.prepare)
-    lines = [launching.describe_device(accelerator, launch), substitution]
-    run.outputs.note(*filter(None, lines), f"extras: {', '.join(joined.by_name) or 'none'}")
+    described = launching.describe_device(accelerator, launch)
+    run.outputs.note(described, substitution, f"extras: {', '.join(joined.by_name) or 'none'}")
     return run
 
 

@@ -50,10 +50,10 @@ def build_model(
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.
-    run.outputs.note(*run.extras.lines("change_model", run, network, task, max_length))
+    run.extras.each("change_model", run, network, task)
     # Around it: the loss, so that logits never leave the forward.
     model = ModelWithLoss(network, task)
-    run.outputs.note(*run.extras.lines("change_loss", run, model))
+    run.extras.each("change_loss", run, model)
     return model
 
 
@@ -120,7 +120,7 @@ def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[Pr
         config = _new_config(own, task, tokenizer, max_length)
     elif not own.is_function:
         config = stored_config(own)
-    changes = run.extras.merged("change_model_config", run, config, max_length)
+    changes = run.extras.merged("change_model_config", run, config)
     _check_fit(config, tokenizer, max_length)
     return config, changes
 

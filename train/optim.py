@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from train.config import Optimization
-from train.records import Run, UserError
+from train.records import Progress, Run, UserError
+
+if TYPE_CHECKING:
+    from train.batching import Batches
 
 
 def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
@@ -18,10 +22,6 @@ def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     optim, groups = run.config.optimization, parameter_groups(model, run.config.optimization)
     if (other := run.extras.first("build_optimizer", run.config, groups, run.accelerator.device)) is not None:
         return other
-    if optim.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=optim.learning_rate)
-    if optim.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
     if optim.optimizer != "adamw":
         raise UserError(f"optimizer: {optim.optimizer} is part of train/extras/optimizers/, which is not here.")
     # One fused kernel: fewer launches, and none of foreach's temporaries, which are as large as the parameters.
@@ -51,6 +51,21 @@ def peak_learning_rate(config: Optimization, global_batch_size: int) -> float:
     reference = config.learning_rate_reference_batch_size or global_batch_size
     exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.learning_rate_scaling]
     return config.learning_rate * (global_batch_size / reference) ** exponent
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How long a run trains, and how fast at most."""
+
+    total_steps: int
+    peak_learning_rate: float
+
+
+def goal_of(config: Optimization, batches: Batches, progress: Progress) -> Goal:
+    """How many steps a run at ``progress`` makes in all: after a change of the batch size an epoch has other steps."""
+    step, epoch, done = progress.counted_from
+    left = ((config.num_epochs or 1) - epoch) * (batches.steps_per_epoch or 1) - done
+    return Goal(config.max_steps or step + left, peak_learning_rate(config, batches.arithmetic.global_batch_size))
 
 
 def num_warmup_steps(total_steps: int, config: Optimization) -> int:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint, figures
 from train.config import Config, dump
-from train.evaluation import Goal, after_evaluation
+from train.evaluation import after_evaluation
 from train.loop import Parts
 from train.optim import learning_rate_at, num_warmup_steps
 from train.records import STARTED, Evaluation, Progress, Run, UserError
@@ -54,9 +53,9 @@ class Outputs:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
 
-    def note(self, *lines: str) -> None:
+    def note(self, *lines: str | None) -> None:
         """Lines that also belong in the summary."""
-        for line in map(figures.without_secrets, lines):
+        for line in map(figures.without_secrets, filter(None, lines)):
             self.say(line)
             self.notes.append(line)
 
@@ -78,8 +77,8 @@ class Outputs:
             figures.sync(to.parent)
         return aside
 
-    def resume(self, state: TrainingState, goal: Goal) -> Progress:
-        """Restores the checkpoint that ``--resume`` means, if there is one; a best by another ``goal`` is forgotten.
+    def resume(self, run: Run, state: TrainingState, validation_digest: str) -> Progress:
+        """Restores the checkpoint that ``--resume`` means, if there is one, and the evaluation that the log has of it.
 
         Raises UserError if the checkpoint is damaged or belongs to another run.
         """
@@ -88,18 +87,20 @@ class Outputs:
         progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
         self.say(f"resumed from {found} at step {progress.step}")
         self.is_foreign = found.resolve().parent != self.checkpoints.resolve()
-        progress = self.with_its_best(progress, goal.best_of)
-        return self.from_main(lambda: self._evaluated(progress, goal))
+        progress = run.extras.pipe("resumed", run, progress)
+        evaluation = self.from_main(lambda: self._logged_evaluation(progress, validation_digest))
+        return after_evaluation(run, progress, evaluation) if evaluation else progress
 
-    def _evaluated(self, progress: Progress, goal: Goal) -> Progress:
-        """``progress`` of the checkpoint that is resumed from, with an evaluation that the log has of its step."""
+    def _logged_evaluation(self, progress: Progress, validation_digest: str) -> Evaluation | None:
+        """The evaluation that the log has of a checkpoint that was written before it."""
         if self.is_foreign or progress.evaluated_step == progress.step:
-            return progress
+            return None
+        wanted = self.config.get("metric_for_best") or "kind"
         for row in figures.read_metrics(self.metrics):
-            if row["step"] == progress.step and row.get("data") == goal.data and goal.metric in row:
+            if row["step"] == progress.step and row.get("data") == validation_digest and wanted in row:
                 found = {name: math.nan if value is None else value for name, value in row.items()}
-                return after_evaluation(progress, goal, Evaluation("validation", progress.step, found))
-        return progress
+                return Evaluation("validation", progress.step, found)
+        return None
 
     def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.output.resume
@@ -116,19 +117,9 @@ class Outputs:
         """What ``choose`` gives on the main process, or the UserError that it raises, on every rank."""
         return checkpoint.together(self._accelerator, choose, self._accelerator.is_main_process)[0]
 
-    def with_its_best(self, progress: Progress, best_of: str | None) -> Progress:
-        """``progress``, without its best step if that cannot be used any more."""
-        best, needs_it = progress.best_step, self.config.output.load_best_model_at_end
-        if best is None:
-            return progress
-        if progress.best_of != best_of:
-            reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {best_of}"
-        elif needs_it and not self.from_main(lambda: best in checkpoint.by_step(self.checkpoints)):
-            reason = f"the checkpoint of the best step so far, {best}, is not in {self.checkpoints}"
-        else:
-            return progress
-        self.note(f"{reason}: the search for the best step starts again")
-        return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
+    def steps(self) -> dict[int, Path]:
+        """The checkpoints in this folder by step, oldest first."""
+        return checkpoint.by_step(self.checkpoints)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
@@ -139,11 +130,10 @@ class Outputs:
 
     def rotate(self, run: Run, progress: Progress) -> None:
         """Removes old checkpoints, once that of ``progress`` is in place."""
-        keep, keeps_best = self.config.output.save_total_limit, self.config.output.load_best_model_at_end
         if self.is_main:
             try:
-                sound = run.extras.lines("steps_to_keep", run, progress)
-                checkpoint.rotate(self.checkpoints, keep, progress.best_step, sound, keeps_best)  # pyright: ignore
+                newest = set(list(self.steps())[-self.config.output.save_total_limit :])
+                checkpoint.rotate(self.checkpoints, run.extras.pipe("keep", run, newest, progress))
             except OSError as error:  # the other ranks continue, and the next rotation tries again
                 self.note(f"an old checkpoint in {self.checkpoints} could not be removed: {error.strerror or error}")
 
@@ -173,7 +163,7 @@ class Outputs:
 
         Left in place they would push out the new ones and be resumed from instead.
         """
-        later = [path for at, path in checkpoint.by_step(self.checkpoints).items() if self.is_foreign or at > step]
+        later = [path for at, path in self.steps().items() if self.is_foreign or at > step]
         if later or self._earlier_summary.get("steps", 0) > step:
             made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if self.is_foreign else [])]
             aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
@@ -220,17 +210,18 @@ class Outputs:
             self.validations[evaluation.step] = evaluation
         return evaluation
 
-    def stopped(self, received: str | None, step: int | None) -> None:
+    def stopped(self, signals: Sequence[str], step: int | None) -> None:
         """A signal stopped the run after ``step``, or for None before training: says so, and leaves ``stopped.json``.
 
         That file is a sign for schedulers: launchers do not pass on the exit status that would tell them.
         """
         where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
-        step = step if step is not None else max(checkpoint.by_step(self.checkpoints), default=0)
+        step = step if step is not None else max(self.steps(), default=0)
         if self.is_main:
-            figures.write_whole(self.folder / "stopped.json", json.dumps({"step": step, "signal": received}))
+            found = {"step": step, "signal": next(iter(signals), None)}
+            figures.write_whole(self.folder / "stopped.json", json.dumps(found))
         again = f"run {self.config.output.same_command} again to resume from step {step}"
-        self.say(f"stopped by {received or 'a signal to another process'} {where}: {again}.")
+        self.say(f"stopped by {[*signals, 'a signal to another process'][0]} {where}: {again}.")
 
     def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
         """Makes ``final/`` for ``from_pretrained``; it appears whole, in place of an earlier one. By all ranks."""
@@ -246,10 +237,10 @@ class Outputs:
                 figures.sync(path)
             checkpoint.put_in_place(partial, self.final)
 
-    def is_usable(self, best: int) -> bool:
-        """Whether the checkpoint of the ``best`` step is intact; a note where it is not."""
-        if problem := self.from_main(lambda: checkpoint.verify(self.checkpoints / f"step-{best:08d}")):
-            self.note(f"the best checkpoint, of step {best}, cannot be used ({problem}): final/ has the last weights")
+    def is_usable(self, step: int) -> bool:
+        """Whether the checkpoint that ``final/`` is to be made of is intact; a note where it is not."""
+        if problem := self.from_main(lambda: checkpoint.verify(self.checkpoints / f"step-{step:08d}")):
+            self.note(f"the best checkpoint, of step {step}, cannot be used ({problem}): final/ has the last weights")
         return not problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -286,10 +277,10 @@ class Outputs:
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
 
     def summary(self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-        """What ``summary.json`` holds, figures of the extras included."""
+        """What ``summary.json`` holds; extras add to it."""
         config, data, batches = run.config, parts.data, parts.batches
         arithmetic, per_epoch = batches.arithmetic, batches.steps_per_epoch
-        metric = config.output.metric_for_best or data.task.headline_metric
+        metric = config.get("metric_for_best") or data.task.headline_metric
         return {
             "status": "done",
             "task": data.task.name,
@@ -320,15 +311,14 @@ class Outputs:
             "label_names": list(data.examples.label_names),
             "notes": self.notes,
             "extras": list(run.extras.by_name),
-            **run.extras.merged("summary", run),
         }
 
-    def is_written(self, progress: Progress, total_steps: int) -> bool:
+    def is_written(self, run: Run, progress: Progress, total_steps: int) -> bool:
         """Whether a finished run of this length is in the folder already; says so."""
         step = progress.step
-        wanted = progress.best_step if self.config.output.load_best_model_at_end else step
+        wanted = run.extras.first("final_step", run, progress) or step
         # Where the best weights cannot be used, final/ has the last ones.
-        if not self.is_complete(step, wanted) and (not self.is_complete(step, step) or self.is_usable(wanted or step)):
+        if not self.is_complete(step, wanted) and (not self.is_complete(step, step) or self.is_usable(wanted)):
             return False
         longer = "--max_steps" if step >= total_steps else "--early_stopping_patience"
         self.say(

@@ -59,16 +59,6 @@ class StopAtOnce(BaseException):  # not an Exception: libraries that it passes t
     """Someone asked this process to stop in the middle of something that is not kept."""
 
 
-@dataclass
-class StopRequest:
-    """Whether someone asked this process to stop; endurance listens to signals."""
-
-    received: str | None = None  # the signal's name
-
-    def __bool__(self) -> bool:
-        return self.received is not None
-
-
 def one_line(error: BaseException, limit: int = 500) -> str:
     """What ``error`` says, for the middle of a message."""
     return " ".join(str(error).split())[:limit]
@@ -83,7 +73,7 @@ class Run:
     accelerator: Accelerator
     extras: extras.Extras
     outputs: Outputs
-    stop: StopRequest
+    stop: list[str]  # signals that asked this process to stop, by name; endurance listens to them
     is_planned: bool = False  # nothing is trained: the step is only predicted, perhaps for another machine
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
-Mark: TypeAlias = Callable[[str], None]  # told which phase of a step begins: forward, backward, clip or optimizer
+Mark: TypeAlias = Callable[[str], object]  # told which phase of a step begins: forward, backward, clip or optimizer
 Counts: TypeAlias = Sequence[float] | Tensor  # targets, tokens, positions and stop requests of a global batch
 
 

@@ -181,11 +181,11 @@ def silent_run(
     from train import extras
     from train.launch import Launch
     from train.outputs import Outputs
-    from train.records import Run, StopRequest
+    from train.records import Run
 
     joined = extras.Extras({name: extra for name, extra in extras.join().by_name.items() if name not in without})
     outputs = Outputs(config, accelerator, is_silent=True)
-    return Run(config, launch or Launch(), accelerator, joined, outputs, StopRequest())
+    return Run(config, launch or Launch(), accelerator, joined, outputs, [])
 
 
 def start_accelerator(config: Config, launch: Launch, accumulation_steps: int) -> Accelerator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from scripts.benchmarks import building
 
@@ -13,17 +14,15 @@ if TYPE_CHECKING:
 
     from train.config import Config
     from train.data import PreparedData
+    from train.loop import Parts
     from train.records import Evaluation, Run
 
 
-class NoEvaluation:
-    """Stands in for :class:`train.evaluation.Evaluator`."""
+def no_evaluation(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
+    """Stands in for :func:`train.evaluation.evaluate`: a loss of zero."""
+    from train.records import Evaluation
 
-    def validation(self, step: int, may_stop: bool = False) -> Evaluation:
-        """A loss of zero."""
-        from train.records import Evaluation
-
-        return Evaluation("validation", step, {"loss": 0.0})
+    return Evaluation(split, step, {"loss": 0.0})
 
 
 def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callable[[int], None]) -> None:
@@ -37,12 +36,11 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         tick: called at the end of each step with its number, from 1.
     """
     from train.batching import arithmetic_of
-    from train.evaluation import goal_of
     from train.launch import Launch
     from train.loop import Parts, fit
     from train.loss import ModelWithLoss
     from train.model import parameter_counts
-    from train.optim import build_optimizer
+    from train.optim import build_optimizer, goal_of
     from train.records import Progress
     from train.state import TrainingState
     from train.step import Engine
@@ -56,20 +54,20 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         data = _data(run, tokens)
         batches = data.training_batches(run, arithmetic)
         with_loss = ModelWithLoss(network, task=type(data.task))
-        run.extras.lines("change_loss", run, with_loss)
+        run.extras.each("change_loss", run, with_loss)
         sizes = parameter_counts(network)
         optimizer: Any = build_optimizer(run, network)
         model: Any = with_loss
         model, optimizer = accelerator.prepare(model, optimizer)
         state = TrainingState(network, optimizer.optimizer, {}, accelerator.scaler)
-        engine = run.extras.pipe("wrap_step", run, Engine(accelerator, config, run.extras.mark))
-        goal = goal_of(run, data, batches, Progress())
-        evaluator = NoEvaluation()
-        parts = Parts(data, batches, model, sizes, optimizer, engine, state, evaluator, goal)  # pyright: ignore[reportArgumentType]
+        engine = run.extras.pipe("wrap_step", run, Engine(accelerator, config, partial(run.extras.each, "mark")))
+        goal = goal_of(config.optimization, batches, Progress())
+        parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal)
         run.extras.each("ready", run, parts)
         run.outputs.begin(goal.total_steps, Progress())
         run.extras.each("starting", run, parts)
-        fit(run, parts, Progress())
+        with patch("train.loop.evaluate", no_evaluation):
+            fit(run, parts, Progress())
         run.outputs.bar.close()
 
 

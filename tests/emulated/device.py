@@ -85,20 +85,20 @@ def install(settings: Settings) -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # pyright: ignore[reportAttributeAccessIssue]
     _read_by_safetensors()
     joined: Any = extras.Extras
-    mark = joined.mark
+    each, inside = joined.each, joined.inside
 
-    def see_phase(extras_of_run: Any, phase: str) -> None:
-        card.begin(phase)
-        mark(extras_of_run, phase)
+    def see_phase(extras_of_run: Any, method: str, *arguments: Any) -> list[Any]:
+        if method == "mark":
+            card.begin(*arguments)
+        return each(extras_of_run, method, *arguments)
 
-    joined.mark = see_phase
-    inside = joined.inside
+    joined.each = see_phase
 
     @contextmanager
     def step_of(extras_of_run: Any, method: str, *arguments: Any) -> Iterator[None]:
         with inside(extras_of_run, method, *arguments):
             yield
-        if method == "stepping":
+        if method == "computing" and "forward" in arguments:
             card.begin("between steps")
 
     joined.inside = step_of

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from support import checkpoint_digests, final_files, log_of, run_for, write_reci
 
 from train.config import parse
 from train.data import prepare_data
-from train.evaluation import Goal
+from train.extras import Extras
 from train.figures import read_metrics
 from train.outputs import Outputs
 from train.records import EXIT_DONE, Progress
@@ -68,7 +68,7 @@ class Crashes:
         put(self.whole, self.place / "whole")
         self.rows = read_metrics(self.place / "whole" / "run" / "metrics.jsonl")
         data = next(row["data"] for row in self.rows if row.get("split") == "validation")
-        self.goal = Goal(STEPS, 1e-3, "loss", greater_is_better=False, best_of=f"loss on data {data}", data=data)
+        self.digest = data
         state = json.loads(self.whole[f"run/checkpoints/step-{STEPS:08d}/state.json"] or b"")
         self.stand_in: Any = SimpleNamespace(identity=state["identity"], restore=lambda blocks, values: None)
 
@@ -85,7 +85,8 @@ class Crashes:
 
     def _problems(self, state: State, outputs: Outputs) -> Iterator[str]:
         outputs.from_main(outputs.prepare)
-        progress = outputs.resume(self.stand_in, self.goal)
+        bare = replace(run_for(self.config, self.accelerator), extras=Extras({}))
+        progress = outputs.resume(bare, self.stand_in, self.digest)
         if progress.step < (acknowledged := max(state.acknowledged, self.acknowledged_before)):
             yield f"step {progress.step} is resumed, but {acknowledged} was acknowledged"
         if outputs.is_complete(STEPS) and progress.step == STEPS:

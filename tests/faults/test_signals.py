@@ -35,7 +35,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 MOMENTS = {
     "model": ("train.model:build_model", 1),
     "forward": ("train.loss:ModelWithLoss.forward", 3),
-    "evaluation": ("train.evaluation:Evaluator.validation", 1),
+    "evaluation": ("train.loop:evaluate", 1),
     "saving": ("train.checkpoint:write_parts", 1),
     "completing": ("train.checkpoint:complete", 1),
 }
@@ -159,7 +159,7 @@ def test_a_long_evaluation_is_cut_short_and_made_again(
 ) -> None:
     """A scheduler that asks does not wait for its end. A checkpoint is not due with it, or still being written."""
     its = (*arguments(write_recipe(tmp_path), tmp_path / "run"), "--save_every_steps", saves)
-    asked = on_rank(ranks - 1, at_call("train.evaluation:Evaluator.score", send_itself(signal.SIGTERM), 2))
+    asked = on_rank(ranks - 1, at_call("train.evaluation:score", send_itself(signal.SIGTERM), 2))
     slow = at_call("train.checkpoint:write_parts", sleep_for_seconds)
     for end in run(its, tmp_path / "logs", ranks, several(asked, slow)):  # in the first call it is rehearsed
         assert end.status == EXIT_STOPPED, end.said

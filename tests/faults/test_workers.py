@@ -106,7 +106,7 @@ def test_worker_that_is_killed_at_any_moment_is_replaced(
     if moment == "starting":
         call = 1
     if moment == "evaluating":
-        target, call = "train.evaluation:Evaluator.score", 2
+        target, call = "train.evaluation:score", 2
     [end] = run(its, tmp_path / "logs", fault=at_call(target, one_worker_dies, call))
     assert end.status == EXIT_DONE, end.said
     assert "Traceback" not in end.said

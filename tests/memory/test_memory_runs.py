@@ -85,7 +85,9 @@ def test_rehearsal_leaves_no_trace(recipe: Path, run_main: Run, tmp_path: Path) 
     ],
     ids=str,
 )
-def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any]) -> None:
+def test_rehearsal_moves_no_weight_whatever_the_optimizer(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "adamw_8bit" in options.values():
         pytest.importorskip("bitsandbytes")
     import torch
@@ -128,8 +130,8 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(options: dict[str, Any
     data = SimpleNamespace(
         examples=SimpleNamespace(validation=None), evaluation_batches=lambda run, examples: iter([batch])
     )
-    evaluator = SimpleNamespace(score=evaluated.append)
-    parts: Any = SimpleNamespace(model=model, optimizer=prepared, engine=engine, data=data, evaluator=evaluator)
+    monkeypatch.setattr("train.memory.session.score", lambda run, parts, batch: evaluated.append(batch))
+    parts: Any = SimpleNamespace(model=model, optimizer=prepared, engine=engine, data=data)
     rehearse(run, parts, [batch])
     assert evaluated == [batch]
     after = network.state_dict()

@@ -82,7 +82,9 @@ def test_a_tokenizer_gets_a_bounded_piece_of_text_at_a_time(name: str, monkeypat
     task, recording = made(name, max_length=16), Recording()
     texts = ["ü" * 30, "b" * 60, "c" * 40, "d" * 500, "e", "f" * 99, ""]
     found = task.encode({"text": texts, "label": ["x"] * 7}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
-    assert recording.calls == [[60], [60, 40], [500], [1, 99, 0]]
+    assert recording.calls == [[60], [60], [40], [500], [1], [99], [0]]
+    task.encode({"text": texts[4:], "label": ["x"] * 3}, recording, ("x", "y"))  # pyright: ignore[reportArgumentType]
+    assert recording.calls[7:] == [[1, 99, 0]]
     alone = [task.encode({"text": [text], "label": ["x"]}, BYTES, ("x", "y")) for text in texts]
     for name in task.example_columns:
         values = [value for one in alone for value in one[name]]

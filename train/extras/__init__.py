@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.loop import Parts
     from train.loss import ModelWithLoss
-    from train.records import Corpus, DivergenceError, MicroBatch, Progress, Run, StopRequest
+    from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Progress, Run
     from train.state import TrainingState
     from train.step import Engine
     from train.tasks import Task
 
 NAMES = "readers long_sequences adapters activations losses parallelism optimizers meter gradients "
-NAMES += "memory endurance report"
+NAMES += "memory endurance selection report"
 ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
 """Where each is, in the order in which they change a run."""
 
@@ -55,8 +55,8 @@ class Extra:
         """What a checkpoint and a run that resumes from it must have in common."""
         return {}
 
-    def open(self, config: Config, launch: Launch, stop: StopRequest) -> AbstractContextManager[None]:
-        """Surrounds the whole run, from before the processes meet; may ask it to ``stop``."""
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> AbstractContextManager[None]:
+        """Surrounds the whole run, from before the processes meet; may ask it to ``stop``, by the name of a signal."""
         return nullcontext()
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
@@ -71,8 +71,9 @@ class Extra:
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
 
-    def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset | None:
-        """What ``make`` keeps in files whose names begin with ``cache``, once they are checked."""
+    def change_caching(self, run: Run, make: Callable[[], Dataset], cache: Path) -> Callable[[], Dataset]:
+        """``make``, which keeps what it gives in files whose names begin with ``cache``, made safer."""
+        return make
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""
@@ -84,28 +85,25 @@ class Extra:
 
     # Seam 2: the model
 
-    def change_config(self, run: Run, data: PreparedData) -> Config:
+    def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
         """The configuration with what was left to ``auto`` chosen."""
-        return run.config
+        return config
 
-    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         """Changes transformers' configuration in place; returns further arguments of ``from_pretrained``."""
         return {}
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], vocabulary: int) -> None:
         """The new network is built; raises UserError where it cannot learn the task."""
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
-        """Changes the new network in place; returns lines about it for a person."""
-        return []
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
+        """Changes the new network in place."""
 
-    def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
-        """Changes how the loss is computed, or how weights are split, in place; returns lines for a person."""
-        return []
+    def change_loss(self, run: Run, model: ModelWithLoss) -> None:
+        """Changes how the loss is computed, or how weights are split, in place."""
 
-    def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         """What can be switched on in the middle of a run to save memory: a description, and what does it."""
-        return []
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
@@ -136,16 +134,12 @@ class Extra:
     def starting(self, run: Run, parts: Parts) -> None:
         """The first step of this process comes next."""
 
-    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Surrounds an optimizer step."""
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Surrounds an optimizer step, which begins with the phase forward, or the evaluation of one micro-batch."""
         return nullcontext()
 
     def mark(self, phase: str) -> None:
         """A phase of the step begins: forward, backward, clip or optimizer."""
-
-    def evaluating(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Surrounds the forward of a micro-batch that is evaluated."""
-        return nullcontext()
 
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         """A line of training figures is about to be written; may add some."""
@@ -164,9 +158,24 @@ class Extra:
         """Takes over writing a checkpoint; False leaves it to the core."""
         return False
 
-    def steps_to_keep(self, run: Run, progress: Progress) -> list[int]:
-        """Checkpoints that must stay: for each number the newest one at or before that step."""
-        return []
+    def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
+        """The steps whose checkpoints stay; all others are removed."""
+        return kept
+
+    def resumed(self, run: Run, progress: Progress) -> Progress:
+        """A checkpoint was restored, with this progress."""
+        return progress
+
+    def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
+        """The validation split was evaluated after the step that ``progress`` stands at."""
+        return progress
+
+    def ends_early(self, run: Run, progress: Progress) -> bool:
+        """Whether no further step is wanted."""
+        return False
+
+    def final_step(self, run: Run, progress: Progress) -> int | None:
+        """The step whose weights ``final/`` gets; None: the last."""
 
     def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Where to continue after training has diverged; None: the run ends."""
@@ -177,12 +186,8 @@ class Extra:
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """What to tell a person about ``error``; empty if that was done; None if this extra does not know."""
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        """Figures for ``summary.json``."""
-        return {}
-
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
-        """``final/`` is written, and ``summary.json`` comes next: may add to ``summary``."""
+        """``final/`` is written, and ``summary.json`` comes next: may add figures to ``summary``."""
 
 
 class Extras:
@@ -190,22 +195,18 @@ class Extras:
 
     def __init__(self, extras: Mapping[str, Extra]) -> None:
         self.by_name = dict(extras)
-        self._overriding: dict[str, list[Callable[..., Any]]] = {}
+        self._found: dict[str, list[Callable[..., Any]]] = {}
 
-    def overriding(self, method: str) -> list[Callable[..., Any]]:
+    def _methods(self, method: str) -> list[Callable[..., Any]]:
         """``method`` of those extras that do something in it."""
-        if method not in self._overriding:  # some are called several times a step
+        if method not in self._found:  # some are called several times a step
             own = [e for e in self.by_name.values() if getattr(type(e), method) is not getattr(Extra, method)]
-            self._overriding[method] = [getattr(extra, method) for extra in own]
-        return self._overriding[method]
+            self._found[method] = [getattr(extra, method) for extra in own]
+        return self._found[method]
 
     def each(self, method: str, *args: Any) -> list[Any]:
         """What ``method`` of each extra returns."""
-        return [call(*args) for call in self.overriding(method)]
-
-    def lines(self, method: str, *args: Any) -> list[str]:
-        """All lines of the methods that return lists, joined."""
-        return [line for lines in self.each(method, *args) for line in lines]
+        return [call(*args) for call in self._methods(method)]
 
     def merged(self, method: str, *args: Any) -> dict[str, Any]:
         """All entries of the methods that return dicts."""
@@ -213,12 +214,11 @@ class Extras:
 
     def first(self, method: str, *args: Any) -> Any:
         """The first result that is not None, and with it the end of asking."""
-        found = (call(*args) for call in self.overriding(method))
-        return next((value for value in found if value is not None), None)
+        return next((found for call in self._methods(method) if (found := call(*args)) is not None), None)
 
     def pipe(self, method: str, run: Run, value: Any, *args: Any) -> Any:
         """``value`` after each extra has changed it."""
-        for call in self.overriding(method):
+        for call in self._methods(method):
             value = call(run, value, *args)
         return value
 
@@ -226,18 +226,9 @@ class Extras:
     def inside(self, method: str, *args: Any) -> Iterator[None]:
         """Inside the context of each extra."""
         with ExitStack() as stack:
-            for call in self.overriding(method):
+            for call in self._methods(method):
                 stack.enter_context(call(*args))
             yield
-
-    def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset:
-        """What ``make`` gives, checked by an extra if one does."""
-        found = self.first("cached", cache, make)
-        return make() if found is None else found
-
-    def mark(self, phase: str) -> None:
-        """Tells each extra that a phase of the step begins."""
-        self.each("mark", phase)
 
 
 @functools.cache

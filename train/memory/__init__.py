@@ -15,7 +15,7 @@ from train.config import Config, option
 from train.extras import Extra
 from train.launch import Launch
 from train.memory.predict import Predictor
-from train.records import Run, StopRequest, UserError
+from train.records import Run, UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,14 +49,14 @@ class Room(Extra):
         self._session: Any = None
 
     @contextmanager
-    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         use_expandable_segments()
         with self._predictor:
             if launch.rank == 0 and launch.copies == 1 and config.of(Options).predict_memory:
                 self._predictor.start()  # its imports take seconds, in which this process loads its own and the data
             yield
 
-    def change_config(self, run: Run, data: PreparedData) -> Config:
+    def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
         from train.memory.session import MemorySession
 
         self._session = MemorySession(run, data, self._predictor)
@@ -84,8 +84,8 @@ class Room(Extra):
             return None
         return self._session.explain(error)
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        return self._session.summary()
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        summary |= self._session.summary()
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:

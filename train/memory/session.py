@@ -18,7 +18,7 @@ from torch import nn
 from train.batching import Batches, arithmetic_of
 from train.config import Config
 from train.data import PreparedData
-from train.evaluation import reshard
+from train.evaluation import reshard, score
 from train.extras.host_memory import free_host_bytes
 from train.figures import gib
 from train.loop import Parts
@@ -226,12 +226,12 @@ def rehearse(run: Run, parts: Parts, micro_batches: list[MicroBatch]) -> None:
             labels = micro_batches[0].labels.clone()
             labels.view(-1)[0] = 0
             micro_batches = [replace(micro_batches[0], labels=labels, num_targets=1), *micro_batches[1:]]
-        with run.extras.inside("stepping", micro_batches):
+        with run.extras.inside("computing", "forward", micro_batches):
             parts.engine.step(parts.model, parts.optimizer, micro_batches)
         evaluated = next(parts.data.evaluation_batches(run, parts.data.examples.validation), None)
         if evaluated is not None:
             parts.model.eval()
-            parts.evaluator.score(evaluated)
+            score(run, parts, evaluated)
             reshard(parts.model)
             parts.model.train()
 

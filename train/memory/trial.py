@@ -30,7 +30,7 @@ from train.memory.session import make_optimizer_state
 from train.model import build_model, parameter_counts
 from train.optim import build_optimizer, parameter_groups
 from train.outputs import Outputs
-from train.records import Run, StopRequest
+from train.records import Run
 from train.step import Engine
 from train.tasks import load_task
 
@@ -186,7 +186,7 @@ def run_of(job: Job, config: Config) -> Run:
         init_gloo(launch)
     accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, device))
     outputs, config = Outputs(config, accelerator, is_silent=True), config.changed(max_length=job.length)
-    return Run(config, launch, accelerator, extras.join(), outputs, StopRequest(), is_planned=True)
+    return Run(config, launch, accelerator, extras.join(), outputs, [], is_planned=True)
 
 
 def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:

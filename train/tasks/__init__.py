@@ -149,14 +149,10 @@ class Task:
         if ids_of := getattr(tokenizer, "ids_of", None):  # a quick way that an extra knows
             yield from map(ids_of, texts)
             return
-        first = num_bytes = 0
-        sizes = [len(text.encode()) for text in texts]
-        for i in range(1, len(texts) + 1):
-            num_bytes += sizes[i - 1]
-            if i == len(texts) or num_bytes + sizes[i] > BYTES_AT_ONCE:
-                piece, first, num_bytes = list(texts[first:i]), i, 0
-                found = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)
-                yield from found["input_ids"]  # pyright: ignore[reportReturnType]
+        is_much = sum(len(text.encode()) for text in texts) > BYTES_AT_ONCE
+        for piece in ([text] for text in texts) if is_much else (list(texts),):
+            found = tokenizer(piece, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            yield from found["input_ids"]  # pyright: ignore[reportReturnType]
 
     def marks(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """The tokenizer's marks for the start and the end of a sequence, one each or none."""
@@ -204,9 +200,9 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 
 
 def tokenize(
-    corpus: Corpus, task: Task, tokenizer: Tokenizer, cached: Callable[..., Dataset] = lambda _, make: make()
+    corpus: Corpus, task: Task, tokenizer: Tokenizer, change_caching: Callable[..., Any] = lambda make, cache: make
 ) -> Examples:
-    """All splits of ``corpus`` as examples; UserError for an empty one. ``cached`` gets names, and what makes files."""
+    """All splits of ``corpus`` as examples; UserError for an empty one. ``change_caching``: see the seam of extras."""
     label_names = task.label_names(corpus)
     encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
@@ -233,9 +229,8 @@ def tokenize(
         make = partial(documents.map, encode, **options)
         if files := documents.cache_files:
             cache = Path(files[0]["filename"]).with_name(f"examples-{known}")
-            splits[name] = cached(cache, partial(make, cache_file_name=f"{cache}.arrow"))
-        else:
-            splits[name] = make()
+            make = change_caching(partial(make, cache_file_name=f"{cache}.arrow"), cache)
+        splits[name] = make()
         if len(splits[name]) == 0:
             raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     examples = Examples(**splits, label_names=label_names)

@@ -29,7 +29,7 @@ from scripts.benchmarks.study.trials import (
     parser_of,
     reached,
 )
-from train.evaluation import SMALLER_IS_BETTER
+from train.extras.selection import SMALLER_IS_BETTER
 from train.figures import count, duration, gib
 from train.records import UsageError
 

@@ -17,6 +17,7 @@ from support import Driver
 from torch import Tensor, nn
 
 from train import checkpoint
+from train.extras import Extras
 from train.extras.endurance import checkpoints
 from train.extras.endurance.checkpoints import NO_ROOM, Saving
 from train.records import DivergenceError, Progress, Run, UserError
@@ -266,10 +267,10 @@ def test_a_rollback_takes_an_unproved_checkpoint_where_all_before_it_are_damaged
         (folder / "state.json").write_text(json.dumps({"progress": {"rollbacks": 0}}))
     monkeypatch.setattr(checkpoint, "verify", lambda path: "altered" if path == folders[2] else None)
     monkeypatch.setattr(checkpoint, "restore", lambda found, *_: Progress(step=int(found.name[5:])))
-    outputs: Any = Mock(checkpoints=tmp_path, from_main=lambda choose: choose(), with_its_best=lambda found, _: found)
+    outputs: Any = Mock(checkpoints=tmp_path, from_main=lambda choose: choose())
     error = DivergenceError("step 6: the loss is 9", Progress(step=6, epoch=1, step_in_epoch=2), sound_step=4)
-    found = checkpoints.go_back(Mock(outputs=outputs), Mock(), error)
+    found = checkpoints.go_back(Mock(outputs=outputs, extras=Extras({})), Mock(), error)
     assert (found.step, found.epoch, found.step_in_epoch, found.rollbacks) == (4, 1, 2, 1)
     monkeypatch.setattr(checkpoint, "verify", lambda path: "altered")
     with pytest.raises(UserError, match=r"no checkpoint .* is intact"):
-        checkpoints.go_back(Mock(outputs=outputs), Mock(), error)
+        checkpoints.go_back(Mock(outputs=outputs, extras=Extras({})), Mock(), error)

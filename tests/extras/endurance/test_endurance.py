@@ -11,17 +11,19 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from accelerate import Accelerator
 
+from train import checkpoint
 from train.config import Config, check
 from train.extras import Extras
 from train.extras.endurance import ROLL_CALL, Room, refuse_strangers
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
-from train.records import DivergenceError, IntervalSums, Progress, Run, StopAtOnce, StopRequest, UsageError, UserError
+from train.records import DivergenceError, IntervalSums, Progress, Run, StopAtOnce, UsageError, UserError
 from train.step import Engine
 
 MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
@@ -54,7 +56,9 @@ def test_plain_engine_is_guarded_unless_the_run_shall_stop(on_oom: str) -> None:
     engine = Engine(run.accelerator, run.config)
     wrapped = room.wrap_step(run, engine)
     assert isinstance(wrapped, Recovering) is (on_oom != "stop")
-    assert ("oom_recoveries" in room.summary(run)) is (on_oom != "stop")
+    room._saving = Mock(stalls_seconds=[])
+    room.finished(run, cast("Any", None), summary := {})
+    assert ("oom_recoveries" in summary) is (on_oom != "stop")
 
     class Other(Engine):
         """One whose backward cannot be made again."""
@@ -65,7 +69,7 @@ def test_plain_engine_is_guarded_unless_the_run_shall_stop(on_oom: str) -> None:
 
 def test_a_full_disk_is_said_with_its_place_and_what_to_do(tmp_path: Path) -> None:
     room, config = Room(), Config().changed(**MODEL, output_dir=str(tmp_path))
-    with room.open(config, Launch(), StopRequest()):
+    with room.open(config, Launch(), []):
         found = room.failed(None, OSError(errno.ENOSPC, "No space left on device"))
         named = room.failed(None, OSError(errno.EROFS, "Read-only file system", "/data/metrics.jsonl"))
     start = "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
@@ -84,7 +88,7 @@ def test_measures_come_from_the_other_extras_where_asked_for() -> None:
     measure = ("a measure", lambda: True)
     for on_oom, expected in (("split", []), ("adapt", [measure])):
         run = run_with(on_oom=on_oom)
-        run.extras.lines = lambda method, *given: [measure] if method == "memory_measures" else []  # pyright: ignore
+        run.extras.each = lambda method, *given: [measure] if method == "memory_measure" else []  # pyright: ignore
         engine = Room().wrap_step(run, Engine(run.accelerator, run.config))
         assert isinstance(engine, Recovering)
         assert list(engine._find_measures(None)) == expected
@@ -101,20 +105,20 @@ def test_loss_far_above_the_usual_is_a_divergence() -> None:
         assert (caught.value.sound_step, caught.value.progress) == (4, progress)
 
 
-def test_steps_to_keep_are_the_last_that_a_sound_one_followed(tmp_path: Path) -> None:
+def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: Path) -> None:
     progress = Progress(step=9, consecutive_nonfinite_steps=2, interval=IntervalSums(since_step=5))
     kept = {"max_rollbacks": 1, "save_every_steps": 1}
     for step in range(1, 10):
         (tmp_path / f"step-{step:08d}").mkdir()
 
-    def steps_to_keep(**values: Any) -> list[int]:
+    def steps_kept(**values: Any) -> set[int]:
         run = run_with(**values)
-        run.outputs.checkpoints = tmp_path
-        return Room().steps_to_keep(run, progress)
+        run.outputs.steps = lambda: checkpoint.by_step(tmp_path)
+        return Room().keep(run, {8, 9}, progress)
 
-    assert steps_to_keep() == []
-    assert steps_to_keep(**kept) == [5, 6]
-    assert steps_to_keep(**kept, loss_spike_factor=2.0) == [3, 4]
+    assert steps_kept() == {8, 9}
+    assert steps_kept(**kept) == {5, 6, 8, 9}
+    assert steps_kept(**kept, loss_spike_factor=2.0) == {3, 4, 8, 9}
 
 
 def test_run_ends_where_no_rollback_is_left() -> None:
@@ -125,7 +129,7 @@ def test_run_ends_where_no_rollback_is_left() -> None:
 def test_garbage_collection_waits_for_the_imports_and_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
     room, run = Room(), run_with(output_dir=str(tmp_path))
     run.launch = Launch()
-    with room.open(run.config, run.launch, StopRequest()):
+    with room.open(run.config, run.launch, []):
         assert not gc.isenabled()
         with room.preparing():
             assert gc.isenabled()
@@ -138,7 +142,7 @@ def test_garbage_collection_waits_for_the_imports_and_leaves_out_what_is_there_b
 
 def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path) -> None:
     run = run_with(output_dir=str(tmp_path))
-    with pytest.raises(UserError), Room().open(run.config, Launch(), StopRequest()):
+    with pytest.raises(UserError), Room().open(run.config, Launch(), []):
         raise UserError("early")
     assert gc.isenabled()
 
@@ -153,7 +157,7 @@ def test_on_cuda_the_watch_speaks_before_the_watchdog(device: str, monkeypatch: 
 
 def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
     room, before = Room(), signal.getsignal(signal.SIGTERM)
-    with room.open(Config(), Launch(), StopRequest()):
+    with room.open(Config(), Launch(), []):
         with room.preparing():
             pass
         with pytest.raises(StopAtOnce), room.preparing():

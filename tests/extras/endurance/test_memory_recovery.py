@@ -23,8 +23,8 @@ from support import ROOT
 from test_step import VOCABULARY, batch, largest_difference, rows
 from torch import Tensor, nn
 
+from train import extras
 from train.config import Config, Optimization
-from train.extras import Extras
 from train.extras.endurance.recovery import (
     Measure,
     OutOfMemoryError,
@@ -368,7 +368,7 @@ def one_update(
 ) -> tuple[AcceleratedOptimizer, Callable[[], StepOutcome]]:
     """An optimizer as the template builds it, and a function that makes one step."""
     config, accelerator = Config(optimization=Optimization(learning_rate=0.1, **settings)), Accelerator(cpu=True)
-    run = cast("Run", SimpleNamespace(config=config, accelerator=accelerator, extras=Extras({})))
+    run = cast("Run", SimpleNamespace(config=config, accelerator=accelerator, extras=extras.join()))
     model, optimizer = accelerator.prepare(ModelWithLoss(network), build_optimizer(run, network))
     engine = Recovering(Engine(accelerator, config), said.append)
     return optimizer, lambda: engine.step(model, optimizer, batches_of([0, 1, 2, 3], 2))

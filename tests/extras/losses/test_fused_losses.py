@@ -258,8 +258,8 @@ def test_a_model_learns_the_same_by_torch_and_says_so() -> None:
     scores = by_torch(*batch(), scored=True)
     torch.testing.assert_close(scores.loss_sums.sum(), expected_loss)
     changed = ModelWithLoss(model)
-    [line] = Room().change_loss(run_for(from_values({"loss": "torch"})), changed)
-    assert line == "loss: torch, never all logits, by torch's linear_cross_entropy"
+    Room().change_loss(run := run_for(from_values({"loss": "torch"})), changed)
+    assert run.outputs.notes == ["loss: torch, never all logits, by torch's linear_cross_entropy"]
     assert isinstance(changed.loss_in_head, LossInHead) and changed.loss_in_head.kind == "torch"
     smoothed = describe_loss("chunked", Objective(0.1, 1e-4), "auto")
     assert smoothed.endswith("(auto), never all logits, in chunks, label_smoothing 0.1, z_loss 0.0001")

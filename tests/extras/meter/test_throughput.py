@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from train.config import Config
 from train.extras.meter import Room
 from train.extras.meter.cards import peak_flops_per_second
 from train.extras.meter.flops import attended, count_flops
@@ -361,15 +362,15 @@ def test_longformer_has_no_figure() -> None:
 def _mfu_of(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> float:
     """As a run logs it at 1,000 tokens/s on a device of 10^12 FLOP/s, by a rank that made a step of each of these."""
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="no")
-    run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator)
+    run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator, config=Config().changed(max_length=4096))
     monkeypatch.setattr("train.extras.meter.cards.peak_flops_per_second", lambda *args: 1e12)
     monkeypatch.setattr("train.launch.arithmetic_in_use", lambda accelerator: "no")
     room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
-    room.change_model(run, _llama(), load_task("causal_lm"), 4096)
+    room.change_model(run, _llama(), load_task("causal_lm"))
 
     def logged(*steps: MicroBatch) -> float | None:
         for batch in steps:
-            with room.stepping([batch]):
+            with room.computing("forward", [batch]):
                 pass
         room.measured(run, values)
         return values["mfu"]
@@ -416,9 +417,9 @@ def test_utilization_of_different_cards_is_told_where_all_are_known(
     monkeypatch.setattr("train.extras.meter.exchange", lambda own, ranks: [own, other if own == 1e12 else own])
     room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision="no")
-    run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator)
-    room.change_model(run, _llama(), load_task("causal_lm"), 4096)
-    with room.stepping([batch]):
+    run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator, config=Config().changed(max_length=4096))
+    room.change_model(run, _llama(), load_task("causal_lm"))
+    with room.computing("forward", [batch]):
         pass
     room.measured(run, values)
     assert values["mfu"] == (expected and pytest.approx(alone * expected))
@@ -429,11 +430,13 @@ def test_without_a_meter_a_run_tells_the_highest_peak_alone() -> None:
     room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
     room.measured(run, values)
     assert values.keys() == {"tokens_per_second", "mfu", "peak_allocated_bytes"} and values["mfu"] is None
-    assert room.summary(run).keys() == {"peak_allocated_bytes"}
+    room.finished(run, cast("Any", None), summary := {})
+    assert summary.keys() == {"peak_allocated_bytes"}
     room.meter = SimpleNamespace(summary=lambda: {"peak_allocated_bytes": 7}, interval=lambda: {"phase_bytes": 3})
     room.measured(run, values := {"tokens_per_second": 1000.0})
     assert values == {"tokens_per_second": 1000.0, "mfu": None, "phase_bytes": 3}
-    assert room.summary(run) == {"peak_allocated_bytes": 7}
+    room.finished(run, cast("Any", None), summary)
+    assert summary == {"peak_allocated_bytes": 7}
 
 
 @pytest.mark.parametrize(
@@ -484,9 +487,9 @@ def test_steps_evaluations_and_phases_are_the_meters_if_there_is_one() -> None:
         SimpleNamespace(measure=lambda *given: heard.append(given) or nullcontext(), mark=heard.append),
     ):
         room.meter = meter
-        with room.stepping([batch, batch]):
+        with room.computing("forward", [batch, batch]):
             room.mark("backward")
-        with room.evaluating(batch):
+        with room.computing("evaluation", [batch]):
             pass
         assert meter is not None or heard == []
     assert heard == [("forward", [batch, batch]), "backward", ("evaluation", [batch])]
@@ -494,4 +497,5 @@ def test_steps_evaluations_and_phases_are_the_meters_if_there_is_one() -> None:
 
 def test_a_run_that_is_only_planned_counts_nothing() -> None:
     run: Any = SimpleNamespace(is_planned=True)  # it may have no device
-    assert Room().change_model(run, _llama(), load_task("causal_lm"), 64) == []
+    (room := Room()).change_model(run, _llama(), load_task("causal_lm"))
+    assert room._flops is None

@@ -638,11 +638,12 @@ def test_updates_in_backward_take_the_place_of_the_plain_engine_where_they_are_a
     for in_backward in (False, True):
         config = settings(max_grad_norm=None, optimizer_in_backward=in_backward)
         run = run_for(config)
-        engine = Engine(run.accelerator, config, run.extras.mark)
+        mark = [].append
+        engine = Engine(run.accelerator, config, mark)
         wrapped = Room().wrap_step(run, engine)
         assert isinstance(wrapped, InBackward) is in_backward
         assert wrapped is engine or in_backward
-        assert wrapped.mark == run.extras.mark
+        assert wrapped.mark is mark
 
 
 def test_out_of_memory_is_split_by_itself_only_where_a_step_can_be_made_again() -> None:
@@ -651,6 +652,6 @@ def test_out_of_memory_is_split_by_itself_only_where_a_step_can_be_made_again() 
     for in_backward in (False, True):
         config = settings(max_grad_norm=None, optimizer_in_backward=in_backward)
         run = run_for(config)
-        engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, config, run.extras.mark))
+        engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, config))
         assert isinstance(engine, InBackward) is in_backward
         assert type(engine) is not Engine  # recovery's, or the one in backward, which cannot be made again

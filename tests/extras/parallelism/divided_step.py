@@ -67,7 +67,7 @@ def main(output: str) -> None:
 def compared(run: Run, network: nn.Module) -> dict[str, float]:
     """Three updates, and how far they are from those of plain PyTorch."""
     accelerator, reference, objective = run.accelerator, copy.deepcopy(network), objective_of(run.config)
-    run.extras.each("change_model", run, network, Task, 64)
+    run.extras.each("change_model", run, network, Task)
     with_loss = ModelWithLoss(network, Task)
     run.extras.each("change_loss", run, with_loss)
     assert (with_loss.loss_in_head is not None) == (run.config.get("loss") == "chunked")

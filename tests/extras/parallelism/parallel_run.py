@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,9 +13,9 @@ from train import extras
 from train.batching import arithmetic_of
 from train.config import Config
 from train.launch import Launch, accelerator_options, init_gloo
-from train.records import Run, StopRequest
+from train.records import Run
 
-NEEDED = ("activations", "losses", "parallelism")
+NEEDED = ("activations", "losses", "parallelism", "optimizers")
 """Extras that decide how a step is computed here; others would watch or guard it."""
 
 
@@ -28,4 +29,5 @@ def run_of(config: Config, launch: Launch) -> Run:
         **accelerator_options(launch, torch.device("cpu")),
         **joined.merged("accelerator_options", config, launch),
     )
-    return Run(config, launch, accelerator, joined, cast("Any", None), StopRequest())
+    outputs: Any = SimpleNamespace(note=lambda *lines: None)
+    return Run(config, launch, accelerator, joined, outputs, [])

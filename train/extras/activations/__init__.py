@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from train.config import Config, option
 from train.extras import Extra, missing, refuse
 from train.launch import Launch, target_device
-from train.records import Run, StopRequest, UsageError, UserError
+from train.records import Run, UsageError, UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +68,7 @@ class Room(Extra):
             ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
         )
 
-    def open(self, config: Config, launch: Launch, stop: StopRequest) -> AbstractContextManager[Any]:
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> AbstractContextManager[Any]:
         if not config.of(Options).compile:
             return nullcontext()
         from train.extras.activations.compilation import Compilation, check_compiler
@@ -77,24 +77,23 @@ class Room(Extra):
         self._compilation = Compilation()
         return self._compilation.listening()
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.activations import compilation, recompute, tiling
 
-        own, lines = run.config.of(Options), []
+        own = run.config.of(Options)
         every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
         if offload and (kind := run.accelerator.device.type) in ("cpu", "mps"):
-            lines.append(f"gradient_checkpointing_offload: does nothing on {kind.upper()}, which uses host memory")
+            run.outputs.note(f"gradient_checkpointing_offload: does nothing on {kind.upper()}, which uses host memory")
         if own.tiled_mlp:
-            lines.append(tiling.tile_mlps(network, own.mlp_tile_tokens))
+            run.outputs.note(tiling.tile_mlps(network, own.mlp_tile_tokens))
         recompute.enable_checkpointing(network, own.gradient_checkpointing, every, offload)
         if own.compile and not run.is_planned:
             compilation.compile_layers(network)
-        return lines
 
-    def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         own = run.config.of(Options)
         if own.gradient_checkpointing == "full" and own.gradient_checkpointing_every_n_layers == 1:
-            return []
+            return None
 
         def checkpoint() -> bool:
             from train.extras.activations.recompute import enable_checkpointing
@@ -105,14 +104,13 @@ class Room(Extra):
                 return False
             return True
 
-        return [("activation checkpointing is switched on", checkpoint)]
+        return "activation checkpointing is switched on", checkpoint
 
     def ready(self, run: Run, parts: Parts) -> None:
         if self._compilation is not None:
             self._compilation.tell = run.outputs.note
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        if self._compilation is None:
-            return {}
-        run.outputs.say(self._compilation.line())
-        return self._compilation.figures
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        if self._compilation is not None:
+            run.outputs.say(self._compilation.line())
+            summary |= self._compilation.figures

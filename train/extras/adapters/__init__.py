@@ -64,7 +64,7 @@ class Room(Extra):
         own = vars(config.of(Options))
         return dict(own) if own["adapter"] != "none" else {}
 
-    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         own = run.config.of(Options)
         if own.adapter != "qlora" or model_config is None or hasattr(model_config, "quantization_config"):
             return {}
@@ -72,12 +72,11 @@ class Room(Extra):
 
         return {"quantization_config": quantization(run, model_config)}
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         if run.config.of(Options).adapter != "none":
             from train.extras.adapters.lora import add_adapter
 
-            return add_adapter(network, run, task.auto_class)
-        return []
+            add_adapter(network, run, task.auto_class)
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any

@@ -55,11 +55,11 @@ def quantization(run: Run, model_config: Any) -> transformers.BitsAndBytesConfig
     )
 
 
-def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
+def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     """Freezes ``model`` and puts fp32 adapters next to its layers, in place; a classifier's new head is trained whole.
 
-    Returns a line where weights are left out, such as fused experts; raises UserError where no layer has one of the
-    names, or the layers are of a kind that cannot have adapters.
+    Says so where weights are left out, such as fused experts; raises UserError where no layer has one of the names, or
+    the layers are of a kind that cannot have adapters.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -88,10 +88,9 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> list[str]:
             parameter.data = parameter.data.float()
     left = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.ndim > 2}
     share, four_bits = sum(left.values()) / parameter_counts(model)[1], own.adapter == "qlora"
-    if share < 0.01 or not (four_bits or own.lora_target_modules == ("all-linear",)):
-        return []
-    what = f"adapter: {share:.0%} of the parameters are not those of linear layers ({next(iter(left))} ...)"
-    return [f"{what}: they {'stay in full precision and ' if four_bits else ''}get no adapters"]
+    if share >= 0.01 and (four_bits or own.lora_target_modules == ("all-linear",)):
+        what = f"adapter: {share:.0%} of the parameters are not those of linear layers ({next(iter(left))} ...)"
+        run.outputs.note(f"{what}: they {'stay in full precision and ' if four_bits else ''}get no adapters")
 
 
 def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from train.extras.endurance.lock import WITHOUT, lock
 from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error
 from train.launch import Launch, target_device
-from train.records import DivergenceError, Progress, Run, StopAtOnce, StopRequest, UsageError, UserError
+from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError
 
 if TYPE_CHECKING:
     from train.data import PreparedData
@@ -83,7 +83,7 @@ class Room(Extra):
             raise UsageError(f"max_rollbacks: {options.max_rollbacks} needs save_every_steps: nothing to go back to.")
 
     @contextmanager
-    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
         self._config, remedy = config, partial(how_to_resume, config)
         refuse_strangers(os.environ, launch.world_size)
@@ -146,7 +146,7 @@ class Room(Extra):
         if not may or type(engine) is not Engine or not can_recover(accelerator):
             return engine
 
-        measures: list[Any] = [partial(run.extras.lines, "memory_measures", run)] if on_oom == "adapt" else []
+        measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
         self._recovering = Recovering(engine, run.outputs.say, *measures)
         return self._recovering
 
@@ -197,15 +197,13 @@ class Room(Extra):
         self._saving.save(run, state, progress, wait)
         return True
 
-    def steps_to_keep(self, run: Run, progress: Progress) -> list[int]:
-        """What two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
+    def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
+        """Also what two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
         options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
         if options.loss_spike_factor is not None:
             sound = min(sound, progress.interval.since_step)
-        from train import checkpoint
-
-        proved = [step for step in checkpoint.by_step(run.outputs.checkpoints) if step < sound]
-        return proved[-2:] if options.max_rollbacks else []
+        proved = [step for step in run.outputs.steps() if step < sound]
+        return kept | set(proved[-2:]) if options.max_rollbacks else kept
 
     def diverged(self, run: Run, state: TrainingState, error: DivergenceError) -> Progress | None:
         """Goes back, unless that was done as often as allowed."""
@@ -231,13 +229,12 @@ class Room(Extra):
         where = error.filename or self._config.output.output_dir
         return f"{where} cannot be written: {error.strerror}. {how_to_resume(self._config)}"
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        saving, recovering = self._saving, self._recovering
-        return {
-            "checkpoints_in_background": saving.checkpoints_in_background if saving else 0,
-            "longest_save_stall_seconds": max(saving.stalls_seconds, default=None) if saving else None,
-            **({"oom_recoveries": recovering.recoveries} if recovering else {}),
-        }
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        assert self._saving is not None
+        summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
+        summary["longest_save_stall_seconds"] = max(self._saving.stalls_seconds, default=None)
+        if self._recovering:
+            summary["oom_recoveries"] = self._recovering.recoveries
 
 
 def how_to_resume(config: Config) -> str:

@@ -235,7 +235,7 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
         raise DivergenceError(f"{error} There is no checkpoint from before it.", lost, error.sound_step)
     restored = checkpoint.restore(found, state, run.config.output.allow_changes_on_resume)
     outputs.keep_log(restored)
-    restored = outputs.with_its_best(restored, restored.best_of)
+    restored = run.extras.pipe("resumed", run, restored)
     values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
     outputs.note(f"{error} Went back to the checkpoint of step {restored.step}, and past the data since.")

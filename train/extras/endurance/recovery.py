@@ -200,7 +200,7 @@ class Recovering(Engine):
     def _apply_next_measure(self, fault: Fault | None) -> None:
         """By all ranks together, after a vote that failed; ``fault`` is this rank's, if it had one."""
         if self._measures is None:
-            self._measures = list(self._find_measures(self._network))
+            self._measures = list(filter(None, self._find_measures(self._network)))
         while self._measures:
             description, apply = self._measures.pop(0)
             if self._ranks.any([apply()])[0]:

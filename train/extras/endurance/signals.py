@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
-from train.records import StopAtOnce, StopRequest
+from train.records import StopAtOnce
 
 NUMBERS = [n for n in signal.Signals if n.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")]  # Windows: the first two
 SECONDS_OF_ONE_INTERRUPT = 2.0  # a launcher passes on the interrupt that the terminal has sent to both
@@ -23,7 +23,7 @@ SECONDS_OF_ONE_INTERRUPT = 2.0  # a launcher passes on the interrupt that the te
 class Signals:
     """Tells ``stop`` of SIGTERM, SIGINT, SIGHUP and SIGUSR1. A later second SIGINT ends the process at once."""
 
-    def __init__(self, stop: StopRequest) -> None:
+    def __init__(self, stop: list[str]) -> None:
         self._stop, self._is_at_once, self._process, self._since = stop, False, os.getpid(), 0.0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -32,7 +32,8 @@ class Signals:
                 os._exit(0)
             return
         if not self._stop:
-            self._stop.received, self._since = signal.Signals(number).name, time.monotonic()
+            self._stop.append(signal.Signals(number).name)
+            self._since = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > SECONDS_OF_ONE_INTERRUPT:
             raise KeyboardInterrupt
         if self._is_at_once:

@@ -72,8 +72,9 @@ class Room(Extra):
             self._noise.begin(micro_batches)
         return micro_batches
 
-    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        return self._health.measuring() if self._health is not None and self._health.is_due() else nullcontext()
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        is_due = phase == "forward" and self._health is not None and self._health.is_due()
+        return self._health.measuring() if is_due else nullcontext()  # pyright: ignore
 
     def mark(self, phase: str) -> None:
         if phase == "clip" and self._health is not None:  # the gradient is whole, and still has its loss scale

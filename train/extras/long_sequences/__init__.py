@@ -116,37 +116,35 @@ class Room(Extra):
         self._length = length
         return [cut(batch, length, causal) for batch in micro_batches]
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        if (max_tokens := run.config.of(Options).max_tokens_per_micro_batch) is None:
-            return {}
-        sizes = {"micro_batch_size": None, "gradient_accumulation_steps": None}
-        return {**sizes, "max_tokens_per_micro_batch": max_tokens}
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        if (tokens := run.config.of(Options).max_tokens_per_micro_batch) is not None:
+            summary |= {"micro_batch_size": None, "gradient_accumulation_steps": None}
+            summary["max_tokens_per_micro_batch"] = tokens
 
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         if self._length is not None and "sequence_length" in values:
             values["sequence_length"] = self._length
 
-    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         if model_config is not None:
             from train.extras.long_sequences.rope import scale_positions, slide
 
             own = run.config.of(Options)
             if own.rope_scaling != "none":
-                scale_positions(model_config, own.rope_scaling, own.rope_scaling_factor, max_length)
+                scale_positions(model_config, own.rope_scaling, own.rope_scaling_factor, run.config.data.max_length)
             if own.sliding_window is not None:
                 slide(model_config, own.sliding_window)
         return {}
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention
 
         attention.register()
         packing = run.config.of(Options).packing
         if packing and not run.is_planned:
             attention.check_documents(network)
-        if packing or attention.can_slide_without_mask(network, max_length, run.is_planned):
+        if packing or attention.can_slide_without_mask(network, run.config.data.max_length, run.is_planned):
             attention.set_document_boundaries(network)
-        return []
 
 
 def _check_tokens(config: Config) -> None:

@@ -45,7 +45,7 @@ class Room(Extra):
                 "save small ones. Give --loss auto or chunked, or use bf16."
             )
 
-    def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
+    def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         from train.extras.losses import in_head, objective
 
         asked, terms, accelerator = run.config.of(Options).loss, objective.objective_of(run.config), run.accelerator
@@ -54,10 +54,10 @@ class Room(Extra):
         terms.set_in(model)
         if kind != "full":
             in_head.use_loss_in_head(model, kind, terms)
-        # Whether a package of another machine sums in fp32 is not known here.
-        return [] if run.is_planned else [in_head.describe_loss(kind, terms, asked)]
+        if not run.is_planned:  # whether a package of another machine sums in fp32 is not known here
+            run.outputs.note(in_head.describe_loss(kind, terms, asked))
 
-    def memory_measures(self, run: Run, model: ModelWithLoss) -> list[tuple[str, Callable[[], bool]]]:
+    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         from train.extras.losses import in_head, objective
 
         def chunk() -> bool:
@@ -66,4 +66,4 @@ class Room(Extra):
             in_head.use_loss_in_head(model, "chunked", objective.objective_of(run.config))
             return True
 
-        return [("the loss never holds all logits from now on", chunk)]
+        return "the loss never holds all logits from now on", chunk

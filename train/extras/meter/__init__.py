@@ -40,7 +40,7 @@ class Room(Extra):
         self._flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
         self._work = [0.0, 0.0]  # FLOPs and tokens of this rank since the last line of the log
 
-    def change_model(self, run: Run, network: nn.Module, task: type[Task], max_length: int) -> list[str]:
+    def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         if not run.is_planned:
             from train.extras.meter.cards import peak_flops_per_second
             from train.extras.meter.flops import count_flops
@@ -50,8 +50,7 @@ class Room(Extra):
             own = peak_flops_per_second(device_name(device), arithmetic_in_use(run.accelerator))
             if all(peaks := exchange(own, ranks)):  # counted only where it is of use, and then on every rank
                 self._peak_flops_per_second = sum(peaks)  # of all devices together
-                self._flops = count_flops(network, max_length, task.is_causal)
-        return []
+                self._flops = count_flops(network, run.config.data.max_length, task.is_causal)
 
     def ready(self, run: Run, parts: Parts) -> None:
         device, own = run.accelerator.device, run.config.of(Options)
@@ -79,16 +78,13 @@ class Room(Extra):
         cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         _C._cuda_attach_out_of_memory_observer(write)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def stepping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        if self._flops is not None:
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        if self._flops is not None and phase == "forward":
             from train.extras.meter.flops import text_lengths
 
             lengths = [length for batch in micro_batches for length in text_lengths(batch) if length]
             self._work = [self._work[0] + sum(map(self._flops.of, lengths)), self._work[1] + sum(lengths)]
-        return self.meter.measure("forward", micro_batches) if self.meter is not None else nullcontext()
-
-    def evaluating(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        return self.meter.measure("evaluation", [micro_batch]) if self.meter is not None else nullcontext()
+        return self.meter.measure(phase, micro_batches) if self.meter is not None else nullcontext()
 
     def mark(self, phase: str) -> None:
         if self.meter is not None:
@@ -103,8 +99,8 @@ class Room(Extra):
                 values["mfu"] = values["tokens_per_second"] * flops / tokens / self._peak_flops_per_second
         values.update(self.meter.interval() if self.meter is not None else _highest(run))
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        return self.meter.summary() if self.meter is not None else _highest(run)
+    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
+        summary |= self.meter.summary() if self.meter is not None else _highest(run)
 
 
 def _highest(run: Run) -> dict[str, Any]:

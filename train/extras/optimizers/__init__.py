@@ -1,4 +1,4 @@
-"""Optimizers that need less memory: state on the host, in 8 bits, updates in backward, careful bf16 rounding."""
+"""Optimizers that need less memory: state on the host, in 8 bits, updates in backward, bf16 rounding, Adafactor."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ class Room(Extra):
             raise UsageError(
                 "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
             )
+        if optim.optimizer == "adafactor" and launch.engine == "fsdp2":
+            raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
         rounding, rounds = f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest"
         not_adamw = (f"optimizer: {optim.optimizer}", optim.optimizer != "adamw", "use adamw, or leave it out")
         if own.optimizer_offload:
@@ -75,17 +77,23 @@ class Room(Extra):
             _check_in_backward(config, launch)
 
     def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
+        from torch.optim import SGD, Adafactor
+
         from train.optim import adam_settings
 
-        own, settings = config.of(Options), adam_settings(config.optimization)
-        if config.optimization.optimizer == "adamw_8bit":
+        own, optim, settings = config.of(Options), config.optimization, adam_settings(config.optimization)
+        if optim.optimizer == "adafactor":
+            return Adafactor(groups, lr=optim.learning_rate)
+        if optim.optimizer == "sgd":
+            return SGD(groups, lr=optim.learning_rate, momentum=optim.sgd_momentum)
+        if optim.optimizer == "adamw_8bit":
             from train.extras.optimizers.few_bits import eight_bit_adamw
 
             return eight_bit_adamw(groups, **settings)
         if own.bf16_update != "nearest":
             from train.extras.optimizers.few_bits import Bf16AdamW
 
-            return Bf16AdamW(groups, own.bf16_update, config.optimization.seed, **settings)
+            return Bf16AdamW(groups, own.bf16_update, optim.seed, **settings)
         if own.optimizer_offload and device.type != "cpu":
             from train.extras.optimizers.offload import OffloadedAdamW
 

@@ -67,7 +67,7 @@ class Room(Extra):
             )
         return options
 
-    def change_model_config(self, run: Run, model_config: Any, max_length: int) -> dict[str, Any]:
+    def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         """Has transformers build the model whole on every rank, with the weights that a single process draws.
 
         With DeepSpeed it would shard the model while building it, and draw other initial weights.
@@ -79,14 +79,13 @@ class Room(Extra):
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         self._batches = batches
 
-    def change_loss(self, run: Run, model: ModelWithLoss) -> list[str]:
+    def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         if (kind := _kind(run.launch)) is not None:
             self._sp_size = run.launch.sp_size
             kind.prepare(run, model)
         elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
-            return _expect_unused(run, model, self._batches.longest())
-        return []
+            _expect_unused(run, model, self._batches.longest())
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
@@ -122,8 +121,8 @@ class Room(Extra):
         )
 
 
-def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> list[str]:
-    """Where a step on ``batch`` leaves parameters without a gradient, tells DDP, which would wait for them; a line."""
+def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> None:
+    """Where a step on ``batch`` leaves parameters without a gradient, tells DDP, which would wait for them."""
     from accelerate import DistributedDataParallelKwargs
 
     from train.extras.weightless import obstacle_on_trial
@@ -134,11 +133,9 @@ def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> list[st
         return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
 
     found = "as asked for" if run.config.of(Options).find_unused_parameters else obstacle_on_trial(model, unused)
-    if found is None:
-        return []
-    # Only then: DDP's search for them takes up to a tenth of a short step.
-    run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
-    return [f"DDP looks for parameters without a gradient in each step: {found}"]
+    if found is not None:  # only then: DDP's search for them takes up to a tenth of a short step
+        run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
+        run.outputs.note(f"DDP looks for parameters without a gradient in each step: {found}")
 
 
 def _kind(launch: Launch) -> Any:

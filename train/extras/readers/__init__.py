@@ -120,10 +120,10 @@ class Room(Extra):
 
         return tokenizer_for(run, spec, corpus)
 
-    def cached(self, cache: Path, make: Callable[[], Dataset]) -> Dataset:
+    def change_caching(self, run: Run, make: Callable[[], Dataset], cache: Path) -> Callable[[], Dataset]:
         from train.extras.cache import intact
 
-        return intact(cache, make)
+        return partial(intact, cache, make)
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         from train.extras.readers.own_tokenizers import unknown_share

@@ -14,7 +14,7 @@ from train.config import Config, option, to_values
 from train.extras import Extra
 from train.figures import without_secrets, write_whole
 from train.launch import Launch
-from train.records import Run, StopRequest, UsageError, UserError
+from train.records import Run, UsageError, UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,7 +56,7 @@ class Room(Extra):
         self._trackers: list[Any] = []
 
     @contextmanager
-    def open(self, config: Config, launch: Launch, stop: StopRequest) -> Iterator[None]:
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         try:
             yield
         finally:  # however the run ends: a tracker may still have lines to write
@@ -76,19 +76,16 @@ class Room(Extra):
             prefix = values.get("split", kind)
             run.accelerator.log({f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}, step)
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        from train.extras.report.machine import hardware, versions
-
-        return {"hardware": hardware(), "versions": versions()}
-
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         outputs, own = run.outputs, run.config.of(Options)
         if not outputs.is_main:
             return
+        from train.extras.report.machine import hardware, versions
         from train.extras.report.model_card import model_card
         from train.extras.report.page import write_report
         from train.extras.report.sample import references
 
+        summary |= {"hardware": hardware(), "versions": versions()}
         figures = summary["result"]["validation"]
         known = references(parts.data.corpus.validation["text"]) if "bits_per_byte" in figures else {}
         if known:

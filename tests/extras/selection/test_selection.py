@@ -1,0 +1,68 @@
+"""Which evaluated step is the best, and which checkpoints stay for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from support import run_for
+from test_checkpoint import save, training_state
+
+from train.config import Config
+from train.extras.selection import Room
+from train.records import Evaluation, Progress, Run, UserError
+from train.tasks import load_task
+
+
+def prepared(**changes: Any) -> tuple[Room, Run]:
+    config, room = Config().changed(**changes), Room()
+    split = datasets.Dataset.from_dict({"num_bytes": [3.0], "length": [4]})
+    examples = SimpleNamespace(validation=split, label_names=("a", "b"))
+    data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc", examples=examples)
+    unused: Any = None
+    room.prepared(run := run_for(config), data, unused)
+    return room, run
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric", "best", "best_of"),
+    [
+        ({}, "loss", [0, 1, 1, 3], "loss on data abc"),
+        ({"task": "sequence_classification"}, "accuracy", [0, 0, 2, 2], "accuracy on data abc"),
+        ({"metric_for_best": "bits_per_byte"}, "bits_per_byte", [0, 1, 1, 3], "bits_per_byte on data abc"),
+        (
+            {"metric_for_best": "accuracy", "greater_is_better": False},
+            "accuracy",
+            [0, 1, 1, 3],
+            "accuracy on data abc",
+        ),
+        ({"metric_for_best": "loss", "greater_is_better": True}, "loss", [0, 0, 2, 2], "loss on data abc"),
+    ],
+)
+def test_what_counts_as_best(changes: dict[str, Any], metric: str, best: list[int], best_of: str) -> None:
+    (room, run), progress, found = prepared(**changes), Progress(), []
+    for step, value in enumerate((0.5, 0.4, 0.6, 0.3)):
+        at = Progress(step, best_metric=progress.best_metric, best_step=progress.best_step)
+        progress = room.evaluated(run, at, Evaluation("validation", step, {metric: value}))
+        found.append(progress.best_step)
+    assert (found, progress.best_of) == (best, best_of)
+
+
+def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() -> None:
+    with pytest.raises(UserError, match=r"'f1' is not among this task's metrics: loss, accuracy, .*macro_f1"):
+        prepared(task="sequence_classification", metric_for_best="f1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [({}, {3, 4}), ({"load_best_model_at_end": True}, {1, 3, 4})],  # who resumes from 3 wants 1
+)
+def test_the_best_stays_and_that_of_each_that_stays(tmp_path: Path, changes: dict[str, Any], kept: set[int]) -> None:
+    room, run = prepared(output_dir=str(tmp_path), **changes)
+    for step, best_step in ((1, 1), (2, 1), (3, 1), (4, 4)):
+        save(tmp_path / "checkpoints", training_state(), Progress(step=step, best_step=best_step))
+    assert room.keep(run, {3, 4}, Progress(step=4, best_step=4)) == kept
+    assert room.keep(run, {3, 4}, Progress(step=4, best_step=2)) == kept | {2}

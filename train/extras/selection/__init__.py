@@ -1,0 +1,102 @@
+"""Which evaluated step is the best: its checkpoint stays, ``final/`` may be made of it, training may end early."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from train.config import Config, option
+from train.extras import Extra
+from train.launch import Launch
+from train.records import Evaluation, Progress, Run, UsageError, UserError
+
+if TYPE_CHECKING:
+    from train.batching import Batches
+    from train.data import PreparedData
+
+SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which evaluated step is the best, and what follows from it."""
+
+    metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
+    greater_is_better: bool | None = option(None, "Default: yes, except for loss, perplexity and bits_per_byte.")
+    load_best_model_at_end: bool = option(False, "final/ holds the best evaluated weights instead of the last.")
+    early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
+
+
+class Room(Extra):
+    Options = Options
+
+    def __init__(self) -> None:
+        self._metric, self._grows, self._best_of = "loss", False, ""  # the last: by which metric, on which data
+
+    @classmethod
+    def check(cls, config: Config, launch: Launch) -> None:
+        if config.of(Options).early_stopping_patience is not None and config.output.eval_every_steps is None:
+            raise UsageError("early_stopping_patience needs eval_every_steps.")
+
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+        """Raises UserError for a metric that the task does not have, not first after the first evaluation."""
+        import numpy as np
+
+        options, examples = run.config.of(Options), data.examples
+        self._metric = options.metric_for_best or data.task.default_metric
+        by_name = self._metric not in SMALLER_IS_BETTER
+        self._grows = by_name if options.greater_is_better is None else options.greater_is_better
+        self._best_of = f"{self._metric} on data {data.validation_digest}"
+        if options.metric_for_best:
+            with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
+                one = np.array([[0.0, 1, 1, 1, 0, 0]])
+                found = data.task.metrics(one, examples.validation, examples.label_names)
+                self.evaluated(run, Progress(), Evaluation("validation", 0, found))
+
+    def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
+        """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
+        if self._metric not in evaluation.metrics:
+            known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
+            raise UserError(f"metric_for_best: {self._metric!r} is not among this task's metrics: {known}.")
+        value, best = float(evaluation.metrics[self._metric]), progress.best_metric
+        is_better = best is None or math.isnan(best) or (value > best if self._grows else value < best)
+        in_vain = progress.evaluations_without_improvement + 1
+        progress = replace(progress, best_of=self._best_of, evaluations_without_improvement=in_vain)
+        if math.isnan(value) or not is_better:
+            return progress
+        return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
+
+    def resumed(self, run: Run, progress: Progress) -> Progress:
+        """``progress`` without its best step if that cannot be compared with others, or not be loaded, any more."""
+        best, outputs = progress.best_step, run.outputs
+        if best is None:
+            return progress
+        if progress.best_of != self._best_of:
+            reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {self._best_of}"
+        elif self.final_step(run, progress) and not outputs.from_main(lambda: best in outputs.steps()):
+            reason = f"the checkpoint of the best step so far, {best}, is not in {outputs.checkpoints}"
+        else:
+            return progress
+        outputs.note(f"{reason}: the search for the best step starts again")
+        return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
+
+    def ends_early(self, run: Run, progress: Progress) -> bool:
+        patience = run.config.of(Options).early_stopping_patience
+        return patience is not None and progress.evaluations_without_improvement >= patience
+
+    def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
+        """Also the best; and the best of each that stays, which a run that resumes from it needs."""
+        from train.checkpoint import STATE, UNREADABLE
+
+        bests, checkpoints = {progress.best_step or 0}, run.outputs.steps()
+        for step in kept & checkpoints.keys() if run.config.of(Options).load_best_model_at_end else ():
+            with suppress(*UNREADABLE):  # damaged: nobody will resume from it
+                stored = json.loads((checkpoints[step] / STATE).read_text(encoding="utf-8"))
+                bests.add(stored["progress"]["best_step"] or 0)
+        return kept | bests
+
+    def final_step(self, run: Run, progress: Progress) -> int | None:
+        return progress.best_step if run.config.of(Options).load_best_model_at_end else None
