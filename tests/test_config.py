@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Config, dump, fields, parse, read_recipe, to_values
+from train.config import Config, dump, fields, from_values, parse, read_recipe, to_values
 from train.main import main
 from train.records import EXIT_USAGE, UsageError
 
@@ -110,6 +110,17 @@ def test_gradient_checkpointing_alone_recomputes_every_layer(base: Path) -> None
     recipe = ["--config", str(base)]
     assert parse([*recipe, "--gradient_checkpointing", "--seed", "7"]).get("gradient_checkpointing") == "full"
     assert parse([*recipe, "--gradient_checkpointing", "selective"]).get("gradient_checkpointing") == "selective"
+
+
+@pytest.mark.parametrize(("text", "kind"), [("True", "full"), ("true", "full"), ("False", "none"), ("off", "none")])
+def test_gradient_checkpointing_is_also_true_or_false_as_in_transformers(tmp_path: Path, text: str, kind: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{BASE}gradient_checkpointing: {text}\n")
+    for words in (["--config", str(recipe)], ["--config", str(recipe), "--gradient_checkpointing", text]):
+        config = parse(words)
+        assert config.get("gradient_checkpointing") == kind
+        assert from_values(to_values(config)) == config and f"gradient_checkpointing: {kind}\n" in dump(config)
+    assert parse(["--config", str(recipe), "--no-gradient_checkpointing"]).get("gradient_checkpointing") == "none"
 
 
 @pytest.mark.parametrize("flag", ["--config", "--max_length"])

@@ -69,6 +69,12 @@ def fork(tmp_path: Path) -> Fork:
     return Fork(tmp_path / "fork")
 
 
+def shown_in(page: str, file: str) -> str:
+    """The one block of Python on a page that begins with a comment that names ``file``, a pattern."""
+    [shown] = re.findall(rf"```python\n(# {file}.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return shown
+
+
 # Data
 
 
@@ -121,6 +127,22 @@ def test_model_comes_from_a_function(fork: Fork) -> None:
     assert set(weights) == {"embedding.weight", "head.weight", "head.bias"} | {
         f"layer.{kind}_{side}_l0" for kind in ("weight", "bias") for side in ("ih", "hh")
     }
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [("README.md", "my_model"), ("docs/forking.md", "my_model"), ("docs/forking.md", "my_classifier")]
+)
+def test_models_shown_in_the_docs_train(fork: Fork, page: str, name: str) -> None:
+    fork.write(f"{name}.py", shown_in(page, rf"{name}\.py"))
+    rows = '[{"text": "ab" * n, "label": "odd" if n % 2 else "even"} for n in range(1, 20)]'  # unequal lengths: padded
+    fork.write(
+        "my_data.py", f"import datasets\n\ndef documents(config):\n    return datasets.Dataset.from_list({rows})"
+    )
+    flags = ["--dataset", "my_data:documents", "--model", f"{name}:build", "--micro_batch_size", 4]
+    flags += ["--task", "sequence_classification"] * (name == "my_classifier")
+    _, summary = fork.trains(*flags)
+    assert summary["model"] == f"{name}:build"
+    assert summary["label_names"] == (["even", "odd"] if name == "my_classifier" else [])
 
 
 # Task
@@ -197,8 +219,7 @@ def test_task_is_one_new_file(fork: Fork) -> None:
 
 @pytest.mark.parametrize(("page", "name"), [("README.md", "last_half"), ("docs/forking.md", "answers")])
 def test_tasks_shown_in_the_docs_train(fork: Fork, page: str, name: str) -> None:
-    [shown] = re.findall(rf"```python\n(# train/tasks/{name}\.py.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    fork.write(f"train/tasks/{name}.py", shown)
+    fork.write(f"train/tasks/{name}.py", shown_in(page, rf"train/tasks/{name}\.py"))
     fork.write("my_data.py", f"import datasets\n\ndef documents(config):\n    {DOCUMENTS}")
     flags = ("--task", name, "--dataset", "my_data:documents", "--model_config", TINY, "--max_length", 50)
     _, summary = fork.trains(*flags, *QUICK)

@@ -45,7 +45,7 @@ def build_model(
             for part in (model_config, model_config.get_text_config()):
                 part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
         network = _from_transformers(config, task, model_config, changes, has_weights)
-        _check_fit(model_config, tokenizer, max_length, _skipped_positions(network))
+        _check_fit(model_config, tokenizer, max_length, skipped_positions(network))
     run.extras.each("check_model", run, network, task, len(tokenizer))
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
@@ -69,7 +69,7 @@ def _from_transformers(
             model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
         else:
             model = factory.from_config(model_config, **options)
-            if (skipped := _skipped_positions(model)) and not stored and LIMIT not in (config.model_config or {}):
+            if (skipped := skipped_positions(model)) and not stored and LIMIT not in (config.model_config or {}):
                 model_config.max_position_embeddings += skipped
                 model = factory.from_config(model_config, **options)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
@@ -125,7 +125,7 @@ def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[Pr
     return config, changes
 
 
-def _skipped_positions(model: nn.Module) -> int:
+def skipped_positions(model: nn.Module) -> int:
     """How many rows of its table of positions a model never uses: RoBERTa's family counts from the padding's on."""
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
     return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # pyright: ignore

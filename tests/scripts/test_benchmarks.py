@@ -91,6 +91,17 @@ def test_the_readme_shows_the_figures_of_the_quickstart() -> None:
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [line for line in expected if line not in readme] == []
+    # The process of a run in fp32, as the recipe says what it took, is far smaller: all places say both.
+    recipe, memory = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("recipes/quickstart.yaml", "docs/memory.md")
+    )
+    [in_fp32] = re.findall(r"# peak: +(\d\.\d\d) GiB resident", recipe)
+    in_bf16 = gib(summary["peak_resident_bytes"])
+    assert summary["mixed_precision"] == "bf16" and f"in bf16 {in_bf16.removesuffix(' GiB')}" in recipe
+    assert f"the whole process took {in_bf16}, [in fp32 {in_fp32}]" in readme
+    start = json.loads((ROOT / "docs" / "results" / "start-cpu.json").read_text())["whole_seconds"]["nothing cached"]
+    assert f"the first step now comes [after {start:.0f} s](docs/results/start-cpu.md)" in readme
+    assert f"peaks at {in_bf16}, and in fp32 at {in_fp32}" in " ".join(memory.split())
 
 
 def test_the_readers_page_shows_how_long_the_quickstart_takes_to_begin() -> None:

@@ -127,8 +127,7 @@ def run_plan(arguments: list[str]) -> None:
     if plan.best is not None:
         setting = plan.best.setting
         if "micro_batch_size" in request.open:
-            said["micro_batch_size"] = setting.micro_batch_size
-            said["global_batch_size"] = question.global_batch_size
+            said |= {"micro_batch_size": setting.micro_batch_size, "global_batch_size": question.global_batch_size}
         if "gradient_checkpointing" in request.open:
             said["gradient_checkpointing"] = setting.gradient_checkpointing
             said["gradient_checkpointing_offload"] = setting.gradient_checkpointing_offload

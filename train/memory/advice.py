@@ -162,8 +162,7 @@ def command(question: Question, setting: Setting, words: Sequence[str], said: di
 
 def without_flags(words: Sequence[str], names: set[str]) -> list[str]:
     """``words`` without the flags called ``names`` and their values."""
-    kept: list[str] = []
-    drops = False
+    kept, drops = list[str](), False
     for word in words:
         if word.startswith("--"):
             drops = word[2:].partition("=")[0].replace("-", "_") in names

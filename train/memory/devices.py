@@ -74,9 +74,7 @@ def find_device(text: str) -> Device:
         near = [names[compact] for compact in longer or difflib.get_close_matches(wanted, names, n=3)]
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         known = f"Known are {', '.join([*_KNOWN, 'cpu'])}"
-        raise UsageError(
-            f"unknown device {text!r}.{hint} {known}; for any other card give its memory, such as 24GiB or 24GB."
-        )
+        raise UsageError(f"unknown device {text!r}.{hint} {known}; for any other card give its memory, such as 24GiB.")
     name = names[wanted]
     memory_gib, capability, bandwidth, *_ = CARDS[name]
     return Device(name, int((memory_gib or 0) * _GIB), _context_bytes(capability), capability, bandwidth)

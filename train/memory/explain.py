@@ -257,12 +257,10 @@ def _kinds(bytes_by_kind: dict[str, int]) -> list[str]:
 
 def _changes(situation: Situation, available_bytes: int | None) -> list[str]:
     """Each change with its saving and, where both are known, the new peak against what there is."""
-    if not situation.changes:
-        return []
     peak_bytes = situation.predicted_peak_bytes
     room = "" if available_bytes is None else f", room {gib(available_bytes)}"
     peak = "" if peak_bytes is None else f" (peak {gib(peak_bytes)}{room})"
-    lines = [f"What to change, cheapest first, and what it saves by prediction{peak}:"]
+    lines = [f"What to change, cheapest first, and what it saves by prediction{peak}:"] if situation.changes else []
     for typed, saved_bytes, note in situation.changes[:3]:
         verdict = ""
         if peak_bytes is not None and available_bytes is not None:

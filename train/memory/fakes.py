@@ -38,8 +38,7 @@ class FakeTracker(StorageTracker):
 
     def __init__(self, device_type: str, costs: Costs | None = None) -> None:
         super().__init__(device_type)
-        self.fake_mode = active_fake_mode()
-        self.costs = costs
+        self.fake_mode, self.costs = active_fake_mode(), costs
         self.repeats = 1  # how often a real step would do what is done now
         self.paused = False  # while true, nothing is counted
         self.offloaded_bytes = 0  # host memory for inputs of layers

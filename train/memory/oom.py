@@ -128,9 +128,7 @@ def _size(pattern: str, text: str) -> int | None:
 def _read_cuda(text: str) -> OutOfMemory:
     device = re.search(r"GPU(\d+)has|device(\d+)would", text)
     processes = re.findall(rf"Process(\d+)has{_SIZE}memoryinuse", text)
-    figures: dict[str, Any] = {
-        f.name: _size(f.metadata["pattern"], text) for f in fields(OutOfMemory) if "pattern" in f.metadata
-    }
+    figures: dict[str, Any] = {f.name: _size(f.metadata["pattern"], text) for f in fields(OutOfMemory) if f.metadata}
     if (figures["allowed_bytes"] or 0) >= (figures["total_bytes"] or 0):  # 2^64 stands for no limit
         figures["allowed_bytes"] = None
     others = tuple((int(process), _bytes(*size)) for process, *size in processes)

@@ -55,7 +55,7 @@ class Job:
     num_targets: int | None = None  # labels that are targets; None: all
     documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
-    special_tokens: tuple[int | None, int | None, int | None] = (0, 1, 2)  # start, end and padding
+    special_tokens: tuple[int | None, int | None, int | None] = (0, 2, 1)  # start, end and padding: RoBERTa's
     world_size: int = 1
     sharding: str = "none"  # none, ddp, fsdp2, fsdp2_offload, zero2 or zero3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -109,10 +110,20 @@ def vocabulary_size(config: Config) -> int:
 
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
-    limit, factor = _model_says(config, "max_position_embeddings"), config.get("rope_scaling_factor")
-    if limit is None or config.get("rope_scaling", "none") == "none":
-        return limit
-    return None if factor is None else math.ceil(limit * factor)
+    limit, factor = _model_says(config, "max_position_embeddings") or -1, config.get("rope_scaling_factor")
+    if limit < 0 or config.get("rope_scaling", "none") != "none":  # -1: transformers' word for none
+        return math.ceil(limit * factor) if limit > 0 and factor else None
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    from train.model import skipped_positions
+    from train.tasks import stored_config
+
+    own = config.architecture
+    with suppress(Exception), torch.device("meta"):  # a run reports what cannot be built
+        known = AutoConfig.for_model(**own.model_config) if own.model_config else stored_config(own)
+        limit -= skipped_positions(AutoModel.from_config(known))
+    return limit
 
 
 def _model_says(config: Config, name: str) -> int | None:
@@ -127,10 +138,9 @@ def _model_says(config: Config, name: str) -> int | None:
         return given[name]
     from transformers import AutoConfig
 
-    try:
+    with suppress(KeyError, ValueError):  # the builder reports it
         return given.get(AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name))
-    except (KeyError, ValueError):  # the builder reports it
-        return None
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

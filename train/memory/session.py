@@ -165,8 +165,7 @@ class MemorySession:
     def explain(self, error: Any) -> str:
         """The post-mortem of a run that ended with ``error``: its ``fault``, if any, says phase, shape and message."""
         room: Any = self._run.extras.by_name["meter"]
-        meter = room.meter
-        fault = getattr(error, "fault", None)
+        meter, fault = room.meter, getattr(error, "fault", None)
         words = fault.error if fault else str(error)
         oom = parse_oom(words)
         if self._device.type != "cpu" and oom is not None and oom.backend == "host":  # not a matter of the card

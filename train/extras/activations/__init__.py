@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Options:
     """What layers keep for backward, and compilation."""
 
-    gradient_checkpointing: Literal["none", "full", "selective", "auto"] = option(
+    gradient_checkpointing: Literal["none", "full", "selective", "auto"] | bool = option(
         "none",
         "Recompute activations in backward: every layer, or all but attention (selective); auto: the least that fits.",
         everyday=True,
@@ -35,6 +35,10 @@ class Options:
     tiled_mlp: bool = option(False, "Compute MLPs and norms some tokens at a time.")
     mlp_tile_tokens: int | None = option(None, "Tokens of a tile; default: about the hidden size, at least 512.", ge=1)
     compile: bool = option(False, "Compile each layer by torch.compile: faster on a GPU after minutes of compiling.")
+
+    def __post_init__(self) -> None:
+        if isinstance(kind := self.gradient_checkpointing, bool):  # as recipes for transformers have it
+            object.__setattr__(self, "gradient_checkpointing", "full" if kind else "none")
 
 
 class Room(Extra):
@@ -58,9 +62,7 @@ class Room(Extra):
         if own.mlp_tile_tokens is not None and not own.tiled_mlp:
             raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
         is_deepspeed = launch.engine == "deepspeed"
-        whole = (
-            "its gradients are whole in one place, where others hold parts. Use FSDP2 or DDP, or leave tiled_mlp out"
-        )
+        whole = "its gradients are whole in one place, where others hold parts. Use FSDP2 or DDP, or no tiled_mlp"
         untried = "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out"
         refuse(
             f"{launch} in the launch file",
@@ -86,7 +88,7 @@ class Room(Extra):
             run.outputs.note(f"gradient_checkpointing_offload: does nothing on {kind.upper()}, which uses host memory")
         if own.tiled_mlp:
             run.outputs.note(tiling.tile_mlps(network, own.mlp_tile_tokens))
-        recompute.enable_checkpointing(network, own.gradient_checkpointing, every, offload)
+        recompute.enable_checkpointing(network, str(own.gradient_checkpointing), every, offload)
         if own.compile and not run.is_planned:
             compilation.compile_layers(network)
 

@@ -49,10 +49,8 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
-    if not offload:
-        return
     offloaded = None
-    for module in model.modules():  # where transformers' own switch puts it
+    for module in model.modules() if offload else ():  # where transformers' own switch puts it
         if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
             offloaded = offloaded or OffloadedInputs(checkpoint)
             vars(module)["_gradient_checkpointing_func"] = offloaded
