@@ -68,8 +68,8 @@ def test_peak_of_a_device(name: str, precision: str, peak: float | None):
     assert peak_flops_per_second(name, precision) == peak
 
 
-def model_flops_per_token(model: nn.Module, length: int, is_causal: bool = False) -> float | None:
-    counted = count_flops(model, length, is_causal)
+def model_flops_per_token(model: nn.Module, length: int, **told: bool) -> float | None:
+    counted = count_flops(model, length, **told)
     return None if counted is None else counted.of(length) / length
 
 
@@ -113,6 +113,14 @@ def test_counting_leaves_the_model_and_the_generators_alone():
 def test_any_length_is_the_same_polynomial(length: int):
     expected = 6 * (_LLAMA_BODY + 100 * 32) + 12 * 3 * 32 * length / 2
     assert model_flops_per_token(_llama(max_position_embeddings=length), length) == alike(expected)
+
+
+@pytest.mark.parametrize("longest", [3, 5, 100, 191])
+def test_no_more_tokens_are_tried_than_a_model_has_positions(longest: int):
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    config = transformers.BertConfig(**shape, num_attention_heads=2, max_position_embeddings=longest)
+    expected = 6 * (2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32 + 50 * 32) + 12 * 2 * 32 * longest
+    assert model_flops_per_token(transformers.BertForMaskedLM(config), longest) == alike(expected)
 
 
 def test_below_the_first_trained_weight_there_is_no_backward():
@@ -280,6 +288,13 @@ class _Asks(nn.Module):
         return input_ids * int(input_ids.max())
 
 
+class _AsksAtTheHead(transformers.LlamaForCausalLM):
+    """Could be counted up to its head, which a language model must not go without."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.lm_head(self.model(input_ids)[0] * int(input_ids.max()))
+
+
 class _Loops(nn.Module):
     """Treats one position after the other, with many operators for each."""
 
@@ -294,7 +309,7 @@ class _Loops(nn.Module):
         return torch.stack(list(states), 1)
 
 
-@pytest.mark.parametrize("build", [_Asks, _Loops])
+@pytest.mark.parametrize("build", [_Asks, lambda: _AsksAtTheHead(_llama().config), _Loops])  # pyright: ignore
 def test_model_that_cannot_be_counted_has_no_figure(build: Callable[[], nn.Module]):
     assert model_flops_per_token(build(), 512) is None
 
@@ -338,17 +353,35 @@ def test_only_a_model_that_no_one_may_look_ahead_in_counts_half_the_square() -> 
 class _FillsUp(nn.Module):
     """As Longformer does, which fills short texts up to its window."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiple: int) -> None:
         super().__init__()
-        self.table, self.layer = nn.Embedding(10, 4), nn.Linear(4, 4, bias=False)
+        self.table, self.layer, self.multiple = nn.Embedding(10, 4), nn.Linear(4, 4, bias=False), multiple
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.layer(nn.functional.pad(self.table(input_ids), (0, 0, 0, -input_ids.shape[1] % 512)))
+        return self.layer(nn.functional.pad(self.table(input_ids), (0, 0, 0, -input_ids.shape[1] % self.multiple)))
 
 
 def test_a_cost_that_is_not_a_polynomial_has_no_figure() -> None:
-    assert count_flops(_FillsUp(), 192) is not None  # up to there it is constant
-    assert count_flops(_FillsUp(), 2048) is None
+    assert count_flops(_FillsUp(512), 192) is not None  # up to there it is constant
+    assert count_flops(_FillsUp(512), 2048) is None
+    assert model_flops_per_token(_FillsUp(8), 2047) == 6 * 16  # within a percent
+
+
+class _LinearAttention(_FillsUp):
+    """Each chunk of 64 tokens attends to one matrix, the sum of what those up to it leave behind."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        chunks = super().forward(input_ids).split(64, 1)
+        matrix, seen = torch.zeros(4, 4, device=input_ids.device), []
+        for chunk in chunks:
+            matrix = matrix + chunk.mT @ chunk
+            seen.append(chunk @ matrix)
+        return torch.cat(seen, 1)
+
+
+def test_linear_attention_is_counted_in_whole_chunks_and_not_in_many_of_them() -> None:
+    """Over the whole length it would be too many operators."""
+    assert model_flops_per_token(_LinearAttention(64), 2**19) == 6 * 3 * 16
 
 
 def test_longformer_has_no_figure() -> None:
