@@ -182,22 +182,40 @@ def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
     assert found == pytest.approx(6 * layers + 12 * 2 * 32 * 96 + 6 * heads / 96, rel=1e-12)
 
 
-def test_sliding_windows_count_their_window():
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 4,
-        "vocab_size": 64,
-        "local_attention": 128,
-        "global_attn_every_n_layers": 3,
-        "pad_token_id": 0,
-    }
-    config = transformers.ModernBertConfig(**shape)
-    model = transformers.ModernBertForMaskedLM(config)
-    short, long = model_flops_per_token(model, 128), model_flops_per_token(model, 1024)
+@pytest.mark.parametrize(
+    ("kind", "window_of_config", "window", "full"),
+    [
+        ("modernbert", {"local_attention": 128}, 128, 2),  # to both sides together; layers 0 and 3 see everything
+        ("modernbert-decoder", {"local_attention": 128}, 64, 2),  # half of it lies to the left
+        ("mistral", {"sliding_window": 128}, 128, 0),  # names no kinds of layers: all of them slide
+    ],
+)
+def test_sliding_windows_count_their_window(kind: str, window_of_config: dict[str, int], window: int, full: int):
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **shape, **window_of_config)
+    is_causal, auto = kind != "modernbert", transformers.AutoModelForCausalLM
+    model = (auto if is_causal else transformers.AutoModelForMaskedLM).from_config(config)
+    short, long = model_flops_per_token(model, 32), model_flops_per_token(model, 1024)
     assert short is not None and long is not None
-    assert long - short == 12 * 2 * 32 * (1024 - 128)  # layers 0 and 3 of 4 see everything
+    more = [attended(1024, width, is_causal) - attended(32, width, is_causal) for width in (None, window)]
+    assert long - short == pytest.approx(12 * 32 * (full * more[0] + (4 - full) * more[1]))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers"),
+    [
+        (["full_attention", "chunked_attention", "full_attention"], {(None, None): 2 / 3, (None, 64): 1 / 3}),
+        (["linear_attention", "conv", "sliding_attention"], {(128, None): 1}),
+        (["hybrid", "linear_attention", "hybrid_sliding"], {(None, None): 1 / 2, (128, None): 1 / 2}),
+        (["indexed_attention"] * 3, {(None, None): 1}),
+    ],
+)
+def test_layers_with_attention_share_its_cost_and_unknown_ones_see_everything(kinds: list[str], layers: Any):
+    model: Any = _FillsUp(1)
+    model.config = SimpleNamespace(layer_types=kinds, sliding_window=128, attention_chunk_size=64)
+    counted = count_flops(model, 512, is_causal=True)
+    assert counted is not None and counted.layers == layers
 
 
 def test_chunks_of_attention_count_their_length():

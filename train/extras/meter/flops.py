@@ -83,15 +83,15 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     if any(abs(constant + linear * far + quadratic * far**2 - count) > 0.01 * count for count in farther):
         return None
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
-    layers = _layers(getattr(model, "config", None))
-    return ModelFlops(constant, linear, quadratic, layers, is_causal or said == {True})
+    is_causal = is_causal or said == {True}
+    return ModelFlops(constant, linear, quadratic, _layers(getattr(model, "config", None), is_causal), is_causal)
 
 
-def _layers(config: Any) -> dict[tuple[int | None, int | None], float]:
-    # ModernBERT's sliding_window is half of its window, local_attention the whole.
-    window = getattr(config, "local_attention", None) or getattr(config, "sliding_window", None)
-    known = {"full_attention": (None, None), "sliding_attention": (window, None)}
-    known["chunked_attention"] = None, getattr(config, "attention_chunk_size", None)
+def _layers(config: Any, is_causal: bool) -> dict[tuple[int | None, int | None], float]:
+    # A window of transformers reaches so far to the left and, where attention is not causal, as far to the right.
+    window = (getattr(config, "sliding_window", None) or 0) * (1 if is_causal else 2)
+    known = {"full_attention": (None, None), "chunked_attention": (None, getattr(config, "attention_chunk_size", None))}
+    known |= {"sliding_attention": (window, None), "hybrid": (None, None), "hybrid_sliding": (window, None)}
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
     return {layer: found.count(layer) / len(found) for layer in found}
