@@ -238,14 +238,27 @@ def test_a_model_that_asks_for_constants_of_its_own_is_counted():
 
 
 def test_model_without_config_counts_its_matrices():
-    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3, bias=False))
-    assert model_flops_per_token(model, 1024) == alike(6 * 12)
+    with torch.no_grad():  # training has gradients in any case
+        assert model_flops_per_token(_FillsUp(1), 1024) == 6 * 16
 
 
-def test_a_mixture_of_experts_counts_those_a_token_is_sent_to():
+def test_kernels_of_a_card_are_not_needed():
+    model: Any = _llama()
+    model.config._attn_implementation = "flash_attention_2"
+    assert model_flops_per_token(model, 512) == alike(6 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_mixture_of_experts_counts_those_a_token_is_sent_to(balanced: bool):
+    """Also where the model answers with the loss that balances its experts before the logits."""
     shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.MixtralConfig(
-        **shape, num_key_value_heads=2, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
+        **shape,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=balanced,
     )
     attention, router, experts = 3 * 32 * 32, 32 * 8, 2 * 3 * 32 * 48
     expected = 6 * (2 * (attention + router + experts) + 100 * 32) + 12 * 2 * 32 * 512 / 2

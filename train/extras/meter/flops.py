@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.weightless import without_weights
+from train.loss import logits_of
 from train.records import MicroBatch
 
 STRIDE = 64  # a model is counted at 1, 2 and 3 × as many tokens; linear attention works in chunks of them
@@ -144,17 +143,13 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
         twin.set_attn_implementation("eager")
         twin.set_experts_implementation("batched_mm")
     part = twin.base_model if is_body else twin
-    by_name = any(p.name == "input_ids" or p.kind is p.VAR_KEYWORD for p in signature(part.forward).parameters.values())
     both = getattr(getattr(twin, "config", None), "is_encoder_decoder", False)
     counts = []
     for length in lengths:
         ids = torch.zeros((1, length), dtype=torch.long, device="meta")
         named = {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
         with _FlopCounter() as counter, torch.enable_grad():
-            output: Any = part(**named) if by_name else part(ids)
-            # Logits, or hidden states: the first tensor of real numbers in what a model gives.
-            found = tree_leaves(output if isinstance(output, Tensor) else getattr(output, "__dict__", None) or output)
-            answer = next(value for value in found if isinstance(value, Tensor) and value.is_floating_point())
+            answer = part(**named).last_hidden_state if is_body else logits_of(part(**named))
             if answer.requires_grad:
                 counter.in_backward = True
                 torch.autograd.backward(answer.sum())  # into gradients of the copy, which nobody reads
