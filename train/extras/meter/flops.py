@@ -72,14 +72,14 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
-    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, *([far] if far > 3 * unit else [])])
+    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, far])
     if counts is None:
         return None
-    one, two, three, *farther = counts
+    one, two, three, farther = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)
     linear = (two - one) / unit - 3 * unit * quadratic
     constant = one - unit * linear - unit**2 * quadratic
-    if any(abs(constant + linear * far + quadratic * far**2 - count) > 0.01 * count for count in farther):
+    if abs(constant + linear * far + quadratic * far**2 - farther) > 0.01 * farther:
         return None
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     is_causal = is_causal or said == {True}
