@@ -347,6 +347,15 @@ def test_model_that_cannot_be_counted_has_no_figure(build: Callable[[], nn.Modul
     assert model_flops_per_token(build(), 512) is None
 
 
+def test_fake_tensors_that_ask_where_they_lie_are_no_operators(monkeypatch: pytest.MonkeyPatch):
+    """An error at such a question, as of too many operators, would end the process."""
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=64, vocab_size=50, pad_token_id=0)
+    model = transformers.GPT2ForSequenceClassification(config)
+    for most, is_counted in [(300, True), *((most, False) for most in range(60, 80))]:
+        monkeypatch.setattr("train.extras.meter.flops.MAX_OPERATORS", most)
+        assert (count_flops(model, 64) is not None) == is_counted
+
+
 @pytest.mark.slow
 def test_counting_a_large_model_takes_little_time():
     shape: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
