@@ -409,6 +409,16 @@ def test_a_cost_that_is_not_a_polynomial_has_no_figure() -> None:
     assert model_flops_per_token(_FillsUp(8), 2047) == 6 * 16  # within a percent
 
 
+class _Convolves(_FillsUp):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        weight = self.layer.weight.unsqueeze(-1).expand(4, 4, 3)
+        return nn.functional.conv1d(super().forward(input_ids).mT, weight, padding=1).mT
+
+
+def test_a_convolution_counts_its_products():
+    assert model_flops_per_token(_Convolves(1), 1024) == 6 * 16 + 6 * 16 * 3
+
+
 class _LinearAttention(_FillsUp):
     """Each chunk of 64 tokens attends to one matrix, the sum of what those up to it leave behind."""
 
