@@ -46,6 +46,7 @@ alike = partial(pytest.approx, rel=1e-4)
         ("NVIDIA GeForce RTX 3090", "fp16", 71e12),
         ("NVIDIA RTX A6000", "bf16", 154.8e12),
         ("NVIDIA B200", "bf16", 2250e12),
+        ("NVIDIA GB200", "bf16", 2500e12),
         ("NVIDIA GeForce RTX 4060 Ti", "bf16", 44.1e12),
         ("NVIDIA GeForce RTX 4070 Ti", "bf16", 80.2e12),
         ("NVIDIA GeForce RTX 4070", "fp16", 58.3e12),
@@ -59,6 +60,7 @@ alike = partial(pytest.approx, rel=1e-4)
         ("AMD Instinct MI300X", "bf16", 1307.4e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+        ("NVIDIA GeForce RTX 3060 with Max-Q Design", "bf16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
         ("NVIDIA A1000", "bf16", None),
         ("some CPU", "no", None),
@@ -69,8 +71,8 @@ def test_peak_of_a_device(name: str, precision: str, peak: float | None):
     assert peak_flops_per_second(name, precision) == peak
 
 
-def model_flops_per_token(model: nn.Module, length: int, is_causal: bool = False) -> float | None:
-    counted = count_flops(model, length, is_causal)
+def model_flops_per_token(model: nn.Module, length: int, **told: bool) -> float | None:
+    counted = count_flops(model, length, **told)
     return None if counted is None else counted.of(length) / length
 
 
@@ -114,6 +116,14 @@ def test_counting_leaves_the_model_and_the_generators_alone():
 def test_any_length_is_the_same_polynomial(length: int):
     expected = 6 * (_LLAMA_BODY + 100 * 32) + 12 * 3 * 32 * length / 2
     assert model_flops_per_token(_llama(max_position_embeddings=length), length) == alike(expected)
+
+
+@pytest.mark.parametrize("longest", [3, 5, 100, 191])
+def test_no_more_tokens_are_tried_than_a_model_has_positions(longest: int):
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    config = transformers.BertConfig(**shape, num_attention_heads=2, max_position_embeddings=longest)
+    expected = 6 * (2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32 + 50 * 32) + 12 * 2 * 32 * longest
+    assert model_flops_per_token(transformers.BertForMaskedLM(config), longest) == alike(expected)
 
 
 def test_below_the_first_trained_weight_there_is_no_backward():
@@ -175,22 +185,40 @@ def test_a_head_for_a_whole_text_is_shared_by_its_tokens():
     assert found == pytest.approx(6 * layers + 12 * 2 * 32 * 96 + 6 * heads / 96, rel=1e-12)
 
 
-def test_sliding_windows_count_their_window():
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 4,
-        "vocab_size": 64,
-        "local_attention": 128,
-        "global_attn_every_n_layers": 3,
-        "pad_token_id": 0,
-    }
-    config = transformers.ModernBertConfig(**shape)
-    model = transformers.ModernBertForMaskedLM(config)
-    short, long = model_flops_per_token(model, 128), model_flops_per_token(model, 1024)
+@pytest.mark.parametrize(
+    ("kind", "window_of_config", "window", "full"),
+    [
+        ("modernbert", {"local_attention": 128}, 128, 2),  # to both sides together; layers 0 and 3 see everything
+        ("modernbert-decoder", {"local_attention": 128}, 64, 2),  # half of it lies to the left
+        ("mistral", {"sliding_window": 128}, 128, 0),  # names no kinds of layers: all of them slide
+    ],
+)
+def test_sliding_windows_count_their_window(kind: str, window_of_config: dict[str, int], window: int, full: int):
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **shape, **window_of_config)
+    is_causal, auto = kind != "modernbert", transformers.AutoModelForCausalLM
+    model = (auto if is_causal else transformers.AutoModelForMaskedLM).from_config(config)
+    short, long = model_flops_per_token(model, 32), model_flops_per_token(model, 1024)
     assert short is not None and long is not None
-    assert long - short == 12 * 2 * 32 * (1024 - 128)  # layers 0 and 3 of 4 see everything
+    more = [attended(1024, width, is_causal) - attended(32, width, is_causal) for width in (None, window)]
+    assert long - short == pytest.approx(12 * 32 * (full * more[0] + (4 - full) * more[1]))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers"),
+    [
+        (["full_attention", "chunked_attention", "full_attention"], {(None, None): 2 / 3, (None, 64): 1 / 3}),
+        (["linear_attention", "conv", "sliding_attention"], {(128, None): 1}),
+        (["hybrid", "linear_attention", "hybrid_sliding"], {(None, None): 1 / 2, (128, None): 1 / 2}),
+        (["indexed_attention"] * 3, {(None, None): 1}),
+    ],
+)
+def test_layers_with_attention_share_its_cost_and_unknown_ones_see_everything(kinds: list[str], layers: Any):
+    model: Any = _FillsUp(1)
+    model.config = SimpleNamespace(layer_types=kinds, sliding_window=128, attention_chunk_size=64)
+    counted = count_flops(model, 512, is_causal=True)
+    assert counted is not None and counted.layers == layers
 
 
 def test_chunks_of_attention_count_their_length():
@@ -213,14 +241,27 @@ def test_a_model_that_asks_for_constants_of_its_own_is_counted():
 
 
 def test_model_without_config_counts_its_matrices():
-    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3, bias=False))
-    assert model_flops_per_token(model, 1024) == alike(6 * 12)
+    with torch.no_grad():  # training has gradients in any case
+        assert model_flops_per_token(_FillsUp(1), 1024) == 6 * 16
 
 
-def test_a_mixture_of_experts_counts_those_a_token_is_sent_to():
+def test_kernels_of_a_card_are_not_needed():
+    model: Any = _llama()
+    model.config._attn_implementation = "flash_attention_2"
+    assert model_flops_per_token(model, 512) == alike(6 * (_LLAMA_BODY + 100 * 32) + _LLAMA_ATTENTION)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_mixture_of_experts_counts_those_a_token_is_sent_to(balanced: bool):
+    """Also where the model answers with the loss that balances its experts before the logits."""
     shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.MixtralConfig(
-        **shape, num_key_value_heads=2, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
+        **shape,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=balanced,
     )
     attention, router, experts = 3 * 32 * 32, 32 * 8, 2 * 3 * 32 * 48
     expected = 6 * (2 * (attention + router + experts) + 100 * 32) + 12 * 2 * 32 * 512 / 2
@@ -281,6 +322,13 @@ class _Asks(nn.Module):
         return input_ids * int(input_ids.max())
 
 
+class _AsksAtTheHead(transformers.LlamaForCausalLM):
+    """Could be counted up to its head, which a language model must not go without."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.lm_head(self.model(input_ids)[0] * int(input_ids.max()))
+
+
 class _Loops(nn.Module):
     """Treats one position after the other, with many operators for each."""
 
@@ -295,9 +343,18 @@ class _Loops(nn.Module):
         return torch.stack(list(states), 1)
 
 
-@pytest.mark.parametrize("build", [_Asks, _Loops])
+@pytest.mark.parametrize("build", [_Asks, lambda: _AsksAtTheHead(_llama().config), _Loops])  # pyright: ignore
 def test_model_that_cannot_be_counted_has_no_figure(build: Callable[[], nn.Module]):
     assert model_flops_per_token(build(), 512) is None
+
+
+def test_fake_tensors_that_ask_where_they_lie_are_no_operators(monkeypatch: pytest.MonkeyPatch):
+    """An error at such a question, as of too many operators, would end the process."""
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=64, vocab_size=50, pad_token_id=0)
+    model = transformers.GPT2ForSequenceClassification(config)
+    for most, is_counted in [(300, True), *((most, False) for most in range(60, 80))]:
+        monkeypatch.setattr("train.extras.meter.flops.MAX_OPERATORS", most)
+        assert (count_flops(model, 64) is not None) == is_counted
 
 
 @pytest.mark.slow
@@ -339,17 +396,45 @@ def test_only_a_model_that_no_one_may_look_ahead_in_counts_half_the_square() -> 
 class _FillsUp(nn.Module):
     """As Longformer does, which fills short texts up to its window."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiple: int) -> None:
         super().__init__()
-        self.table, self.layer = nn.Embedding(10, 4), nn.Linear(4, 4, bias=False)
+        self.table, self.layer, self.multiple = nn.Embedding(10, 4), nn.Linear(4, 4, bias=False), multiple
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.layer(nn.functional.pad(self.table(input_ids), (0, 0, 0, -input_ids.shape[1] % 512)))
+        return self.layer(nn.functional.pad(self.table(input_ids), (0, 0, 0, -input_ids.shape[1] % self.multiple)))
 
 
 def test_a_cost_that_is_not_a_polynomial_has_no_figure() -> None:
-    assert count_flops(_FillsUp(), 192) is not None  # up to there it is constant
-    assert count_flops(_FillsUp(), 2048) is None
+    assert count_flops(_FillsUp(512), 192) is not None  # up to there it is constant
+    assert count_flops(_FillsUp(512), 2048) is None
+    assert model_flops_per_token(_FillsUp(8), 2047) == 6 * 16  # within a percent
+
+
+class _Convolves(_FillsUp):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        weight = self.layer.weight.unsqueeze(-1).expand(4, 4, 3)
+        return nn.functional.conv1d(super().forward(input_ids).mT, weight, padding=1).mT
+
+
+def test_a_convolution_counts_its_products():
+    assert model_flops_per_token(_Convolves(1), 1024) == 6 * 16 + 6 * 16 * 3
+
+
+class _LinearAttention(_FillsUp):
+    """Each chunk of 64 tokens attends to one matrix, the sum of what those up to it leave behind."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        chunks = super().forward(input_ids).split(64, 1)
+        matrix, seen = torch.zeros(4, 4, device=input_ids.device), []
+        for chunk in chunks:
+            matrix = matrix + chunk.mT @ chunk
+            seen.append(chunk @ matrix)
+        return torch.cat(seen, 1)
+
+
+def test_linear_attention_is_counted_in_whole_chunks_and_not_in_many_of_them() -> None:
+    """Over the whole length it would be too many operators."""
+    assert model_flops_per_token(_LinearAttention(64), 2**19) == 6 * 3 * 16
 
 
 def test_longformer_has_no_figure() -> None:

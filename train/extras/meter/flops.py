@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.weightless import without_weights
+from train.loss import logits_of
 from train.records import MicroBatch
 
 STRIDE = 64  # a model is counted at 1, 2 and 3 × as many tokens; linear attention works in chunks of them
@@ -73,25 +72,25 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
-    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, *([far] if far > 3 * unit else [])])
+    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, far])
     if counts is None:
         return None
-    one, two, three, *farther = counts
+    one, two, three, farther = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)
     linear = (two - one) / unit - 3 * unit * quadratic
     constant = one - unit * linear - unit**2 * quadratic
-    if any(abs(constant + linear * far + quadratic * far**2 - count) > 0.01 * count for count in farther):
+    if abs(constant + linear * far + quadratic * far**2 - farther) > 0.01 * farther:
         return None
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
-    layers = _layers(getattr(model, "config", None))
-    return ModelFlops(constant, linear, quadratic, layers, is_causal or said == {True})
+    is_causal = is_causal or said == {True}
+    return ModelFlops(constant, linear, quadratic, _layers(getattr(model, "config", None), is_causal), is_causal)
 
 
-def _layers(config: Any) -> dict[tuple[int | None, int | None], float]:
-    # ModernBERT's sliding_window is half of its window, local_attention the whole.
-    window = getattr(config, "local_attention", None) or getattr(config, "sliding_window", None)
-    known = {"full_attention": (None, None), "sliding_attention": (window, None)}
-    known["chunked_attention"] = None, getattr(config, "attention_chunk_size", None)
+def _layers(config: Any, is_causal: bool) -> dict[tuple[int | None, int | None], float]:
+    # A window of transformers reaches so far to the left and, where attention is not causal, as far to the right.
+    window = (getattr(config, "sliding_window", None) or 0) * (1 if is_causal else 2)
+    known = {"full_attention": (None, None), "chunked_attention": (None, getattr(config, "attention_chunk_size", None))}
+    known |= {"sliding_attention": (window, None), "hybrid": (None, None), "hybrid_sliding": (window, None)}
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
     return {layer: found.count(layer) / len(found) for layer in found}
@@ -107,6 +106,8 @@ class _FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # where a tensor lies: fake tensors ask, and an error here would end the process
+            return result
         self._num_operators += 1
         if self._num_operators > MAX_OPERATORS:
             raise OverflowError
@@ -144,17 +145,13 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
         twin.set_attn_implementation("eager")
         twin.set_experts_implementation("batched_mm")
     part = twin.base_model if is_body else twin
-    by_name = any(p.name == "input_ids" or p.kind is p.VAR_KEYWORD for p in signature(part.forward).parameters.values())
     both = getattr(getattr(twin, "config", None), "is_encoder_decoder", False)
     counts = []
     for length in lengths:
         ids = torch.zeros((1, length), dtype=torch.long, device="meta")
         named = {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
         with _FlopCounter() as counter, torch.enable_grad():
-            output: Any = part(**named) if by_name else part(ids)
-            # Logits, or hidden states: the first tensor of real numbers in what a model gives.
-            found = tree_leaves(output if isinstance(output, Tensor) else getattr(output, "__dict__", None) or output)
-            answer = next(value for value in found if isinstance(value, Tensor) and value.is_floating_point())
+            answer = part(**named).last_hidden_state if is_body else logits_of(part(**named))
             if answer.requires_grad:
                 counter.in_backward = True
                 torch.autograd.backward(answer.sum())  # into gradients of the copy, which nobody reads
