@@ -26,7 +26,7 @@ WIDTHS = "^(?!.*(position|kernel|conv|num_)).*(size|dim|embd|d_(model|ff|head)|f
 
 
 def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, sizes: tuple[int, int]) -> str | None:
-    """Why a model of one's own cannot take a batch of ``task``, or None; ``sizes``: of the vocabulary, of the classes."""
+    """Why a module of one's own cannot take a batch of ``task``, or None; ``sizes``: of vocabulary and classes."""
     ids, classes = torch.full((2, min(8, config.data.max_length)), sizes[0] - 1), sizes[task.labelled]
     mask = {} if task.is_causal or _is_alone(config) else {"attention_mask": torch.ones_like(ids)}
     inputs = {"input_ids": ids, **mask}
