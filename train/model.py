@@ -46,7 +46,7 @@ def build_model(
                 part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
         network = _from_transformers(config, task, model_config, changes, has_weights)
         _check_fit(model_config, tokenizer, max_length, skipped_positions(network))
-    run.extras.each("check_model", run, network, task, len(tokenizer))
+    run.extras.each("check_model", run, network, task, (len(tokenizer), len(label_names)))
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
     # Inside it, in a fixed order: document masks, adapters, tiles, checkpointing, compilation.

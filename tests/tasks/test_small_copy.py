@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig
 
 from train.config import Config
 from train.extras.long_sequences.attention import obstacle_to_documents
-from train.extras.small_copy import obstacle_to_task, small_copy, tried_on_small_copies
+from train.extras.small_copy import obstacle_to_batches, obstacle_to_task, small_copy, tried_on_small_copies
 from train.tasks import Task, causal_lm, masked_lm, sequence_classification
 
 TASKS: dict[str, type[Task]] = {
@@ -65,6 +66,54 @@ class Functional(nn.Module):
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_later_tokens_of_a_module_of_ones_own(is_causal: bool) -> None:
     assert (checked(Functional(is_causal), causal_lm.Task) is None) is is_causal
+
+
+class Mean(nn.Module):
+    """A classifier, or with ``each`` a model of every token, that may lack something of its contract."""
+
+    def __init__(self, rows: int = 300, outputs: int = 2, each: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head, self.each = nn.Embedding(rows, 8), nn.Linear(8, outputs), each
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        hidden = self.embed(input_ids)
+        return self.head(hidden if self.each else hidden.mean(1))
+
+
+class Maskless(Mean):
+    def forward(self, input_ids: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "said"),
+    [
+        (Mean(), "classes", None),
+        (Mean(outputs=3), "classes", None),
+        (Mean(outputs=300, each=True), "masked", None),
+        (Maskless(outputs=300, each=True), "causal", None),
+        (
+            Maskless(),
+            "classes",
+            r"attention_mask \(2, 8\), .*unexpected keyword argument 'attention_mask'",
+        ),
+        (Mean(rows=256), "classes", r"fails for input_ids and .*token ids below 300 \(IndexError: index out of range"),
+        (
+            Mean(outputs=1),
+            "classes",
+            r"\(2, 8\) its logits have the shape \(2, 1\), .*_classification needs \(2, 2\)",
+        ),
+        (Mean(each=True), "classes", r"logits have the shape \(2, 8, 2\), and sequence_classification needs \(2, 2\)"),
+        (Mean(outputs=256, each=True), "causal", r"have the shape \(2, 8, 256\), and causal_lm needs \(2, 8, 300\)"),
+    ],
+)
+def test_a_module_of_ones_own_that_cannot_take_a_batch(model: nn.Module, task: str, said: str | None) -> None:
+    found = obstacle_to_batches(model, TASKS[task], Config().changed(micro_batch_size=2), (300, 2))
+    assert found is None if said is None else re.search(said, str(found))
+
+
+def test_a_classifier_that_never_sees_padding_needs_no_mask() -> None:
+    assert obstacle_to_batches(Maskless(), TASKS["classes"], Config(), (300, 2)) is None
 
 
 @pytest.mark.parametrize("task", ["causal", "masked"])

@@ -93,8 +93,8 @@ class Extra:
         """Changes transformers' configuration in place; returns further arguments of ``from_pretrained``."""
         return {}
 
-    def check_model(self, run: Run, network: nn.Module, task: type[Task], vocabulary: int) -> None:
-        """The new network is built; raises UserError where it cannot learn the task."""
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+        """The new network is built; raises UserError where it cannot learn the task. ``sizes``: tokens, labels."""
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         """Changes the new network in place."""

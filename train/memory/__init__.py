@@ -65,12 +65,13 @@ class Room(Extra):
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         self._session.ask(batches)
 
-    def check_model(self, run: Run, network: nn.Module, task: type[Task], vocabulary: int) -> None:
-        from train.extras.small_copy import obstacle_to_task
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+        from train.extras.small_copy import obstacle_to_batches, obstacle_to_task
 
         if run.is_planned or not run.config.of(Options).check_model:
             return  # real numbers next to a plan's fake ones have damaged the heap (torch 2.13)
-        if obstacle := obstacle_to_task(network, task, run.config, vocabulary):
+        obstacle = obstacle_to_batches(network, task, run.config, sizes)
+        if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
             raise UserError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
 
     def ready(self, run: Run, parts: Parts) -> None:
