@@ -45,6 +45,12 @@ def _no_network_and_own_cache(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(autouse=True)
+def _environment_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``datasets.map`` with several processes puts a copy in its place, which functions imported before do not see."""
+    monkeypatch.setattr(os, "environ", os.environ)
+
+
+@pytest.fixture(autouse=True)
 def _charts_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would take half of a small run's time; tests that look at charts are marked ``charts``."""
     if request.node.get_closest_marker("charts") is None and (report := classes().get("report")):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from train.launch import Launch
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from train import records
+    from train.batching import Loading
     from train.config import Config
+    from train.records import MicroBatch
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
@@ -81,6 +84,17 @@ def run_for(config: Config, accelerator: Accelerator | None = None, launch: Laun
     accelerator = accelerator or Accelerator(cpu=True)
     outputs = Outputs(config, accelerator, is_silent=True)
     return Run(config, launch, accelerator, extras.join(), outputs, [])
+
+
+def evaluation_batches(examples: Any, loading: Loading, size: int, world: int = 1, rank: int = 0) -> list[MicroBatch]:
+    """A rank's part of a held-out split in batches of ``size``."""
+    from train.config import Config
+    from train.data import PreparedData
+
+    unused: Any = None
+    data = PreparedData(unused, unused, unused, unused, loading)
+    run: Any = SimpleNamespace(config=Config().changed(micro_batch_size=size), launch=Launch(world, rank))
+    return list(data.evaluation_batches(run, examples))
 
 
 class Driver:

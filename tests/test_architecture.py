@@ -57,7 +57,7 @@ def is_fixed_by_a_library(name: str, function: ast.FunctionDef | ast.AsyncFuncti
 def test_the_core_grows_no_larger() -> None:
     """The goal is 3000 lines in 20 files; these limits go down with what is reached and never up."""
     sizes = {name: len(lines(name)) for name in CORE}
-    assert sum(sizes.values()) <= 3790, sizes
+    assert sum(sizes.values()) <= 3788, sizes
     assert len(CORE) <= 21, CORE
 
 

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from support import evaluation_batches
 
 from train.batching import (
     Batches,
@@ -18,7 +19,6 @@ from train.batching import (
     Rounds,
     arithmetic_of,
     epoch_order,
-    evaluation_batches,
     without_targets,
 )
 from train.config import Config
@@ -255,7 +255,7 @@ def test_batch_without_targets_keeps_its_shapes() -> None:
 @pytest.mark.parametrize(("count", "size"), [(1, 4), (3, 4), (7, 2), (29, 4)])
 def test_evaluation_sees_each_example_once(count: int, size: int, world: int) -> None:
     rows = examples(count)
-    ranks = [list(evaluation_batches(rows, LOADING, BatchArithmetic(size, 1, world), rank)) for rank in range(world)]
+    ranks = [evaluation_batches(rows, LOADING, size, world, rank) for rank in range(world)]
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for batches in ranks for batch in batches]
     assert sorted(ids(batches)) == list(range(count))
@@ -264,7 +264,7 @@ def test_evaluation_sees_each_example_once(count: int, size: int, world: int) ->
 
 
 def test_evaluation_starts_with_the_longest_batch() -> None:
-    lengths = [batch.labels.shape[1] for batch in evaluation_batches(examples(), LOADING, BatchArithmetic(4, 1, 1), 0)]
+    lengths = [batch.labels.shape[1] for batch in evaluation_batches(examples(), LOADING, 4)]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] == max(examples()["length"])
 
 
@@ -313,7 +313,7 @@ def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
 
 def test_evaluation_and_streams_by_tokens() -> None:
     loading = of_tokens(20)
-    found, other = (list(evaluation_batches(examples(), loading, BatchArithmetic(1, 1, 2), r)) for r in (0, 1))
+    found, other = (evaluation_batches(examples(), loading, 1, 2, rank) for rank in (0, 1))
     assert sorted(ids([*found, *other])) == list(range(COUNT)) and len(found) == len(other)
     assert max(batch.labels.numel() for batch in found) <= 20
     stream = StreamBatches(examples().to_iterable_dataset(), loading, BatchArithmetic(1, 12, 1), 0, 5, 10)

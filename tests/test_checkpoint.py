@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -324,6 +325,45 @@ def test_checkpoint_without_a_setting_that_others_have_is_no_traceback(tmp_path:
     state = replace(training_state(), identity={**IDENTITY, "global_batch_size": 4})
     with pytest.raises(UserError, match="something else wrote it, or another version"):
         checkpoint.restore(folder, state, allow_changes=True)
+
+
+class Views(torch.nn.Module):
+    """Weights that safetensors' own writer refuses: transposed, two views of one tensor, one that is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.arange(12.0).view(2, 6)
+        self.transposed = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        self.first, self.second = torch.nn.Parameter(both[0]), torch.nn.Parameter(both[1])
+        self.register_buffer("expanded", torch.ones(1, 3).expand(2, 3))
+
+
+def test_final_holds_weights_of_any_layout(tmp_path: Path) -> None:
+    model = Views()
+    TrainingState(model, None, {}).save_pretrained(tmp_path, keep=True)
+    found = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_same_step_again_takes_the_place_of_the_old_in_one_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed while the old one is removed has the new one."""
+    folder = save(tmp_path, training_state(), Progress(step=1))
+
+    def killed(path: Path, ignore_errors: bool) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, training_state(), Progress(step=1, epoch=7))
+    assert checkpoint.newest_good(tmp_path)[0] == folder
+    assert checkpoint.restore(folder, training_state()).epoch == 7
+    monkeypatch.undo()
+    checkpoint.rotate(tmp_path, {1})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_manifest_lists_every_file_with_its_digest(two: Path) -> None:

@@ -120,7 +120,7 @@ def test_rows_after_half_a_row_stay_whole(tmp_path: Path):
     log = _log(tmp_path, [1])
     with log.open("a", encoding="utf-8") as file:
         file.write(row_of("train", 2, {"loss": 1.0})[:20])  # a full disk
-    append(log, [row_of("train", 2, {"loss": 1.0}), row_of("train", 3, {"loss": 1.0})])
+    append(log, ["\n", row_of("train", 2, {"loss": 1.0}), row_of("train", 3, {"loss": 1.0})])
     assert _steps(tmp_path) == [1, 2, 3]
 
 

@@ -78,6 +78,11 @@ def test_unknown_engines_are_refused() -> None:
         read_launch({"ACCELERATE_USE_MEGATRON_LM": "true"})
 
 
+def test_a_precision_that_nobody_has_tried_is_refused() -> None:
+    with pytest.raises(UsageError, match="mixed_precision: fp8 in the launch file"):
+        read_launch({"ACCELERATE_MIXED_PRECISION": "fp8"})
+
+
 @pytest.mark.parametrize(
     ("asked", "launched", "agree"), [("bf16", "fp16", False), ("bf16", "no", True), (None, "fp16", True)]
 )

@@ -317,6 +317,16 @@ def test_loss_scale_changes_nothing_but_falls_on_overflow(monkeypatch: pytest.Mo
     assert scaler.get_scale() == 512.0
 
 
+def test_a_scaled_gradient_is_clipped_by_value_as_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config({"max_grad_norm": None, "max_grad_value": 1e-3})
+    plain, with_scale = Recorder(settings), Recorder(settings)
+    scaled(with_scale, 1024.0, monkeypatch)
+    for run in (plain, with_scale):
+        run.fit(2)
+    for one, other in zip(plain.network.parameters(), with_scale.network.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_loss_scale_at_its_floor_ends_the_run_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Recorder(config())
     scaled(run, 2.0**-8, monkeypatch)

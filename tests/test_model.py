@@ -122,6 +122,13 @@ def test_fields_that_a_configuration_reads_but_does_not_declare_may_be_given() -
     assert widths == [SHAPE["num_attention_heads"] * size for size in (16, 16, 16, 16, 16, 8)]
 
 
+@pytest.mark.skipif(not hasattr(transformers, "InternLM3Config"), reason="transformers does not have it")
+def test_an_architecture_that_uses_the_layers_of_another_is_built() -> None:
+    """It has no file of its own in which its fields would be read."""
+    model = built({"model_type": "internlm3", **SHAPE, "num_key_value_heads": 2, "head_dim": 8})
+    assert model.config.model_type == "internlm3"
+
+
 def test_decoder_of_a_new_encoder_decoder_has_a_start() -> None:
     t5 = {"model_type": "t5", "d_model": 16, "d_ff": 24, "num_layers": 2, "num_heads": 2, "d_kv": 8}
     network = built(t5, CLASSES, label_names=("no", "yes"))
@@ -240,7 +247,8 @@ def test_model_from_a_function_of_the_current_folder(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
 
     def build(spec: str, **options: Any) -> nn.Module:
-        return build_model(run_for(Config().changed(model=spec, max_length=8, **options)), CAUSAL, BYTES).model
+        config = Config().changed(model=spec, max_length=8, check_model=False, **options)
+        return build_model(run_for(config), CAUSAL, BYTES).model
 
     model = build("own_models_for_test:tiny")
     assert isinstance(model, nn.Linear) and model.out_features == 3

@@ -10,19 +10,23 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from support import ROOT, write_recipe
+from support import ROOT, run_for, write_recipe
 
-from train import checkpoint
+from train import checkpoint, figures
+from train.config import Config
 from train.extras.endurance.lock import WITHOUT, lock
 from train.extras.report import PROJECT
 from train.figures import read_metrics
 from train.main import main
+from train.outputs import Outputs
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
 
 FLAGS = ("--max_steps", "4", "--eval_every_steps", "2", "--predict_memory", "False", "--rehearse", "False")
@@ -148,6 +152,38 @@ def test_an_evaluation_on_other_data_is_not(whole: Path, tmp_path: Path) -> None
     (run / "summary.json").unlink()
     assert train(tmp_path) == EXIT_DONE
     assert json.loads((run / "summary.json").read_text())["best_metric"] > 0
+
+
+def test_a_row_of_which_the_disk_took_half_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = Outputs(Config().changed(output_dir=str(tmp_path)), Accelerator(cpu=True))
+    plain, run = figures.append, run_for(outputs.config)
+
+    def half(path: Path, lines: Sequence[str]) -> None:
+        path.write_text("".join(lines)[:20])
+        raise UserError("full.")
+
+    monkeypatch.setattr(figures, "append", half)
+    outputs.record(run, "train", 1, {"loss": 1.0})
+    monkeypatch.setattr(figures, "append", plain)
+    outputs._sync_rows()
+    outputs.record(run, "train", 2, {"loss": 1.0})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_task_without_its_headline_metric_is_judged_by_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from train.tasks.causal_lm import Task
+
+    plain = Task.metrics
+
+    def fewer(self: Any, *args: Any) -> dict[str, Any]:
+        return {name: value for name, value in plain(self, *args).items() if name != "bits_per_byte"}
+
+    monkeypatch.setattr(Task, "metrics", fewer)
+    assert train(tmp_path, "--max_steps", "1") == EXIT_DONE
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metric_name"] == "loss" and summary["metric_value"] == summary["result"]["validation"]["loss"]
 
 
 def test_only_what_a_run_has_made_moves_aside(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import linecache
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -360,6 +363,30 @@ def test_second_time_comes_from_the_cache(tmp_path: Path) -> None:
     assert encoded == 12 and len(rows) > 10
     again, encoded = tokenized(tmp_path)
     assert encoded == 0 and again == rows
+
+
+HELPED = """
+from test_tokenization import Counting
+
+def shortened(text):
+    return text[:{length}]
+
+class Task(Counting):
+    def encode(self, documents, tokenizer, label_names):
+        return super().encode({{"text": list(map(shortened, documents["text"]))}}, tokenizer, label_names)
+"""
+
+
+def test_a_function_next_to_a_task_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    encoded = []
+    for length in (5, 5, 7):
+        (tmp_path / "own_helped_task.py").write_text(HELPED.format(length=length))
+        monkeypatch.delitem(sys.modules, "own_helped_task", raising=False)
+        linecache.clearcache()
+        encoded.append(tokenized(tmp_path, cls=importlib.import_module("own_helped_task").Task)[1])
+    assert encoded == [12, 0, 12]
 
 
 def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:

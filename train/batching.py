@@ -29,17 +29,6 @@ Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How examples are fetched and become a batch."""
-
-    collate: Collate
-    num_workers: int = 0
-    pin_memory: bool = False
-    rounds: Rounds = field(default_factory=lambda: Rounds())
-    deliver: Callable[..., Iterator[MicroBatch]] | None = None  # of an extra that looks after the processes
-
-
 def arithmetic_of(config: Config, world_size: int) -> BatchArithmetic:
     """The batch sizes of ``config`` completed, ``auto`` as 1; raises UsageError if they contradict each other."""
     optim = config.optimization
@@ -97,6 +86,17 @@ def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list
     return ids
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How examples are fetched and become a batch."""
+
+    collate: Collate
+    num_workers: int = 0
+    pin_memory: bool = False
+    rounds: Rounds = field(default_factory=Rounds)
+    deliver: Callable[..., Iterator[MicroBatch]] | None = None  # of an extra that looks after the processes
+
+
 @dataclass
 class Batches:
     """What each optimizer step of an epoch sees on this rank; examples can be fetched by number."""
@@ -137,15 +137,6 @@ class Batches:
         batches = load(self.examples, self.loading, planned(), (self.seed, epoch))
         for batch in batches:
             yield [batch, *itertools.islice(batches, counts.popleft() - 1)]
-
-
-def evaluation_batches(
-    examples: datasets.Dataset, loading: Loading, arithmetic: BatchArithmetic, rank: int
-) -> Iterator[MicroBatch]:
-    """Every example exactly once over all ranks, the same number of batches on each, the longest first."""
-    lengths = column(examples, "length")
-    rounds = loading.rounds.form(range(len(lengths)), lengths.tolist(), arithmetic)
-    return load(examples, loading, [parts[rank] for parts in rounds], (0, 0))
 
 
 def load(

@@ -274,12 +274,15 @@ def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Seq
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Gives a folder, whose files are on the disk, its name, in place of an old one."""
+    """Gives a folder, whose files are on the disk, its name; an old one, of the same step, is removed after that."""
     sync(partial)
-    if final.exists():  # the same step again: after a run that stopped right here
-        remove(final)
+    old = final.with_name(f"{PARTIAL}old-{final.name}")
+    shutil.rmtree(old, ignore_errors=True)  # of a run that was killed right here
+    if final.exists():
+        final.rename(old)
     partial.rename(final)
     sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sealed(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:

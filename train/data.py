@@ -13,9 +13,9 @@ from typing import Any
 import datasets
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from train.batching import Batches, Loading, Rounds, evaluation_batches
+from train.batching import Batches, Loading, Rounds, load
 from train.config import Config
-from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError
+from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError, column
 from train.state import examples_digest
 from train.tasks import Task, from_pretrained, load_task, pad_token_id, tokenize
 
@@ -39,14 +39,15 @@ class PreparedData:
         return self.order(self.examples.train, self.loading, arithmetic, rank, seed)
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
-        """This rank's part of a held-out split."""
+        """This rank's part of a held-out split: every example once over all ranks, as many batches on each."""
         optim, asked = run.config.optimization, run.config.output.eval_batch_size
         copies = run.launch.tp_size * run.launch.cp_size  # with Ulysses each rank evaluates whole sequences
         size = asked or optim.micro_batch_size
         assert size != "auto"  # a number was chosen before anything is evaluated
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // copies)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
-        return evaluation_batches(examples, loading, arithmetic, run.launch.rank // copies)
+        rounds = loading.rounds.form(range(len(examples)), column(examples, "length").tolist(), arithmetic)
+        return load(examples, loading, [parts[run.launch.rank // copies] for parts in rounds], (0, 0))
 
 
 def prepare_data(run: Run) -> PreparedData:

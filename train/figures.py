@@ -31,9 +31,9 @@ def row_of(kind: str, step: int, values: Mapping[str, Any]) -> str:
 
 
 def append(path: Path, lines: Sequence[str]) -> None:
-    """Appends ``lines``, behind an empty one where there are several: a write that failed may have left half of one."""
+    """Appends ``lines``."""
     with writable(path), path.open("a", encoding="utf-8") as file:
-        file.write("".join(lines) if len(lines) < 2 else "\n" + "".join(lines))
+        file.write("".join(lines))
 
 
 def keep_rows(path: Path, belongs: Callable[[Mapping[str, Any]], bool]) -> int:

@@ -85,6 +85,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     sizes = {f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", "fp16", "bf16"):
+        raise UsageError(f"mixed_precision: {precision} in the launch file: use fp16, bf16 or no.")
     rank, offloads = int(environment.get("RANK", "0")), engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS")
     launch = Launch(world_size, rank, engine, precision, **own, offloads=offloads)
     given = [f"{name} {size}" for name, size in sizes.items() if size > 1]

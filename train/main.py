@@ -85,16 +85,14 @@ def train(run: records.Run) -> int:
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
-    goal = goal_of(run.config.optimization, batches, records.Progress())
-    parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal)
+    parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal_of(run.config.optimization, batches))
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
     progress = outputs.resume(run, state, data.validation_digest)
-    goal = goal_of(run.config.optimization, batches, progress)
-    parts = replace(parts, goal=goal)
+    parts = replace(parts, goal=(goal := goal_of(run.config.optimization, batches, progress)))
     if is_done(run, goal, progress) and outputs.is_written(run, progress, goal.total_steps):
         return records.EXIT_DONE
-    outputs.begin(goal.total_steps, progress)
+    outputs.begin(run, parts, progress)
     joined.each("starting", run, parts)
     progress = fit(run, parts, progress)
     outputs.bar.close()

@@ -92,9 +92,10 @@ def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, ma
     try:
         known = AutoConfig.for_model(model_type)
         # Some read what they do not declare: Qwen3-MoE's model takes head_dim if it is there.
-        place = type(known).__module__
-        read = inspect.getsource(import_module(place.replace("configuration_", "modeling_")))
-        read += "".join(re.findall(r'kwargs\.(?:pop|get)\("\w+"', inspect.getsource(import_module(place))))
+        model_class = getattr(transformers, task.auto_class)._model_mapping.get(type(known), None)
+        read = inspect.getsource(import_module(model_class.__module__)) if model_class else ""
+        declared = inspect.getsource(import_module(type(known).__module__))
+        read += "".join(re.findall(r'kwargs\.(?:pop|get)\("\w+"', declared))
         if unknown := [n for n in fields if n not in {*dir(known), *known.attribute_map} and f'"{n}"' not in read]:
             raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.")
         for name, instead in ("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id"):

@@ -61,7 +61,7 @@ class Goal:
     peak_learning_rate: float
 
 
-def goal_of(config: Optimization, batches: Batches, progress: Progress) -> Goal:
+def goal_of(config: Optimization, batches: Batches, progress: Progress = Progress()) -> Goal:  # noqa: B008
     """How many steps a run at ``progress`` makes in all: after a change of the batch size an epoch has other steps."""
     step, epoch, done = progress.counted_from
     left = ((config.num_epochs or 1) - epoch) * (batches.steps_per_epoch or 1) - done

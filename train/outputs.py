@@ -137,13 +137,20 @@ class Outputs:
             except OSError as error:  # the other ranks continue, and the next rotation tries again
                 self.note(f"an old checkpoint in {self.checkpoints} could not be removed: {error.strerror or error}")
 
-    def begin(self, total_steps: int, progress: Progress) -> None:
-        """Training is about to start: keeps what belongs to this run; opens the configuration and the progress bar."""
+    def begin(self, run: Run, parts: Parts, progress: Progress) -> None:
+        """Training is about to start: says how long, keeps what belongs to this run, opens configuration and bar."""
+        optim, total, peak = run.config.optimization, parts.goal.total_steps, parts.goal.peak_learning_rate
+        per_epoch = parts.batches.steps_per_epoch
+        epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
+        self.note(f"batch: {parts.batches.arithmetic}; {figures.several(total, 'step')} ({epochs})")
+        if (warmup := num_warmup_steps(total, optim)) > total:
+            highest = learning_rate_at(total - 1, total, peak, optim)
+            self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
         if self.is_main:
             self._move_other_steps_aside(progress.step)
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
             (self.folder / "stopped.json").unlink(missing_ok=True)
-            self.bar = tqdm(total=total_steps, initial=progress.step, unit="step", smoothing=0.1, **_bar_size())
+            self.bar = tqdm(total=total, initial=progress.step, unit="step", smoothing=0.1, **_bar_size())
         self.keep_log(progress, progress.rollbacks)
 
     def keep_log(self, progress: Progress, rollbacks: float = math.inf) -> None:
@@ -190,6 +197,7 @@ class Outputs:
             self._unwritten = []
         except UserError as error:
             if self._unwritten == list(lines):
+                self._unwritten.insert(0, "\n")  # the disk may have taken half of one
                 self.note(f"{error} Training continues, and these rows are written later if possible.")
 
     def _sync_rows(self) -> None:
@@ -202,8 +210,8 @@ class Outputs:
 
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
         """Records an evaluation and prints it."""
-        values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
-        values |= {"data": evaluation.data} if evaluation.data else {}
+        data = {"data": evaluation.data} if evaluation.data else {}
+        values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds, **data}
         self.record(run, "evaluation", evaluation.step, values)
         self.say(f"step {evaluation.step}: {evaluation.split}: {_line_of(evaluation.metrics)}")
         if evaluation.split == "validation":
@@ -263,24 +271,19 @@ class Outputs:
         self.say(f"model: {self.final}   metrics: {self.metrics}")
 
     def describe(self, run: Run, parts: Parts) -> None:
-        """The arithmetic of the run in two lines, and a third if it will not reach its learning rate."""
-        goal, optim, (trained, every) = parts.goal, run.config.optimization, parts.sizes
+        """What is trained, in a line."""
+        trained, every = parts.sizes
         name = getattr(getattr(parts.state.model, "config", None), "model_type", type(parts.state.model).__name__)
         size = f"{every / 1e6:.2f} M parameters"
         size += f" ({trained / 1e6:.2f} M trained, {trained / every:.2%})" if trained < every else ""
         self.note(f"model: {name}, {size}, sequences of up to {run.config.data.max_length:,} tokens")
-        total, peak, per_epoch = goal.total_steps, goal.peak_learning_rate, parts.batches.steps_per_epoch
-        epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
-        self.note(f"batch: {parts.batches.arithmetic}; {figures.several(total, 'step')} ({epochs})")
-        if (warmup := num_warmup_steps(total, optim)) > total:
-            highest = learning_rate_at(total - 1, total, peak, optim)
-            self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
 
     def summary(self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         """What ``summary.json`` holds; extras add to it."""
         config, data, batches = run.config, parts.data, parts.batches
         arithmetic, per_epoch = batches.arithmetic, batches.steps_per_epoch
-        metric = config.get("metric_for_best") or data.task.headline_metric
+        found, metric = evaluations[0].metrics, config.get("metric_for_best") or data.task.headline_metric
+        metric = metric if metric in found else "loss"
         return {
             "status": "done",
             "task": data.task.name,
@@ -293,7 +296,7 @@ class Outputs:
             "tokens": progress.tokens_seen,
             "padding_share": 1 - progress.tokens_seen / max(1, progress.positions_seen),
             "metric_name": metric,
-            "metric_value": evaluations[0].metrics[metric],
+            "metric_value": found.get(metric),
             "result": {e.split: e.metrics for e in evaluations},
             "final_step": evaluations[0].step,
             "max_length": config.data.max_length,

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Evaluation:
 
     split: str
     step: int
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any]
     seconds: float = 0.0
     data: str | None = None  # a digest of the validation split
 

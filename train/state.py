@@ -94,8 +94,11 @@ class TrainingState:
             _filled(tensor, blocks, "model", name)
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """The model's tensors that a checkpoint holds, by name."""
-        return model_tensors(self.model)
+        """What a checkpoint holds of the model: weights and persistent buffers by name, each tensor once."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            found.setdefault(id(tensor), (name, tensor))
+        return dict(found.values())
 
     def whole_tensors(self, keep: bool) -> dict[str, Tensor]:
         """Weights and persistent buffers on the CPU, each whole, for ranks that ``keep`` them; all ranks take part.
@@ -103,10 +106,10 @@ class TrainingState:
         One tensor at a time is whole on every rank: no more memory is needed than for the largest.
         """
         whole = {}
-        for name, tensor in model_tensors(self.model).items():
+        for name, tensor in TrainingState.model_tensors(self).items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
-                whole[name] = full.detach().cpu()
+                whole[name] = full.detach().cpu().contiguous()
         return whole
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
@@ -128,20 +131,13 @@ class TrainingState:
             model.config.dtype = dtype
             model.config.save_pretrained(folder)
         elif keep:
-            save_file(weights, folder / "model.safetensors")
+            whole = {n: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in weights.items()}
+            save_file(whole, folder / "model.safetensors")  # which takes no views of one tensor
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state of each parameter that it has, in the order of the model."""
         state = self.optimizer.state
         return {name: state[p] for name, p in self.model.named_parameters() if p in state}
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and persistent buffers by name, those that share a tensor once."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
 
 
 def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:

@@ -60,7 +60,8 @@ class Engine:
         bound, order = math.inf if optim.max_grad_norm is None else optim.max_grad_norm, float(optim.grad_norm_type)
         norm: Any = accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=order)  # pyright: ignore
         if optim.max_grad_value is not None:
-            accelerator.clip_grad_value_(model.parameters(), optim.max_grad_value)
+            # torch's own: accelerate's refuses FSDP2, and would undo the loss scale a second time.
+            nn.utils.clip_grad_value_(model.parameters(), optim.max_grad_value)
         return norm.item()
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:

@@ -64,7 +64,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         goal = goal_of(config.optimization, batches, Progress())
         parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal)
         run.extras.each("ready", run, parts)
-        run.outputs.begin(goal.total_steps, Progress())
+        run.outputs.begin(run, parts, Progress())
         run.extras.each("starting", run, parts)
         with patch("train.loop.evaluate", no_evaluation):
             fit(run, parts, Progress())

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -34,6 +34,7 @@ from train.config import parse
 from train.data import prepare_data
 from train.extras import Extras
 from train.figures import read_metrics
+from train.optim import Goal
 from train.outputs import Outputs
 from train.records import EXIT_DONE, Progress
 
@@ -97,7 +98,8 @@ class Crashes:
             return
         if state.is_done:
             yield "not complete, but that was acknowledged"
-        outputs.begin(STEPS, progress)
+        batches = SimpleNamespace(arithmetic="", steps_per_epoch=None)
+        outputs.begin(bare, cast("Any", SimpleNamespace(goal=Goal(STEPS, 1e-3), batches=batches)), progress)
         expected = [key_of(row) for row in self.rows if belongs(row, progress)]
         found = [key_of(row) for row in read_metrics(outputs.metrics)]
         is_said = any("a crash has damaged" in note for note in outputs.notes)

@@ -5,11 +5,12 @@ its flags and its checks. An extra may change the batches, change the model, wra
 core calls the methods below, each in the order of :data:`ORDER`. This is the one file that knows all extras.
 """
 
+# pyright: reportReturnType=false
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -41,7 +42,7 @@ ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" fo
 
 
 class Extra:
-    """What an extra may do. Every method does nothing until a subclass overrides it."""
+    """What an extra may do. Only methods that a subclass overrides are called, so those here are empty."""
 
     # A frozen dataclass made of train.config.option; its fields become flags and recipe keys.
     Options: ClassVar[type | None] = None
@@ -53,15 +54,12 @@ class Extra:
 
     def identity(self, config: Config) -> dict[str, Any]:
         """What a checkpoint and a run that resumes from it must have in common."""
-        return {}
 
     def open(self, config: Config, launch: Launch, stop: list[str]) -> AbstractContextManager[None]:
         """Surrounds the whole run, from before the processes meet; may ask it to ``stop``, by the name of a signal."""
-        return nullcontext()
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         """Further arguments of ``Accelerator``."""
-        return {}
 
     # Seam 1: the batches
 
@@ -73,25 +71,20 @@ class Extra:
 
     def change_caching(self, run: Run, make: Callable[[], Dataset], cache: Path) -> Callable[[], Dataset]:
         """``make``, which keeps what it gives in files whose names begin with ``cache``, made safer."""
-        return make
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""
-        return data
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         """The micro-batches of one step, as this rank will see them."""
-        return micro_batches
 
     # Seam 2: the model
 
     def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
         """The configuration with what was left to ``auto`` chosen."""
-        return config
 
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         """Changes transformers' configuration in place; returns further arguments of ``from_pretrained``."""
-        return {}
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         """The new network is built; raises UserError where it cannot learn the task. ``sizes``: tokens, labels."""
@@ -117,13 +110,11 @@ class Extra:
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
         """Another engine in place of, or around, ``engine``."""
-        return engine
 
     # Seam 4: events
 
     def preparing(self) -> AbstractContextManager[None]:
         """Surrounds the preparation of the data."""
-        return nullcontext()
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         """The data is there; the model is about to be built."""
@@ -136,7 +127,6 @@ class Extra:
 
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         """Surrounds an optimizer step, which begins with the phase forward, or the evaluation of one micro-batch."""
-        return nullcontext()
 
     def mark(self, phase: str) -> None:
         """A phase of the step begins: forward, backward, clip or optimizer."""
@@ -146,7 +136,6 @@ class Extra:
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """The mean loss since the step of the last line is known; may raise DivergenceError."""
-        return progress
 
     def skipped(self, run: Run, progress: Progress, loss_scale: float | None) -> None:
         """A step had no finite gradient; may raise DivergenceError."""
@@ -156,23 +145,18 @@ class Extra:
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         """Takes over writing a checkpoint; False leaves it to the core."""
-        return False
 
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
         """The steps whose checkpoints stay; all others are removed."""
-        return kept
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
         """A checkpoint was restored, with this progress."""
-        return progress
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """The validation split was evaluated after the step that ``progress`` stands at."""
-        return progress
 
     def ends_early(self, run: Run, progress: Progress) -> bool:
         """Whether no further step is wanted."""
-        return False
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
         """The step whose weights ``final/`` gets; None: the last."""

@@ -28,7 +28,8 @@ WIDTHS = "^(?!.*(position|kernel|conv|num_)).*(size|dim|embd|d_(model|ff|head)|f
 def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, sizes: tuple[int, int]) -> str | None:
     """Why a module of one's own cannot take a batch of ``task``, or None; ``sizes``: of vocabulary and classes."""
     ids, classes = torch.full((2, min(8, config.data.max_length)), sizes[0] - 1), sizes[task.labelled]
-    mask = {} if task.is_causal or _is_alone(config) else {"attention_mask": torch.ones_like(ids)}
+    is_alone = (config.optimization.micro_batch_size, config.output.eval_batch_size or 1) == (1, 1)  # without padding
+    mask = {} if task.is_causal or is_alone else {"attention_mask": torch.ones_like(ids)}
     inputs = {"input_ids": ids, **mask}
     needed = (2, classes) if task.labelled else (*ids.shape, classes)
     if hasattr(model, "_from_config") or task.loss_sum is not Task.loss_sum:
@@ -36,16 +37,17 @@ def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, size
     with suppress(Exception), small_copy(model) as small:  # what cannot be copied a run finds out by itself
         try:
             found = tuple(logits_of(small(**inputs)).shape)
+            problem = f"logits of the shape {found}, and {task.name} needs {needed}"
+            problem = None if found[:-1] == needed[:-1] and found[-1] >= classes else problem
         except Exception as error:  # models fail in their own ways
-            given = f"{' and '.join(inputs)} {tuple(ids.shape)}, token ids below {sizes[0]}"
-            return f"its forward fails for {given} ({type(error).__name__}: {one_line(error, 200)})"
-        if found[:-1] != needed[:-1] or found[-1] < classes:
-            return f"for input_ids {tuple(ids.shape)} its logits have the shape {found}, and {task.name} needs {needed}"
+            problem = f"{type(error).__name__}: {one_line(error, 200)}"
+        return problem and f"for {' and '.join(inputs)} {tuple(ids.shape)}, ids below {sizes[0]}, it gives {problem}"
     return None
 
 
 def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabulary: int) -> str | None:
     """Why ``model`` cannot learn ``task``, as far as a small copy tells: a reason and what to do, or None."""
+    is_alone = (config.optimization.micro_batch_size, config.output.eval_batch_size or 1) == (1, 1)  # without padding
 
     def trial(small: Any) -> str | None:
         tokens = tokens_on_trial(small, config.data.max_length, vocabulary)
@@ -62,18 +64,13 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
         short, pad_id = row[len(row) // 2 :], getattr(getattr(small, "config", None), "pad_token_id", None) or 0
         inputs, mask = pad([row, short], pad_id), pad([torch.ones_like(row), torch.ones_like(short)], 0)
         second, alone = logits_on_trial(small, inputs, attention_mask=mask)[1:], logits_on_trial(small, short[None])
-        if not _is_alone(config) and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
+        if not is_alone and differ(second[:, : len(short)] if second.ndim > 2 else second, alone):
             return "padding changes its results. Give --micro_batch_size 1 --eval_batch_size 1, or another model"
         return None
 
     with suppress(Exception):  # what cannot be tried a run finds out by itself
         return tried_on_small_copies(model, trial)
     return None
-
-
-def _is_alone(config: Config) -> bool:
-    """Whether no row is ever padded, because each is a batch by itself."""
-    return config.optimization.micro_batch_size == 1 and (config.output.eval_batch_size or 1) == 1
 
 
 def tried_on_small_copies(model: nn.Module, trial: Callable[[Any], str | None]) -> str | None:

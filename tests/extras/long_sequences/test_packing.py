@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from support import evaluation_batches
 from test_main import _own_signals as _own_signals
 from test_main import checkpoint_digests, stopping_after, train, trained_losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train import extras
-from train.batching import Batches, Loading, evaluation_batches
+from train.batching import Batches, Loading
 from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
@@ -141,7 +142,7 @@ def test_every_target_is_in_one_batch_of_an_epoch(workers: int) -> None:
     found = [label for (batch,) in batches.steps(0, 0) for label in batch.labels[batch.labels != IGNORE].tolist()]
     assert sorted(found) == sorted(t for row in causal_examples()["tokens"] for t in row[1:])
     assert batches.longest().labels.shape == (2, 12)
-    evaluated = evaluation_batches(packed, Loading(collate_of(task_of()), workers), BatchArithmetic(2, 1, 1), 0)
+    evaluated = evaluation_batches(packed, Loading(collate_of(task_of()), workers), 2)
     assert sum(batch.num_targets for batch in evaluated) == sum(LENGTHS)
 
 

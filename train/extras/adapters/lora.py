@@ -27,7 +27,7 @@ from train.checkpoint import StoredBlocks
 from train.extras.adapters import Options
 from train.model import parameter_counts
 from train.records import Run, UserError, one_line
-from train.state import TrainingState, model_tensors
+from train.state import TrainingState
 from train.tasks import load_task
 
 ADAPTER = "default"  # peft's name for an adapter that has none
@@ -169,7 +169,7 @@ class AdapterState(TrainingState):
     def model_tensors(self) -> dict[str, Tensor]:
         """Adapters, trained heads and persistent buffers, by name."""
         kept = {id(p) for p in self.model.parameters() if p.requires_grad} | {id(b) for b in self.model.buffers()}
-        return {name: tensor for name, tensor in model_tensors(self.model).items() if id(tensor) in kept}
+        return {name: tensor for name, tensor in super().model_tensors().items() if id(tensor) in kept}
 
     def values(self) -> dict[str, Any]:
         """Everything except tensors, and the digest of the frozen weights."""
@@ -218,7 +218,7 @@ class AdapterState(TrainingState):
         adapted = {id(p) for name, p in named if ".base_layer." in name}
         tied = [name for name, p in named if id(p) in adapted and ".base_layer." not in name]
         reason = f"one of them shares {tied[0]}" if tied else None
-        shapes = {n: (getattr(t, "quant_state", None) or t).shape for n, t in model_tensors(self.model).items()}
+        shapes = {n: (getattr(t, "quant_state", None) or t).shape for n, t in super().model_tensors().items()}
         try:
             _merged(self.model, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
         except (RuntimeError, KeyError, ValueError) as error:

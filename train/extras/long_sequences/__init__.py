@@ -118,8 +118,7 @@ class Room(Extra):
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         if (tokens := run.config.of(Options).max_tokens_per_micro_batch) is not None:
-            summary |= {"micro_batch_size": None, "gradient_accumulation_steps": None}
-            summary["max_tokens_per_micro_batch"] = tokens
+            summary.update(micro_batch_size=None, gradient_accumulation_steps=None, max_tokens_per_micro_batch=tokens)
 
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         if self._length is not None and "sequence_length" in values:

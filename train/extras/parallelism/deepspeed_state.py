@@ -106,7 +106,7 @@ class DeepSpeedState(TrainingState):
         """In fp32; one tensor at a time is whole on every rank."""
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-        whole = {name: tensor.detach().cpu() for name, tensor in self.model_tensors().items() if keep}
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model_tensors().items() if keep}
         for name, parameter in self.model.named_parameters():
             tensor: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if keep and tensor is not None:
