@@ -21,7 +21,7 @@ from torch import nn
 from train import checkpoint
 from train.checkpoint import StoredBlocks, by_step
 from train.records import Progress, UserError
-from train.state import Part, TrainingState
+from train.state import Block, TrainingState
 
 IDENTITY = {"dataset": "stdlib", "seed": 1}
 
@@ -377,9 +377,9 @@ class Cut:
 
     identity, whole = IDENTITY, torch.arange(12.0).view(4, 3)
 
-    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
-        flat = Part(self.whole.flatten().clone(), (4, 3), (0,))
-        return {"model": {"block": Part(self.whole, (4, 3), (0, 0)), "stretch": flat}, "optimizer": {}}
+    def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
+        flat = Block(self.whole.flatten().clone(), (4, 3), (0,))
+        return {"model": {"block": Block(self.whole, (4, 3), (0, 0)), "stretch": flat}, "optimizer": {}}
 
     def values(self) -> dict[str, Any]:
         return {}

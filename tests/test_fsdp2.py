@@ -100,6 +100,15 @@ def test_run_equals_that_of_one_process_and_resumes_anywhere(recipe: Path, tmp_p
     resumes("cpu", 1, stored, recipe, tmp_path, *flags)
 
 
+@pytest.mark.slow
+def test_gradients_are_clipped_by_value_in_their_parts(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("_pdrop: 0.1", "_pdrop: 0.0") + "optimizer: sgd\n")
+    flags = ("--max_steps", 3, "--max_grad_norm", None, "--max_grad_value", 0.001)
+    for file, processes in (("cpu", 1), ("fsdp2", 2)):
+        run(file, recipe, tmp_path / file, *flags, processes=processes)
+    assert largest_difference(final_weights(tmp_path / "cpu"), final_weights(tmp_path / "fsdp2")) < EXACT
+
+
 def resumes(file: str, processes: int, stored: Path, recipe: Path, folder: Path, *flags: Any) -> None:
     """Resumes from ``stored``, of step 2, and compares with the run in ``folder / "one"``."""
     output = folder / f"resumed-{file}"

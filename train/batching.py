@@ -79,7 +79,7 @@ class Rounds:
 
 
 def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """``ids``; if all are of one length, the next shorter of ``order`` comes last: padding can make a model mask."""
+    """``ids``; if all are of one length, the next shorter of ``order`` comes last: padding may bring a mask."""
     shorter = order[lengths[order] < lengths[ids[0]]]
     if len(ids) > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
         ids[-1] = int(shorter[0])

@@ -32,7 +32,7 @@ from train.records import Progress, UserError, exchange, one_line
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from train.state import Part, TrainingState
+    from train.state import Block, TrainingState
 
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 PARTIAL = ".partial-"
@@ -208,7 +208,7 @@ def write(folder: Path, state: TrainingState, progress: Progress, accelerator: A
     partial = folder / f"{PARTIAL}{final.name}"
     try:
         together(accelerator, lambda: make_empty(partial), rank == 0)
-        written = together(accelerator, lambda: write_parts(partial, state.parts(rank), rank))
+        written = together(accelerator, lambda: write_blocks(partial, state.blocks(rank), rank))
         values = {"progress": asdict(progress), **state.values()}
         together(accelerator, lambda: complete(partial, final, values, written), rank == 0)
     except (OSError, UserError) as error:
@@ -246,19 +246,19 @@ def make_empty(partial: Path) -> None:
     make_folder(partial)
 
 
-def write_parts(partial: Path, parts: Mapping[str, Mapping[str, Part]], rank: int) -> Written:
+def write_blocks(partial: Path, blocks: Mapping[str, Mapping[str, Block]], rank: int) -> Written:
     """Writes one rank's blocks; a file a section, none for a section without blocks."""
     files, rows = {}, []
-    for section, named in parts.items():
+    for section, named in blocks.items():
         if named:
             path = partial / f"{section}-{rank:05d}.safetensors"
-            files[path.name] = _sealed(path, _safetensors({name: part.tensor for name, part in named.items()}))
+            files[path.name] = _sealed(path, _safetensors({name: block.tensor for name, block in named.items()}))
             rows += [(section, n, p.shape, [path.name, p.offsets, tuple(p.tensor.shape)]) for n, p in named.items()]
     return files, rows
 
 
 def complete(partial: Path, final: Path, values: Mapping[str, Any], written: Sequence[Written]) -> None:
-    """Index, the rest of the state, manifest and final name: done by one rank when all have written their parts."""
+    """Index, the rest of the state, manifest and final name: done by one rank when all have written their blocks."""
     files = {name: entry for rank_files, _ in written for name, entry in rank_files.items()}
     index: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     for _, rows in written:

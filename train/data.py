@@ -41,13 +41,13 @@ class PreparedData:
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split: every example once over all ranks, as many batches on each."""
         optim, asked = run.config.optimization, run.config.output.eval_batch_size
-        copies = run.launch.tp_size * run.launch.cp_size  # with Ulysses each rank evaluates whole sequences
+        sharing = run.launch.tp_size * run.launch.cp_size  # ranks; with Ulysses each evaluates whole sequences
         size = asked or optim.micro_batch_size
         assert size != "auto"  # a number was chosen before anything is evaluated
-        arithmetic = BatchArithmetic(size, 1, run.launch.world_size // copies)
+        arithmetic = BatchArithmetic(size, 1, run.launch.world_size // sharing)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
         rounds = loading.rounds.form(range(len(examples)), column(examples, "length").tolist(), arithmetic)
-        return load(examples, loading, [parts[run.launch.rank // copies] for parts in rounds], (0, 0))
+        return load(examples, loading, [parts[run.launch.rank // sharing] for parts in rounds], (0, 0))
 
 
 def prepare_data(run: Run) -> PreparedData:

@@ -130,10 +130,10 @@ def settle_precision(launch: Launch, config: Config, device: torch.device) -> tu
     asked = config.optimization.mixed_precision
     is_open = asked is None and launch.precision == "no" and config.architecture.dtype == "float32"
     if is_open and device.type == "cuda" and launch.engine != "deepspeed":
-        found = automatic_precision(launch, config, has_bf16(device))
+        precision, line = automatic_precision(launch, config, has_bf16(device))
     else:
-        found = resolve_precision(asked or launch.precision, device)
-    return replace(launch, precision=found[0]), found[1]
+        precision, line = resolve_precision(asked or launch.precision, device)
+    return replace(launch, precision=precision), line
 
 
 def automatic_precision(launch: Launch, config: Config, has_bf16: bool) -> tuple[str, str]:
@@ -176,7 +176,7 @@ def cpu_has_fast_bf16() -> bool:
     return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
 
 
-def arithmetic_in_use(accelerator: Any) -> str:
+def precision_in_use(accelerator: Any) -> str:
     """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
     import torch
 
@@ -264,7 +264,7 @@ def describe_device(accelerator: Any, launch: Launch) -> str:
     """The first line of a run."""
     import torch
 
-    device, arithmetic = accelerator.device, arithmetic_in_use(accelerator)
+    device, arithmetic = accelerator.device, precision_in_use(accelerator)
     parts = [f"{accelerator.num_processes} × {device_name(device)}"]
     parts += [f"{(threads := torch.get_num_threads())} thread{'s' * (threads > 1)} each"] * (device.type == "cpu")
     parts += [str(launch), os.environ.get("PYTORCH_ALLOC_CONF", "") * (device.type == "cuda")]

@@ -42,8 +42,8 @@ class Parts:
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
-    Raises StepError if a step failed (the steps before it are saved if the weights are intact), DivergenceError after
-    too many steps without a finite gradient or for a loss far above the usual, UserError for a batch without a target.
+    Raises StepError if a step failed (the steps before it are saved if the weights are intact), UserError for a batch
+    without a target, and what extras raise: endurance ends a run that diverges by DivergenceError.
     """
     while True:
         try:
@@ -61,11 +61,11 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     # The loss stays on the device until it is logged or saved: reading it would wait for the device.
     saved, loss_sum = progress.step, torch.zeros((), device=run.accelerator.device)
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
-    progress, asked = evaluate_if_due(run, parts, progress)
-    if run.outputs.is_foreign and progress.best_step == progress.step:  # no checkpoint of it is in this folder
+    progress, stops = evaluate_if_due(run, parts, progress)
+    if run.outputs.is_foreign and progress.best_step == progress.step:  # the best so far belongs in this folder
         progress = save(run, parts, progress, loss_sum, wait=True)
     started = time.perf_counter()
-    while not asked and not is_done(run, goal, progress):
+    while not stops and not is_done(run, goal, progress):
         for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
             micro_batches = run.extras.pipe("change_micro_batches", run, micro_batches, progress.step)
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
@@ -93,25 +93,25 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             is_last = progress.step >= goal.total_steps
             if is_last or is_due(output.log_every_steps, progress):
                 progress = log(run, progress, loss_sum, of_step)
-            asked = outcome.stop_requested
-            if (ends := is_last or asked) or is_due(output.save_every_steps, progress):
+            stops = outcome.stop_requested
+            if (ends := is_last or stops) or is_due(output.save_every_steps, progress):
                 saved = (progress := save(run, parts, progress, loss_sum, wait=ends)).step
-            if is_last or not asked:  # a run that is asked to stop evaluates when it resumes
-                progress, asked = evaluate_if_due(run, parts, progress)
-            done = is_done(run, goal, progress)
-            if done and progress.interval.steps:
+            if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
+                progress, stops = evaluate_if_due(run, parts, progress)
+            if (done := is_done(run, goal, progress)) and progress.interval.steps:
                 progress = log(run, progress, loss_sum, of_step)
-            if (not ends and (done or asked)) or progress.best_step == progress.step != saved:
-                saved = (progress := save(run, parts, progress, loss_sum, wait=done or asked)).step
+            # Again where the evaluation has ended the run: its result belongs in. Or first, for a new best step.
+            if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
+                saved = (progress := save(run, parts, progress, loss_sum, wait=done or stops)).step
             started = time.perf_counter()  # evaluating and saving do not count as training
-            if done or asked:
-                if asked:  # before the processes that load batches end, for which a launcher may not wait
+            if done or stops:
+                if stops:  # said before the processes that load batches end, for which a launcher may not wait
                     run.outputs.stopped(run.stop, progress.step)
                 return progress
         if progress.step_in_epoch == 0:
             raise UserError("the training data gave no batch in a whole epoch: it is empty.")
         progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
-    if asked:
+    if stops:
         run.outputs.stopped(run.stop, progress.step)
     return progress
 

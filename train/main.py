@@ -46,6 +46,56 @@ def main(arguments: list[str] | None = None) -> int:
         return records.EXIT_INTERRUPTED
 
 
+def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> int:
+    """Makes the Accelerator, trains, explains what ended the run early, and returns the exit status."""
+    run = None
+    try:
+        run = start(config, launch, joined, stop)
+        return train(run)
+    except records.StopAtOnce:
+        assert run is not None  # its data was being prepared, so there is nothing to save
+        run.outputs.stopped(stop, None)
+        return records.EXIT_STOPPED
+    except Exception as error:
+        if run is not None:
+            run.outputs.bar.close()
+        # An extra may know what happened: a lost rank, a full disk, no memory left. A bug shows its traceback.
+        if (explanation := joined.first("failed", run, error)) is not None:
+            raise records.UserError(explanation) from None
+        if run is not None and run.outputs.finishing:
+            done = "Training is done and its last checkpoint is written"
+            show_error(f"{run.outputs.finishing} failed. {done}: {config.output.same_command} makes what is missing.")
+        raise
+
+
+def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> records.Run:
+    """Where to train: devices, precision and accumulation are accelerate's."""
+    from accelerate import Accelerator
+
+    from train.batching import arithmetic_of
+    from train.outputs import Outputs
+
+    device = launching.target_device()
+    launch, substitution = launching.settle_precision(launch, config, device)
+    launching.set_up_device(device, launch, config)
+    options = launching.accelerator_options(launch, device, config.optimization.distributed_timeout_seconds)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
+        mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
+        **{**options, **joined.merged("accelerator_options", config, launch)},
+    )
+    if (known := accelerator.num_processes) != launch.world_size:
+        raise records.UserError(
+            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
+            "the same thing. See accelerate_configs/ for launch files that work."
+        )
+    run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
+    run.outputs.from_main(run.outputs.prepare)
+    described = launching.describe_device(accelerator, launch)
+    run.outputs.note(described, substitution, f"extras: {', '.join(joined.by_name) or 'none'}")
+    return run
+
+
 def train(run: records.Run) -> int:
     """Data, model, optimizer, fit, finish; returns the exit status."""
     # Imported here: these take seconds, and a wrong flag or --help should not wait for them.
@@ -123,56 +173,6 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     run.extras.each("finished", run, parts, summary)
     outputs.finish(summary)
     return records.EXIT_DONE
-
-
-def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> int:
-    """Makes the Accelerator, trains, explains what ended the run early, and returns the exit status."""
-    run = None
-    try:
-        run = start(config, launch, joined, stop)
-        return train(run)
-    except records.StopAtOnce:
-        assert run is not None  # its data was being prepared, so there is nothing to save
-        run.outputs.stopped(stop, None)
-        return records.EXIT_STOPPED
-    except Exception as error:
-        if run is not None:
-            run.outputs.bar.close()
-        # An extra may know what happened: a lost rank, a full disk, no memory left. A bug shows its traceback.
-        if (explanation := joined.first("failed", run, error)) is not None:
-            raise records.UserError(explanation) from None
-        if run is not None and run.outputs.finishing:
-            done = "Training is done and its last checkpoint is written"
-            show_error(f"{run.outputs.finishing} failed. {done}: {config.output.same_command} makes what is missing.")
-        raise
-
-
-def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> records.Run:
-    """Where to train: devices, precision and accumulation are accelerate's."""
-    from accelerate import Accelerator
-
-    from train.batching import arithmetic_of
-    from train.outputs import Outputs
-
-    device = launching.target_device()
-    launch, substitution = launching.settle_precision(launch, config, device)
-    launching.set_up_device(device, launch, config)
-    options = launching.accelerator_options(launch, device, config.optimization.distributed_timeout_seconds)
-    accelerator = Accelerator(
-        gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
-        mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
-        **{**options, **joined.merged("accelerator_options", config, launch)},
-    )
-    if (known := accelerator.num_processes) != launch.world_size:
-        raise records.UserError(
-            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
-            "the same thing. See accelerate_configs/ for launch files that work."
-        )
-    run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
-    run.outputs.from_main(run.outputs.prepare)
-    described = launching.describe_device(accelerator, launch)
-    run.outputs.note(described, substitution, f"extras: {', '.join(joined.by_name) or 'none'}")
-    return run
 
 
 if __name__ == "__main__":

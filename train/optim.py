@@ -62,7 +62,7 @@ class Goal:
 
 
 def goal_of(config: Optimization, batches: Batches, progress: Progress = Progress()) -> Goal:  # noqa: B008
-    """How many steps a run at ``progress`` makes in all: after a change of the batch size an epoch has other steps."""
+    """The goal of a run at ``progress``; what was left of its epochs at a change of the batch size is in new steps."""
     step, epoch, done = progress.counted_from
     left = ((config.num_epochs or 1) - epoch) * (batches.steps_per_epoch or 1) - done
     return Goal(config.max_steps or step + left, peak_learning_rate(config, batches.arithmetic.global_batch_size))

@@ -95,7 +95,7 @@ class Outputs:
         """The evaluation that the log has of a checkpoint that was written before it."""
         if self.is_foreign or progress.evaluated_step == progress.step:
             return None
-        wanted = self.config.get("metric_for_best") or "kind"
+        wanted = self.config.get("metric_for_best") or "kind"  # which every row has
         for row in figures.read_metrics(self.metrics):
             if row["step"] == progress.step and row.get("data") == validation_digest and wanted in row:
                 found = {name: math.nan if value is None else value for name, value in row.items()}
@@ -201,7 +201,7 @@ class Outputs:
                 self.note(f"{error} Training continues, and these rows are written later if possible.")
 
     def _sync_rows(self) -> None:
-        """Has the log on the disk before what lets a run resume behind its rows, which it would not write again."""
+        """Puts the log on the disk before a checkpoint: a run that resumes there does not write its rows again."""
         if self.is_main:
             self._write_rows()
             with suppress(OSError):
@@ -255,7 +255,7 @@ class Outputs:
         """Writes ``summary.json``, with the digests of ``final/``, and says the last lines a person sees."""
         self._sync_rows()
         if self.is_main:
-            figures.append(self.metrics, self._unwritten)
+            figures.append(self.metrics, self._unwritten)  # what fails now ends the run
             paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
             files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
             whole = figures.to_json({**summary, "final_files": files}, indent=2) + "\n"
@@ -321,7 +321,7 @@ class Outputs:
         step = progress.step
         wanted = run.extras.first("final_step", run, progress) or step
         # Where the best weights cannot be used, final/ has the last ones.
-        if not self.is_complete(step, wanted) and (not self.is_complete(step, step) or self.is_usable(wanted)):
+        if not (self.is_complete(step, wanted) or (self.is_complete(step, step) and not self.is_usable(wanted))):
             return False
         longer = "--max_steps" if step >= total_steps else "--early_stopping_patience"
         self.say(

@@ -24,7 +24,7 @@ STARTED = time.perf_counter()  # of this process: main imports this module befor
 IGNORE = -100  # a label that is not a target: padding, or a position that is only context
 
 EXIT_DONE, EXIT_ERROR, EXIT_USAGE = 0, 1, 2
-EXIT_STOPPED = 85  # by a signal; a checkpoint is written; the same command resumes from it
+EXIT_STOPPED = 85  # by a signal; the same command resumes from the checkpoint that was written
 EXIT_INTERRUPTED = 130  # at once, by a second interrupt; the number that shells report for it
 
 
@@ -188,7 +188,7 @@ class Progress:
     best_metric: float | None = None
     best_step: int | None = None
     best_of: str | None = None  # by which metric, on which data
-    evaluated_step: int = 0
+    evaluated_step: int = 0  # of the last evaluation; also at the start, where none is wanted
     evaluations_without_improvement: int = 0
     training_seconds: float = 0.0
     usual_loss: float | None = None  # a moving mean over the logging intervals

@@ -34,7 +34,7 @@ STREAMED = 64  # examples of a stream that are compared: the rest is not known b
 
 
 @dataclass(frozen=True)
-class Part:
+class Block:
     """A block of a larger tensor."""
 
     tensor: Tensor
@@ -54,10 +54,10 @@ class TrainingState:
     identity: Mapping[str, Any]  # what must be equal for a run to resume: data, model, batch, seed
     scaler: torch.amp.GradScaler | None = None
 
-    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
+    def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
         """By section and name, what ``rank`` has to write: over all ranks every element of every tensor once."""
         optimizer = {f"{n}.{k}": v for n, s in self._states().items() for k, v in s.items() if isinstance(v, Tensor)}
-        return {"model": _parts(self.model_tensors(), rank), "optimizer": _parts(optimizer, rank)}
+        return {"model": _blocks(self.model_tensors(), rank), "optimizer": _blocks(optimizer, rank)}
 
     def values(self) -> dict[str, Any]:
         """Everything except tensors, as JSON, the same on every rank: identity, numbers of the state, loss scaler."""
@@ -140,7 +140,7 @@ class TrainingState:
         return {name: state[p] for name, p in self.model.named_parameters() if p in state}
 
 
-def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
+def _blocks(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Block]:
     """The blocks of ``tensors`` that this rank holds and no earlier one."""
     found = {}
     for name, tensor in tensors.items():
@@ -149,7 +149,7 @@ def _parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
             places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
             is_first = all(index == 0 for index, placement in places if placement.is_replicate())
         if is_first and (held := _held(tensor)) is not None:
-            found[name] = Part(held[0].contiguous(), tuple(tensor.shape), held[1])
+            found[name] = Block(held[0].contiguous(), tuple(tensor.shape), held[1])
     return found
 
 

@@ -34,7 +34,7 @@ class Engine:
         self.accelerator, self.config, self.mark = accelerator, config, mark
 
     @property
-    def loss_scale(self) -> float:
+    def loss_factor(self) -> float:
         """Undoes what averages gradients: accelerate over micro-batches, data parallelism over ranks."""
         return self.accelerator.gradient_accumulation_steps * self.accelerator.num_processes
 
@@ -95,7 +95,7 @@ def optimizer_step(
     totals = engine.total(count(micro_batches, stop_requested))
     # A step accumulates over the micro-batches that it has: the last one of an epoch may have fewer.
     accelerator.gradient_accumulation_steps, accelerator.step = len(micro_batches), 0
-    scale, loss_sum = engine.loss_scale / totals[0], torch.zeros((), device=accelerator.device)
+    scale, loss_sum = engine.loss_factor / totals[0], torch.zeros((), device=accelerator.device)
     norm, skipped, counts = math.nan, True, [0, 0, 0, 0]
     for micro_batch in micro_batches:
         # Gradients of all but the last micro-batch stay on this rank: accumulate() leaves them unsynchronised.
@@ -105,7 +105,7 @@ def optimizer_step(
                 part = part.to(accelerator.device)
                 loss = model(part.inputs, part.labels, num_targets=part.num_targets)
                 mark("backward")
-                engine.backward(loss * (1 + 0 * loss.detach()), scale)  # 0 × inf is NaN: all ranks skip the step
+                engine.backward(loss * (1 + 0 * loss.detach()), scale)  # × 1, or NaN where it is not finite
             # Nothing of the graph is held while the gradient is clipped and used.
             loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
             del loss, part

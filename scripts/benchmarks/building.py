@@ -314,10 +314,10 @@ class Training:
         """
         from train.extras.meter.cards import peak_flops_per_second
         from train.extras.meter.flops import count_flops
-        from train.launch import arithmetic_in_use, device_name
+        from train.launch import device_name, precision_in_use
 
         accelerator = self.run.accelerator
-        peak = peak_flops_per_second(device_name(accelerator.device), arithmetic_in_use(accelerator))
+        peak = peak_flops_per_second(device_name(accelerator.device), precision_in_use(accelerator))
         per_second, counted = tokens / seconds_per_step, count_flops(self.network, length)
         flops = counted and counted.of(length) / length
         return {

@@ -41,7 +41,7 @@ def moments(workers: int) -> dict[str, tuple[str, int]]:
         "rehearsing": ("train.memory.session:rehearse", 1),
         "training": ("train.loss:ModelWithLoss.forward", 6),
         "evaluating": ("train.loop:evaluate", 1),
-        "saving": ("train.checkpoint:write_parts", 1),
+        "saving": ("train.checkpoint:write_blocks", 1),
         "finishing": ("train.outputs:Outputs.write_final", 1),
     }
 

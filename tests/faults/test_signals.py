@@ -36,7 +36,7 @@ MOMENTS = {
     "model": ("train.model:build_model", 1),
     "forward": ("train.loss:ModelWithLoss.forward", 3),
     "evaluation": ("train.loop:evaluate", 1),
-    "saving": ("train.checkpoint:write_parts", 1),
+    "saving": ("train.checkpoint:write_blocks", 1),
     "completing": ("train.checkpoint:complete", 1),
 }
 """What is about to be called when the signal comes."""
@@ -160,7 +160,7 @@ def test_a_long_evaluation_is_cut_short_and_made_again(
     """A scheduler that asks does not wait for its end. A checkpoint is not due with it, or still being written."""
     its = (*arguments(write_recipe(tmp_path), tmp_path / "run"), "--save_every_steps", saves)
     asked = on_rank(ranks - 1, at_call("train.evaluation:score", send_itself(signal.SIGTERM), 2))
-    slow = at_call("train.checkpoint:write_parts", sleep_for_seconds)
+    slow = at_call("train.checkpoint:write_blocks", sleep_for_seconds)
     for end in run(its, tmp_path / "logs", ranks, several(asked, slow)):  # in the first call it is rehearsed
         assert end.status == EXIT_STOPPED, end.said
         assert "step 2: validation" not in end.said
@@ -253,7 +253,7 @@ def processes_of(output: Path) -> list[int]:
 def test_launcher_that_dies_while_a_checkpoint_is_written_delays_no_stop(tmp_path: Path) -> None:
     """With it goes the store through which ranks tell each other, in the background, that their parts are written."""
     its = arguments(write_recipe(tmp_path), tmp_path / "run")
-    fault = at_call("train.checkpoint:write_parts", sleep_for_seconds)
+    fault = at_call("train.checkpoint:write_blocks", sleep_for_seconds)
     with started(its, tmp_path / "logs", 2, fault) as job:
         job.wait_until(lambda: list((tmp_path / "run").glob("checkpoints/.partial-*")))
         job.store = None

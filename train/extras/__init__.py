@@ -165,7 +165,7 @@ class Extra:
         """Where to continue after training has diverged; None: the run ends."""
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
-        """``final/`` comes next, made of ``state``."""
+        """Training is done, and ``state`` as the last step left it; ``final/`` comes next."""
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """What to tell a person about ``error``; empty if that was done; None if this extra does not know."""
@@ -201,7 +201,7 @@ class Extras:
         return next((found for call in self._methods(method) if (found := call(*args)) is not None), None)
 
     def pipe(self, method: str, run: Run, value: Any, *args: Any) -> Any:
-        """``value`` after each extra has changed it."""
+        """``value``, passed behind ``run``, as each extra in turn returns it."""
         for call in self._methods(method):
             value = call(run, value, *args)
         return value

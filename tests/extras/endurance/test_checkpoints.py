@@ -66,13 +66,13 @@ def full(*arguments: Any) -> Any:
 def test_copy_is_of_the_step_that_was_saved_although_training_continues(
     run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write, write = threading.Event(), checkpoint.write_parts
+    may_write, write = threading.Event(), checkpoint.write_blocks
 
     def slow(*arguments: Any) -> Any:
         may_write.wait(20)
         return write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write_parts", slow)
+    monkeypatch.setattr(checkpoint, "write_blocks", slow)
     saving, before = Saving(in_background=True), {k: v.clone() for k, v in state.model.state_dict().items()}
     saving.save(run, state, Progress(step=1), wait=False)
     assert names(outputs) == [".partial-step-00000001"]
@@ -97,7 +97,7 @@ def test_copies_of_a_card_share_one_page_locked_buffer_of_their_size(
     run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensor by tensor, torch's allocator would round each up to a power of two, and keep all that."""
-    parts, driver = TrainingState.parts, Driver()
+    parts, driver = TrainingState.blocks, Driver()
 
     def on_card(state: TrainingState, rank: int) -> Any:
         found = parts(state, rank)
@@ -154,7 +154,7 @@ def test_weight_or_moment_that_is_not_finite_is_named_and_nothing_is_written(
 ) -> None:
     monkeypatch.setattr(checkpoints, "PIECE", 2)
     state = trained_state()
-    state.parts(0)[section][name].tensor.view(-1)[place] = value
+    state.blocks(0)[section][name].tensor.view(-1)[place] = value
     with pytest.raises(DivergenceError, match=f"^step 7: {name} is not finite any more") as caught:
         Saving(in_background).save(run, state, Progress(step=7, consecutive_nonfinite_steps=2), wait=False)
     assert (caught.value.sound_step, names(outputs)) == (4, [])

@@ -195,8 +195,8 @@ def ulysses(accelerator: Any) -> Ulysses:
 
 
 def test_gradients_are_scaled_by_what_deepspeed_divides_them_by() -> None:
-    assert [ulysses(fake(stage)).loss_scale for stage in (2, 3)] == [2, 4]
-    assert DeepSpeed(fake(), Config()).loss_scale == 4
+    assert [ulysses(fake(stage)).loss_factor for stage in (2, 3)] == [2, 4]
+    assert DeepSpeed(fake(), Config()).loss_factor == 4
 
 
 def test_sequences_are_divided_in_training_and_whole_in_evaluation() -> None:

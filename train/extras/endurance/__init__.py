@@ -218,7 +218,7 @@ class Room(Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
-        refuse_nonfinite(run, state, progress, state.parts(run.accelerator.process_index))
+        refuse_nonfinite(run, state, progress, state.blocks(run.accelerator.process_index))
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""

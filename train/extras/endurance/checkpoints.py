@@ -18,11 +18,11 @@ from torch import Tensor
 from train import checkpoint
 from train.extras.host_memory import free_host_bytes, page_locked
 from train.records import DivergenceError, Progress, Run, UserError, exchange
-from train.state import Part, TrainingState
+from train.state import Block, TrainingState
 
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
 PIECE = 2**19  # elements, which the cache still holds when they are read again
-Parts: TypeAlias = Mapping[str, Mapping[str, Part]]  # by section and name
+Blocks: TypeAlias = Mapping[str, Mapping[str, Block]]  # by section and name
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
 
 
@@ -57,7 +57,7 @@ class Saving:
         # After a failure nothing is left to the background: the store that its ranks meet by may be gone.
         in_background = self._in_background and not (wait or self._last_failed)
         if not in_background or not self._begin(run, state, progress):
-            refuse_nonfinite(run, state, progress, state.parts(run.accelerator.process_index))
+            refuse_nonfinite(run, state, progress, state.blocks(run.accelerator.process_index))
             checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator)
             self._last_failed = False
             run.outputs.rotate(run, progress)
@@ -91,16 +91,16 @@ class Saving:
     def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
         """Whether every rank has room for a copy of its part; then it is on its way, or that has failed."""
         accelerator, rank = run.accelerator, run.accelerator.process_index
-        parts = state.parts(rank)
-        tensors = [part.tensor for named in parts.values() for part in named.values()]
+        blocks = state.blocks(rank)
+        tensors = [block.tensor for named in blocks.values() for block in named.values()]
         size_bytes, held = sum(map(_place_bytes, tensors)), len(self._buffer)
         has_room = size_bytes <= held or size_bytes < SHARE_FOR_A_COPY * (free_host_bytes() + held)
         if not all(exchange(has_room, accelerator.num_processes)):
             if NO_ROOM not in run.outputs.notes:
                 run.outputs.note(NO_ROOM)
             return False
-        copies, sums = copied(parts, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
-        refuse_nonfinite(run, state, progress, parts, sums)
+        copies, sums = copied(blocks, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
+        refuse_nonfinite(run, state, progress, blocks, sums)
         self.checkpoints_in_background += 1
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
         self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
@@ -128,14 +128,14 @@ class Saving:
             self._buffer = page_locked(size_bytes)
         return self._buffer
 
-    def _write(self, parts: dict[str, dict[str, Part]], values: Mapping[str, object], rank: int) -> None:
+    def _write(self, blocks: dict[str, dict[str, Block]], values: Mapping[str, object], rank: int) -> None:
         """The thread."""
         written = ""  # of a rank that failed
         try:
-            written = json.dumps(checkpoint.write_parts(self._partial, parts, rank))
+            written = json.dumps(checkpoint.write_blocks(self._partial, blocks, rank))
         except Exception as error:  # the run has to hear of it in any case
             self._error = error
-        parts.clear()
+        blocks.clear()
         self._own_part_is_done.set()
         try:
             everyones = self._gather(f"checkpoint {self.checkpoints_in_background}", written)
@@ -157,14 +157,14 @@ class Saving:
 
 
 def refuse_nonfinite(
-    run: Run, state: TrainingState, progress: Progress, parts: Parts, sums: Mapping[str, Tensor] | None = None
+    run: Run, state: TrainingState, progress: Progress, blocks: Blocks, sums: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Raises DivergenceError, on all ranks together, if a trained weight or a moment of one's ``parts`` is not finite.
+    """Raises DivergenceError, on all ranks together, if a trained weight or a moment of one's ``blocks`` is not finite.
 
     ``sums`` are theirs, where they are known.
     """
     trained = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
-    held = {n: p.tensor for s in parts for n, p in parts[s].items() if s == "optimizer" or n in trained}
+    held = {n: p.tensor for s in blocks for n, p in blocks[s].items() if s == "optimizer" or n in trained}
     # Looking at each element takes forty times as long as the sum, which else only an overflow makes infinite.
     # Tensors of bytes are integers, or of a type that cannot be added.
     sums = sums or {name: tensor.sum() for name, tensor in held.items() if tensor.itemsize > 1}
@@ -176,18 +176,18 @@ def refuse_nonfinite(
         raise DivergenceError(f"{what} {remedy}", progress, sound)
 
 
-def copied(parts: Parts, buffer: Tensor) -> tuple[dict[str, dict[str, Part]], dict[str, Tensor]]:
-    """``parts`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue; and their sums."""
-    copies, sums, place = {section: {} for section in parts}, {}, 0
-    for section, name, part in ((s, n, p) for s, named in parts.items() for n, p in named.items()):
-        tensor = part.tensor
+def copied(blocks: Blocks, buffer: Tensor) -> tuple[dict[str, dict[str, Block]], dict[str, Tensor]]:
+    """``blocks`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue; and their sums."""
+    copies, sums, place = {section: {} for section in blocks}, {}, 0
+    for section, name, block in ((s, n, p) for s, named in blocks.items() for n, p in named.items()):
+        tensor = block.tensor
         host = buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place += _place_bytes(tensor)
         for to, piece in zip(host.view(-1).split(PIECE), tensor.reshape(-1).split(PIECE), strict=True):
             to.copy_(piece, non_blocking=True)
             if piece.itemsize > 1:  # those of one byte are integers, or of a type that cannot be added
                 sums[name] = sums.get(name, 0) + piece.sum()
-        copies[section][name] = replace(part, tensor=host)
+        copies[section][name] = replace(block, tensor=host)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return copies, sums

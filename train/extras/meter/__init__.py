@@ -44,10 +44,10 @@ class Room(Extra):
         if not run.is_planned:
             from train.extras.meter.cards import peak_flops_per_second
             from train.extras.meter.flops import count_flops
-            from train.launch import arithmetic_in_use, device_name
+            from train.launch import device_name, precision_in_use
 
             device, ranks = run.accelerator.device, run.accelerator.num_processes
-            own = peak_flops_per_second(device_name(device), arithmetic_in_use(run.accelerator))
+            own = peak_flops_per_second(device_name(device), precision_in_use(run.accelerator))
             if all(peaks := exchange(own, ranks)):  # counted only where it is of use, and then on every rank
                 self._peak_flops_per_second = sum(peaks)  # of all devices together
                 self._flops = count_flops(network, run.config.data.max_length, task.is_causal)

@@ -63,7 +63,7 @@ class DeepSpeed(Engine):
         return self.accelerator.deepspeed_engine_wrapped.engine  # pyright: ignore[reportOptionalMemberAccess]
 
     @property
-    def loss_scale(self) -> float:
+    def loss_factor(self) -> float:
         """DeepSpeed 0.19 divides the sum of gradients by the ranks; by the accumulation only if asked to."""
         return self.accelerator.num_processes
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from train.checkpoint import StoredBlocks
-from train.state import Part, TrainingState
+from train.state import Block, TrainingState
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Stretch:
     buffer: int  # which buffer
     offset: int  # where in the buffer
 
-    def part_of(self, flat: Tensor) -> Part:
+    def part_of(self, flat: Tensor) -> Block:
         """This part of ``flat``, a buffer or moments of its length, to be written."""
-        return Part(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
+        return Block(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
 
     @torch.no_grad()
     def fill(self, flat: Tensor, blocks: StoredBlocks, section: str, name: str) -> None:
@@ -46,8 +46,8 @@ class Stretch:
 class DeepSpeedState(TrainingState):
     """The live objects of a run on one rank: the network inside the engine, and the engine's own optimizer."""
 
-    def parts(self, rank: int) -> dict[str, dict[str, Part]]:
-        found = super().parts(rank)  # what is not trained
+    def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
+        found = super().blocks(rank)  # what is not trained
         for stretch in self.stretches():
             buffer = self._buffers()[stretch.buffer]
             found["model"][stretch.name] = stretch.part_of(buffer)
@@ -58,7 +58,7 @@ class DeepSpeedState(TrainingState):
                 if value.shape == buffer.shape:
                     found["optimizer"][name] = stretch.part_of(value)
                 elif stretch.start == 0:  # a number, such as how many steps were made
-                    found["optimizer"][name] = Part(_copied(value), tuple(value.shape), (0,) * value.ndim)
+                    found["optimizer"][name] = Block(_copied(value), tuple(value.shape), (0,) * value.ndim)
         return found
 
     def values(self) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Ulysses(DeepSpeed):
         sizes.sp_handler.sp_attn_implementation = model.config._attn_implementation
 
     @property
-    def loss_scale(self) -> float:
+    def loss_factor(self) -> float:
         """Stage 3 divides the sum of gradients by all ranks; stage 2 counts ranks that share a sequence as one."""
         is_stage_3 = self.engine.zero_optimization_stage() == 3
         return self.accelerator.num_processes // (1 if is_stage_3 else self.copies)

@@ -78,9 +78,9 @@ class TensorParallel(Engine):
         with_loss.tp_size = ranks  # pyright: ignore[reportArgumentType] - accelerate asks for it
 
     @property
-    def loss_scale(self) -> float:
+    def loss_factor(self) -> float:
         """Undoes averages over micro-batches and data parallelism; ranks with the same examples average nothing."""
-        return super().loss_scale / self.copies
+        return super().loss_factor / self.copies
 
 
 def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
