@@ -93,7 +93,7 @@ class StoredBlocks:
     def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A block of it, put together from the stored blocks that it overlaps.
 
-        One of one dimension, stored or asked for, may be a stretch of the tensor flattened.
+        One of one dimension, stored or asked for, may be a stretch of the tensor flattened (DeepSpeed's shards).
         """
         entry = self.index[section].get(name)
         if entry is None or len(shape) not in (1, len(entry["shape"])):

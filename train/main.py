@@ -130,8 +130,8 @@ def train(run: records.Run) -> int:
     model, optimizer = prepared
     identity = run_identity(run, data.tokenizer, data.training_digest, arithmetic.global_batch_size)
     unwrapped: Any = accelerator.unwrap_model(model)
-    held = unwrapped.model, optimizer.optimizer, identity, accelerator.scaler
-    state = joined.first("state", *held) or TrainingState(*held)
+    contents = unwrapped.model, optimizer.optimizer, identity, accelerator.scaler  # of a checkpoint
+    state = joined.first("state", *contents) or TrainingState(*contents)
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
@@ -162,7 +162,7 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     if chosen and outputs.is_usable(chosen):
         parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{chosen:08d}"))
         step = chosen
-    outputs.finishing = "the last evaluation"
+    outputs.finishing = "the last evaluation"  # what run_to_its_end names if it fails
     evaluations = [outputs.validations.get(step) or evaluate(run, parts, "validation", step)]
     if data.examples.test is not None:
         evaluations.append(outputs.record_evaluation(run, evaluate(run, parts, "test", step)))

@@ -31,20 +31,20 @@ def build_model(
     ``label_names`` are the classes of a classifier. Without ``has_weights`` a pretrained model's configuration is
     enough. Raises UserError if the model cannot be found or built, or does not fit tokenizer, length or task.
     """
-    config, max_length = run.config.architecture, run.config.data.max_length
+    own, max_length = run.config.architecture, run.config.data.max_length
     # The network: a function's, or one of transformers from a configuration that extras may change.
-    model_config, changes = fitting_config(run, task, tokenizer)
+    model_config, arguments = fitting_config(run, task, tokenizer)
     if model_config is None:
-        network = load_function(config.name, "model")()
+        network = load_function(own.name, "model")()
         if not isinstance(network, nn.Module):
-            raise UserError(f"model {config.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
+            raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     else:
         if label_names:
             model_config.id2label = dict(enumerate(label_names))
             model_config.label2id = {name: number for number, name in enumerate(label_names)}
             for part in (model_config, model_config.get_text_config()):
                 part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
-        network = _from_transformers(config, task, model_config, changes, has_weights)
+        network = _from_transformers(own, task, model_config, arguments, has_weights)
         _check_fit(model_config, tokenizer, max_length, skipped_positions(network))
     run.extras.each("check_model", run, network, task, (len(tokenizer), len(label_names)))
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
@@ -58,22 +58,22 @@ def build_model(
 
 
 def _from_transformers(
-    config: Architecture, task: type[Task], model_config: PretrainedConfig, changes: dict[str, Any], has_weights: bool
+    own: Architecture, task: type[Task], model_config: PretrainedConfig, arguments: dict[str, Any], has_weights: bool
 ) -> nn.Module:
-    stored, factory = config.model is not None, getattr(transformers, task.auto_class)
-    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
-    options |= {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
-    options |= {"trust_remote_code": config.trust_remote_code} if stored else {}
+    stored, factory = own.model is not None, getattr(transformers, task.auto_class)
+    options: dict[str, Any] = {"dtype": getattr(torch, own.dtype)}
+    options |= {"attn_implementation": own.attn_implementation} if own.attn_implementation else {}
+    options |= {"trust_remote_code": own.trust_remote_code} if stored else {}
     try:
         if stored and has_weights:
-            model = factory.from_pretrained(config.model, config=model_config, **options, **changes)
+            model = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
         else:
             model = factory.from_config(model_config, **options)
-            if (skipped := skipped_positions(model)) and not stored and LIMIT not in (config.model_config or {}):
+            if (skipped := skipped_positions(model)) and not stored and LIMIT not in (own.model_config or {}):
                 model_config.max_position_embeddings += skipped
                 model = factory.from_config(model_config, **options)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
-        raise UserError(f"model {config.name!r} cannot be built: {one_line(why)}") from None
+        raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None
     model.config.use_cache = False
     return model
 
@@ -84,8 +84,8 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
     return sum(shape.numel() for shape, is_trained in shapes if is_trained), sum(shape.numel() for shape, _ in shapes)
 
 
-def _new_config(config: Architecture, task: type[Task], tokenizer: Tokenizer, max_length: int) -> PretrainedConfig:
-    fields = dict(config.model_config or {})
+def _new_config(own: Architecture, task: type[Task], tokenizer: Tokenizer, max_length: int) -> PretrainedConfig:
+    fields = dict(own.model_config or {})
     model_type = fields.pop("model_type")
     # A missing padding token stays missing: with the end token in its place, that one's embedding would stay zero.
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

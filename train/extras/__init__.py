@@ -1,8 +1,8 @@
 """The optional parts of the template, and the four seams by which they reach a run.
 
-An extra is a folder here with a class ``Room(Extra)`` in its ``__init__.py``; deleting the folder deletes the extra,
-its flags and its checks. An extra may change the batches, change the model, wrap the step, and hear of events; the
-core calls the methods below, each in the order of :data:`ORDER`. This is the one file that knows all extras.
+An extra is a folder here, or ``train/memory/``, with a class ``Room(Extra)`` in its ``__init__.py``; without the folder
+there are no flags and no checks of it. Extras change the batches, change the model, wrap the step, and hear of events:
+the core calls the methods below in the order of :data:`ORDER`. Only this file knows all extras.
 """
 
 # pyright: reportReturnType=false
