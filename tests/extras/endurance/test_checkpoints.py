@@ -106,7 +106,7 @@ def test_copies_of_a_card_share_one_page_locked_buffer_of_their_size(
             for section, named in found.items()
         }
 
-    monkeypatch.setattr(TrainingState, "parts", on_card)
+    monkeypatch.setattr(TrainingState, "blocks", on_card)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
