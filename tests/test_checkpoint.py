@@ -366,6 +366,19 @@ def test_the_same_step_again_takes_the_place_of_the_old_in_one_move(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_a_link_in_the_place_of_a_folder_gives_way_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "mine").write_text("kept")
+    (tmp_path / "final").symlink_to(elsewhere)
+    for content in ("one", "two"):
+        (partial := tmp_path / "partial").mkdir()
+        (partial / "file").write_text(content)
+        checkpoint.put_in_place(partial, tmp_path / "final")
+        assert (tmp_path / "final" / "file").read_text() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "final"]
+    assert (elsewhere / "mine").read_text() == "kept"
+
+
 def test_manifest_lists_every_file_with_its_digest(two: Path) -> None:
     manifest = json.loads((two / "step-00000001" / "manifest.json").read_text())
     assert sorted(manifest["files"]) == sorted(set(FILES) - {"manifest.json"})

@@ -144,6 +144,19 @@ def test_an_evaluation_is_remembered_that_came_after_its_checkpoint(
     assert json.loads((run / "summary.json").read_text())["best_step"] is not None
 
 
+def test_one_without_the_metric_that_counts_now_is_made_again(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from train.tasks.causal_lm import Task
+
+    plain, run = Task.metrics, again(whole, tmp_path)
+    (run / "summary.json").unlink()
+    monkeypatch.setattr(Task, "default_metric", "added")
+    monkeypatch.setattr(Task, "metrics", lambda self, *args: {**plain(self, *args), "added": 3.0})
+    assert train(tmp_path) == EXIT_DONE
+    assert read_metrics(run / "metrics.jsonl")[-1]["added"] == 3.0
+
+
 def test_an_evaluation_on_other_data_is_not(whole: Path, tmp_path: Path) -> None:
     run = again(whole, tmp_path)
     log = run / "metrics.jsonl"

@@ -278,7 +278,9 @@ def put_in_place(partial: Path, final: Path) -> None:
     sync(partial)
     old = final.with_name(f"{PARTIAL}old-{final.name}")
     shutil.rmtree(old, ignore_errors=True)  # of a run that was killed right here
-    if final.exists():
+    if final.is_symlink():  # where it leads to is not the run's own
+        remove(final)
+    elif final.exists():
         final.rename(old)
     partial.rename(final)
     sync(final.parent)

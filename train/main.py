@@ -138,7 +138,7 @@ def train(run: records.Run) -> int:
     parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal_of(run.config.optimization, batches))
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
-    progress = outputs.resume(run, state, data.validation_digest)
+    progress = outputs.resume(run, state, data)
     parts = replace(parts, goal=(goal := goal_of(run.config.optimization, batches, progress)))
     if is_done(run, goal, progress) and outputs.is_written(run, progress, goal.total_steps):
         return records.EXIT_DONE
@@ -158,8 +158,7 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
 
     outputs, data, step = run.outputs, parts.data, progress.step
     run.extras.each("finishing", run, parts.state, progress)
-    chosen = run.extras.first("final_step", run, progress)
-    if chosen and outputs.is_usable(chosen):
+    if (chosen := run.extras.first("final_step", run, progress)) and outputs.is_usable(chosen):
         parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{chosen:08d}"))
         step = chosen
     outputs.finishing = "the last evaluation"  # what run_to_its_end names if it fails

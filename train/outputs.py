@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint, figures
 from train.config import Config, dump
+from train.data import PreparedData
 from train.evaluation import after_evaluation
 from train.loop import Parts
 from train.optim import learning_rate_at, num_warmup_steps
@@ -77,7 +78,7 @@ class Outputs:
             figures.sync(to.parent)
         return aside
 
-    def resume(self, run: Run, state: TrainingState, validation_digest: str) -> Progress:
+    def resume(self, run: Run, state: TrainingState, data: PreparedData) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one, and the evaluation that the log has of it.
 
         Raises UserError if the checkpoint is damaged or belongs to another run.
@@ -88,16 +89,16 @@ class Outputs:
         self.say(f"resumed from {found} at step {progress.step}")
         self.is_foreign = found.resolve().parent != self.checkpoints.resolve()
         progress = run.extras.pipe("resumed", run, progress)
-        evaluation = self.from_main(lambda: self._logged_evaluation(progress, validation_digest))
+        evaluation = self.from_main(lambda: self._logged_evaluation(progress, data))
         return after_evaluation(run, progress, evaluation) if evaluation else progress
 
-    def _logged_evaluation(self, progress: Progress, validation_digest: str) -> Evaluation | None:
+    def _logged_evaluation(self, progress: Progress, data: PreparedData) -> Evaluation | None:
         """The evaluation that the log has of a checkpoint that was written before it."""
         if self.is_foreign or progress.evaluated_step == progress.step:
             return None
-        wanted = self.config.get("metric_for_best") or "kind"  # which every row has
+        metric = self.config.get("metric_for_best") or data.task.default_metric
         for row in figures.read_metrics(self.metrics):
-            if row["step"] == progress.step and row.get("data") == validation_digest and wanted in row:
+            if row["step"] == progress.step and row.get("data") == data.validation_digest and metric in row:
                 found = {name: math.nan if value is None else value for name, value in row.items()}
                 return Evaluation("validation", progress.step, found)
         return None
@@ -226,8 +227,7 @@ class Outputs:
         where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
         step = step if step is not None else max(self.steps(), default=0)
         if self.is_main:
-            found = {"step": step, "signal": next(iter(signals), None)}
-            figures.write_whole(self.folder / "stopped.json", json.dumps(found))
+            figures.write_whole(self.folder / "stopped.json", json.dumps({"step": step, "signal": [*signals, None][0]}))
         again = f"run {self.config.output.same_command} again to resume from step {step}"
         self.say(f"stopped by {[*signals, 'a signal to another process'][0]} {where}: {again}.")
 

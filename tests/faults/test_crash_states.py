@@ -69,7 +69,7 @@ class Crashes:
         put(self.whole, self.place / "whole")
         self.rows = read_metrics(self.place / "whole" / "run" / "metrics.jsonl")
         data = next(row["data"] for row in self.rows if row.get("split") == "validation")
-        self.digest = data
+        self.data: Any = SimpleNamespace(validation_digest=data, task=SimpleNamespace(default_metric="loss"))
         state = json.loads(self.whole[f"run/checkpoints/step-{STEPS:08d}/state.json"] or b"")
         self.stand_in: Any = SimpleNamespace(identity=state["identity"], restore=lambda blocks, values: None)
 
@@ -87,7 +87,7 @@ class Crashes:
     def _problems(self, state: State, outputs: Outputs) -> Iterator[str]:
         outputs.from_main(outputs.prepare)
         bare = replace(run_for(self.config, self.accelerator), extras=Extras({}))
-        progress = outputs.resume(bare, self.stand_in, self.digest)
+        progress = outputs.resume(bare, self.stand_in, self.data)
         if progress.step < (acknowledged := max(state.acknowledged, self.acknowledged_before)):
             yield f"step {progress.step} is resumed, but {acknowledged} was acknowledged"
         if outputs.is_complete(STEPS) and progress.step == STEPS:

@@ -207,9 +207,8 @@ def tokenize(
     label_names = task.label_names(corpus)
     encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
-    # A fork changes them, and the functions next to them.
     source = [f"{c} {inspect.getsource(sys.modules[c.__module__])}" for c in type(task).__mro__ if issubclass(c, Task)]
-    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"
+    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"  # a fork changes the source
     notes: list[str] = []
     splits: dict[str, Any] = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
     for name, documents in splits.items():
