@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         config, launch = parse(sys.argv[1:] if arguments is None else arguments), launching.read_launch()
         launching.check_launch(launch, config)
-        joined, stop = extras.join(), list[str]()
+        joined, stop = extras.join(), list[str]()  # names of signals that ask this process to stop
         with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
     except records.UserError as error:
@@ -69,7 +69,7 @@ def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extr
 
 
 def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop: list[str]) -> records.Run:
-    """Where to train: devices, precision and accumulation are accelerate's."""
+    """Makes the Accelerator, which knows devices, precision and accumulation, and the Run that is handed on."""
     from accelerate import Accelerator
 
     from train.batching import arithmetic_of
