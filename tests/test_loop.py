@@ -23,7 +23,6 @@ from train.extras.endurance import Room as Endurance
 from train.extras.selection import Room as Selection
 from train.loop import Parts, fit
 from train.loss import ModelWithLoss
-from train.optim import Goal
 from train.outputs import Outputs
 from train.records import Evaluation, MicroBatch, Progress, Run, StepOutcome, UserError
 from train.step import Engine, optimizer_step
@@ -118,7 +117,7 @@ class Recorder:
             optimizer=self.optimizer,
             engine=self.engine,
             state=unused,
-            goal=Goal(total_steps, 0.1),
+            total_steps=total_steps,
         )
         with patch("train.loop.evaluate", self.evaluate):
             return fit(run, parts, progress or Progress())
@@ -130,7 +129,7 @@ class Recorder:
 def config(optimization: dict[str, Any] | None = None, **output: Any) -> Config:
     return Config(
         architecture=Architecture(model="x"),
-        optimization=Optimization(**(optimization or {})),
+        optimization=Optimization(**{"learning_rate": 0.1, **(optimization or {})}),
         output=Output(**{"log_every_steps": 1, **output}),
     )
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from train import optim
 from train.config import Config, Optimization
-from train.optim import Goal, goal_of, learning_rate_at, peak_learning_rate
-from train.records import BatchArithmetic, Progress
+from train.optim import count_steps, learning_rate_at
+from train.records import Progress
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 OPTIMIZERS = [
@@ -105,24 +105,9 @@ def test_adamw_is_fused_and_takes_its_settings() -> None:
         assert (group["fused"], group["lr"], group["betas"], group["eps"]) == (True, 0.2, (0.7, 0.8), 1e-5)
 
 
-def test_sgd_takes_its_momentum() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), Optimization(optimizer="sgd", sgd_momentum=0.6, learning_rate=0.2))
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert {(group["momentum"], group["lr"]) for group in optimizer.param_groups} == {(0.6, 0.2)}
-
-
-@pytest.mark.parametrize(
-    ("scaling", "expected"), [("none", 0.01), ("linear", 0.01 * 512 / 128), ("sqrt", 0.01 * math.sqrt(512 / 128))]
-)
-def test_learning_rate_follows_the_global_batch_as_told(scaling: Any, expected: float) -> None:
-    config = Optimization(learning_rate=0.01, learning_rate_scaling=scaling, learning_rate_reference_batch_size=128)
-    assert peak_learning_rate(config, 512) == pytest.approx(expected, rel=1e-12)
-    assert peak_learning_rate(config, 128) == pytest.approx(0.01, rel=1e-12)
-
-
 def rates(total: int = 20, peak: float = 1.0, **settings: Any) -> list[float]:
-    config = Optimization(**settings)
-    return [learning_rate_at(step, total, peak, config) for step in range(total + 1)]
+    config = Optimization(learning_rate=peak, **settings)
+    return [learning_rate_at(step, total, config) for step in range(total + 1)]
 
 
 def test_constant_stays() -> None:
@@ -185,7 +170,7 @@ def test_longer_warmup_than_training_never_reaches_the_peak() -> None:
     ],
 )
 def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, total_steps: int) -> None:
-    assert goal_for(changes, steps_per_epoch).total_steps == total_steps
+    assert steps_for(changes, steps_per_epoch) == total_steps
 
 
 @pytest.mark.parametrize(
@@ -199,19 +184,14 @@ def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, to
     ],
 )
 def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress: Progress, total_steps: int) -> None:
-    assert goal_for({"num_epochs": 3}, 5, progress).total_steps == total_steps
-    assert goal_for({"max_steps": 9}, 5, progress).total_steps == 9
+    assert steps_for({"num_epochs": 3}, 5, progress) == total_steps
+    assert steps_for({"max_steps": 9}, 5, progress) == 9
 
 
-def test_the_peak_learning_rate_is_that_of_the_global_batch() -> None:
-    scaled = {"learning_rate": 1e-3, "learning_rate_scaling": "linear", "learning_rate_reference_batch_size": 4}
-    assert goal_for(scaled).peak_learning_rate == pytest.approx(2e-3)
-
-
-def goal_for(
+def steps_for(
     changes: dict[str, Any],
     steps_per_epoch: int | None = 5,
     progress: Progress = Progress(),  # noqa: B008
-) -> Goal:
-    batches: Any = SimpleNamespace(steps_per_epoch=steps_per_epoch, arithmetic=BatchArithmetic(2, 4, 1))
-    return goal_of(Config().changed(**changes).optimization, batches, progress)
+) -> int:
+    batches: Any = SimpleNamespace(steps_per_epoch=steps_per_epoch)
+    return count_steps(Config().changed(**changes).optimization, batches, progress)

@@ -104,8 +104,6 @@ class Optimization:
     num_epochs: int | None = everyday(None, "Passes over the data; default: 1.", ge=1, replaces=("max_steps",))
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = option("adamw", "adamw_8bit needs bitsandbytes.")
     learning_rate: float = everyday(5e-5, "At its peak.", gt=0)
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = option("none", "By global batch / reference batch.")
-    learning_rate_reference_batch_size: int | None = option(None, "Global batch learning_rate was chosen for.", ge=1)
     lr_scheduler: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = option("linear", "After warm-up.")
     warmup_steps: int | None = option(None, "Steps of warm-up.", ge=0, replaces=("warmup_ratio",))
     warmup_ratio: float = option(0.0, "Or its share of all steps.", ge=0, le=1, replaces=("warmup_steps",))
@@ -115,7 +113,6 @@ class Optimization:
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", ge=0, lt=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", ge=0, lt=1)
     adam_epsilon: float = option(1e-8, "Added to Adam's denominator.", ge=0)
-    sgd_momentum: float = option(0.9, "Momentum of sgd.", ge=0)
     max_grad_norm: float | None = option(1.0, "Clip the gradient to this norm; None: do not.", gt=0)
     grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
     max_grad_value: float | None = option(None, "Or clip each element to ±.", gt=0, replaces=("max_grad_norm",))
@@ -363,8 +360,6 @@ def check(config: Config) -> None:
         raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
     if optim.warmup_steps is not None and optim.warmup_ratio > 0:
         raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
-    if optim.learning_rate_scaling != "none" and optim.learning_rate_reference_batch_size is None:
-        raise UsageError("learning_rate_scaling needs learning_rate_reference_batch_size, the batch it scales from.")
     if model.model is None and model.model_config is None:
         raise UsageError("no model: give --model, model_config, or --config recipes/quickstart.yaml for its small one.")
     if model.model is not None and model.model_config is not None:

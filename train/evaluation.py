@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from train.loss import Scores
-from train.records import IGNORE, Evaluation, MicroBatch, Progress, Run, StopAtOnce, exchange
+from train.records import IGNORE, Evaluation, MicroBatch, Run, StopAtOnce, exchange
 
 if TYPE_CHECKING:
     from train.loop import Parts
@@ -55,11 +54,6 @@ def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
         rows = torch.stack([t.to(wide) for t in sums + first], dim=1).tolist()
     # A batch that only keeps ranks in step has no ids.
     return [(example, *row) for example, row in zip(part.example_ids, rows, strict=False)]
-
-
-def after_evaluation(run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
-    """``progress`` with an evaluation of its step counted; an extra may remember it as the best."""
-    return run.extras.pipe("evaluated", run, replace(progress, evaluated_step=progress.step), evaluation)
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from train.batching import Batches
 from train.data import PreparedData
-from train.evaluation import after_evaluation, evaluate
-from train.optim import Goal, learning_rate_at
+from train.evaluation import evaluate
+from train.optim import learning_rate_at
 from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, StopAtOnce, UserError, exchange
 from train.state import TrainingState
 from train.step import Engine, seed_step
@@ -36,7 +36,7 @@ class Parts:
     optimizer: AcceleratedOptimizer
     engine: Engine
     state: TrainingState  # what checkpoints hold
-    goal: Goal
+    total_steps: int
 
 
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
@@ -57,7 +57,7 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
-    optim, output, goal = run.config.optimization, run.config.output, parts.goal
+    optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
     # The loss stays on the device until it is logged or saved: reading it would wait for the device.
     saved, loss_sum = progress.step, torch.zeros((), device=run.accelerator.device)
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
@@ -65,12 +65,12 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     if run.outputs.is_foreign and progress.best_step == progress.step:  # the best so far belongs in this folder
         progress = save(run, parts, progress, loss_sum, wait=True)
     started = time.perf_counter()
-    while not stops and not is_done(run, goal, progress):
+    while not stops and not is_done(run, total_steps, progress):
         for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
             micro_batches = run.extras.pipe("change_micro_batches", run, micro_batches, progress.step)
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
             seed_step(optim.seed, progress.step, run.launch.seed_rank)
-            rate = learning_rate_at(progress.step, goal.total_steps, goal.peak_learning_rate, optim)
+            rate = learning_rate_at(progress.step, total_steps, optim)
             for group in parts.optimizer.param_groups:
                 group["lr"] = rate
             try:
@@ -90,7 +90,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
             # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
-            is_last = progress.step >= goal.total_steps
+            is_last = progress.step >= total_steps
             if is_last or is_due(output.log_every_steps, progress):
                 progress = log(run, progress, loss_sum, of_step)
             stops = outcome.stop_requested
@@ -98,7 +98,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 saved = (progress := save(run, parts, progress, loss_sum, wait=ends)).step
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
-            if (done := is_done(run, goal, progress)) and progress.interval.steps:
+            if (done := is_done(run, total_steps, progress)) and progress.interval.steps:
                 progress = log(run, progress, loss_sum, of_step)
             # Again where the evaluation has ended the run: its result belongs in. Or first, for a new best step.
             if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
@@ -128,9 +128,9 @@ def is_due(every: int | None, progress: Progress) -> bool:
     return every is not None and progress.step % every == 0
 
 
-def is_done(run: Run, goal: Goal, progress: Progress) -> bool:
+def is_done(run: Run, total_steps: int, progress: Progress) -> bool:
     """Whether the last step is made, or an extra wants no further one."""
-    return progress.step >= goal.total_steps or any(run.extras.each("ends_early", run, progress))
+    return progress.step >= total_steps or any(run.extras.each("ends_early", run, progress))
 
 
 def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progress:
@@ -159,14 +159,15 @@ def with_loss(run: Run, progress: Progress, loss_sum: Tensor) -> Progress:
 
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progress, bool]:
     """Evaluates if that is due and not done yet; also says whether a request to stop has cut it short."""
-    is_known, is_last = progress.evaluated_step == progress.step, progress.step >= parts.goal.total_steps
+    is_known, is_last = progress.evaluated_step == progress.step, progress.step >= parts.total_steps
     if is_known or not (is_last or is_due(run.config.output.eval_every_steps, progress)):
         return progress, False
     try:
         evaluation = evaluate(run, parts, "validation", progress.step, may_stop=not is_last)
     except StopAtOnce:
         return progress, True
-    return after_evaluation(run, progress, run.outputs.record_evaluation(run, evaluation)), False
+    progress = replace(progress, evaluated_step=progress.step)
+    return run.extras.pipe("evaluated", run, progress, run.outputs.record_evaluation(run, evaluation)), False
 
 
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:

@@ -105,7 +105,7 @@ def train(run: records.Run) -> int:
     from train.data import prepare_data
     from train.loop import Parts, fit, is_done
     from train.model import build_model, parameter_counts
-    from train.optim import build_optimizer, goal_of
+    from train.optim import build_optimizer, count_steps
     from train.state import TrainingState, run_identity
     from train.step import Engine
 
@@ -135,12 +135,12 @@ def train(run: records.Run) -> int:
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
-    parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal_of(run.config.optimization, batches))
+    parts = Parts(data, batches, model, sizes, optimizer, engine, state, count_steps(run.config.optimization, batches))
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
-    progress = outputs.resume(run, state, data)
-    parts = replace(parts, goal=(goal := goal_of(run.config.optimization, batches, progress)))
-    if is_done(run, goal, progress) and outputs.is_written(run, progress, goal.total_steps):
+    progress = outputs.resume(run, state)
+    parts = replace(parts, total_steps=(total_steps := count_steps(run.config.optimization, batches, progress)))
+    if is_done(run, total_steps, progress) and outputs.is_written(run, progress, total_steps):
         return records.EXIT_DONE
     outputs.begin(run, parts, progress)
     joined.each("starting", run, parts)
@@ -148,7 +148,7 @@ def train(run: records.Run) -> int:
     outputs.bar.close()
 
     # Finish: final/ for from_pretrained, the summary, and what extras make of them.
-    return finish(run, parts, progress) if is_done(run, goal, progress) else records.EXIT_STOPPED
+    return finish(run, parts, progress) if is_done(run, total_steps, progress) else records.EXIT_STOPPED
 
 
 def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,26 +45,11 @@ def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, A
     return [group for group in groups if group["params"]]
 
 
-def peak_learning_rate(config: Optimization, global_batch_size: int) -> float:
-    """``learning_rate`` scaled to the global batch: linear (arXiv 1706.02677) or by the square root."""
-    reference = config.learning_rate_reference_batch_size or global_batch_size
-    exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.learning_rate_scaling]
-    return config.learning_rate * (global_batch_size / reference) ** exponent
-
-
-@dataclass(frozen=True)
-class Goal:
-    """How long a run trains, and how fast at most."""
-
-    total_steps: int
-    peak_learning_rate: float
-
-
-def goal_of(config: Optimization, batches: Batches, progress: Progress = Progress()) -> Goal:  # noqa: B008
-    """The goal of a run at ``progress``; what was left of its epochs at a change of the batch size is in new steps."""
+def count_steps(config: Optimization, batches: Batches, progress: Progress = Progress()) -> int:  # noqa: B008
+    """How many steps a run at ``progress`` has; those left of its epochs at a change of the batch size are new ones."""
     step, epoch, done = progress.counted_from
     left = ((config.num_epochs or 1) - epoch) * (batches.steps_per_epoch or 1) - done
-    return Goal(config.max_steps or step + left, peak_learning_rate(config, batches.arithmetic.global_batch_size))
+    return config.max_steps or step + left
 
 
 def num_warmup_steps(total_steps: int, config: Optimization) -> int:
@@ -73,9 +57,9 @@ def num_warmup_steps(total_steps: int, config: Optimization) -> int:
     return config.warmup_steps if config.warmup_steps is not None else round(config.warmup_ratio * total_steps)
 
 
-def learning_rate_at(step: int, total_steps: int, peak: float, config: Optimization) -> float:
+def learning_rate_at(step: int, total_steps: int, config: Optimization) -> float:
     """The learning rate of the optimizer step ``step`` (from 0): a pure function, so nothing of it needs saving."""
-    warmup = num_warmup_steps(total_steps, config)
+    warmup, peak = num_warmup_steps(total_steps, config), config.learning_rate
     if step < warmup:
         return peak * (step + 1) / warmup
     if config.lr_scheduler == "constant":

@@ -19,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint, figures
 from train.config import Config, dump
-from train.data import PreparedData
-from train.evaluation import after_evaluation
 from train.loop import Parts
 from train.optim import learning_rate_at, num_warmup_steps
 from train.records import STARTED, Evaluation, Progress, Run, UserError
@@ -78,30 +76,14 @@ class Outputs:
             figures.sync(to.parent)
         return aside
 
-    def resume(self, run: Run, state: TrainingState, data: PreparedData) -> Progress:
-        """Restores the checkpoint that ``--resume`` means, if there is one, and the evaluation that the log has of it.
-
-        Raises UserError if the checkpoint is damaged or belongs to another run.
-        """
+    def resume(self, run: Run, state: TrainingState) -> Progress:
+        """Restores the checkpoint that ``--resume`` means, if there is one; UserError if it is damaged or foreign."""
         if (found := self.from_main(self._checkpoint_to_resume)) is None:
             return Progress()
         progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
         self.say(f"resumed from {found} at step {progress.step}")
         self.is_foreign = found.resolve().parent != self.checkpoints.resolve()
-        progress = run.extras.pipe("resumed", run, progress)
-        evaluation = self.from_main(lambda: self._logged_evaluation(progress, data))
-        return after_evaluation(run, progress, evaluation) if evaluation else progress
-
-    def _logged_evaluation(self, progress: Progress, data: PreparedData) -> Evaluation | None:
-        """The evaluation that the log has of a checkpoint that was written before it."""
-        if self.is_foreign or progress.evaluated_step == progress.step:
-            return None
-        metric = self.config.get("metric_for_best") or data.task.default_metric
-        for row in figures.read_metrics(self.metrics):
-            if row["step"] == progress.step and row.get("data") == data.validation_digest and metric in row:
-                found = {name: math.nan if value is None else value for name, value in row.items()}
-                return Evaluation("validation", progress.step, found)
-        return None
+        return run.extras.pipe("resumed", run, progress)
 
     def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.output.resume
@@ -140,12 +122,12 @@ class Outputs:
 
     def begin(self, run: Run, parts: Parts, progress: Progress) -> None:
         """Training is about to start: says how long, keeps what belongs to this run, opens configuration and bar."""
-        optim, total, peak = run.config.optimization, parts.goal.total_steps, parts.goal.peak_learning_rate
+        optim, total = run.config.optimization, parts.total_steps
         per_epoch = parts.batches.steps_per_epoch
         epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
         self.note(f"batch: {parts.batches.arithmetic}; {figures.several(total, 'step')} ({epochs})")
         if (warmup := num_warmup_steps(total, optim)) > total:
-            highest = learning_rate_at(total - 1, total, peak, optim)
+            highest, peak = learning_rate_at(total - 1, total, optim), optim.learning_rate
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
         if self.is_main:
             self._move_other_steps_aside(progress.step)

@@ -431,7 +431,7 @@ def set_scheduled_rate(training: Training, step: int, total_steps: int) -> None:
     from train.optim import learning_rate_at
 
     optimization = training.run.config.optimization
-    rate = learning_rate_at(step, total_steps, optimization.learning_rate, optimization)
+    rate = learning_rate_at(step, total_steps, optimization)
     for group in training.optimizer.param_groups:
         group["lr"] = rate
 

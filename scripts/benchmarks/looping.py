@@ -40,7 +40,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     from train.loop import Parts, fit
     from train.loss import ModelWithLoss
     from train.model import parameter_counts
-    from train.optim import build_optimizer, goal_of
+    from train.optim import build_optimizer, count_steps
     from train.records import Progress
     from train.state import TrainingState
     from train.step import Engine
@@ -61,8 +61,8 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
         model, optimizer = accelerator.prepare(model, optimizer)
         state = TrainingState(network, optimizer.optimizer, {}, accelerator.scaler)
         engine = run.extras.pipe("wrap_step", run, Engine(accelerator, config, partial(run.extras.each, "mark")))
-        goal = goal_of(config.optimization, batches, Progress())
-        parts = Parts(data, batches, model, sizes, optimizer, engine, state, goal)
+        total_steps = count_steps(config.optimization, batches)
+        parts = Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
         run.extras.each("ready", run, parts)
         run.outputs.begin(run, parts, Progress())
         run.extras.each("starting", run, parts)

@@ -33,8 +33,8 @@ from support import checkpoint_digests, final_files, log_of, run_for, write_reci
 from train.config import parse
 from train.data import prepare_data
 from train.extras import Extras
+from train.extras.selection import Room
 from train.figures import read_metrics
-from train.optim import Goal
 from train.outputs import Outputs
 from train.records import EXIT_DONE, Progress
 
@@ -69,7 +69,9 @@ class Crashes:
         put(self.whole, self.place / "whole")
         self.rows = read_metrics(self.place / "whole" / "run" / "metrics.jsonl")
         data = next(row["data"] for row in self.rows if row.get("split") == "validation")
-        self.data: Any = SimpleNamespace(validation_digest=data, task=SimpleNamespace(default_metric="loss"))
+        made: Any = SimpleNamespace(validation_digest=data, task=SimpleNamespace(default_metric="loss"), examples=None)
+        self.selection = Room()
+        self.selection.prepared(run_for(self.config, self.accelerator), made, made)
         state = json.loads(self.whole[f"run/checkpoints/step-{STEPS:08d}/state.json"] or b"")
         self.stand_in: Any = SimpleNamespace(identity=state["identity"], restore=lambda blocks, values: None)
 
@@ -86,8 +88,8 @@ class Crashes:
 
     def _problems(self, state: State, outputs: Outputs) -> Iterator[str]:
         outputs.from_main(outputs.prepare)
-        bare = replace(run_for(self.config, self.accelerator), extras=Extras({}))
-        progress = outputs.resume(bare, self.stand_in, self.data)
+        bare = replace(run_for(self.config, self.accelerator), extras=Extras({"selection": self.selection}))
+        progress = outputs.resume(bare, self.stand_in)
         if progress.step < (acknowledged := max(state.acknowledged, self.acknowledged_before)):
             yield f"step {progress.step} is resumed, but {acknowledged} was acknowledged"
         if outputs.is_complete(STEPS) and progress.step == STEPS:
@@ -99,7 +101,7 @@ class Crashes:
         if state.is_done:
             yield "not complete, but that was acknowledged"
         batches = SimpleNamespace(arithmetic="", steps_per_epoch=None)
-        outputs.begin(bare, cast("Any", SimpleNamespace(goal=Goal(STEPS, 1e-3), batches=batches)), progress)
+        outputs.begin(bare, cast("Any", SimpleNamespace(total_steps=STEPS, batches=batches)), progress)
         expected = [key_of(row) for row in self.rows if belongs(row, progress)]
         found = [key_of(row) for row in read_metrics(outputs.metrics)]
         is_said = any("a crash has damaged" in note for note in outputs.notes)

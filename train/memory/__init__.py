@@ -60,7 +60,7 @@ class Room(Extra):
         from train.memory.session import MemorySession
 
         self._session = MemorySession(run, data, self._predictor)
-        return self._session.settle()
+        return self._session.settle(config)
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
         self._session.ask(batches)
@@ -75,7 +75,7 @@ class Room(Extra):
             raise UserError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
 
     def ready(self, run: Run, parts: Parts) -> None:
-        if not run.outputs.is_complete(parts.goal.total_steps):
+        if not run.outputs.is_complete(parts.total_steps):
             self._session.rehearse(parts)
 
     def failed(self, run: Run | None, error: Exception) -> str | None:

@@ -61,13 +61,13 @@ class MemorySession:
             **seen,
         )
 
-    def settle(self) -> Config:
-        """The configuration with what it leaves to ``auto`` chosen, the same on every rank.
+    def settle(self, config: Config) -> Config:
+        """``config`` with what it leaves to ``auto`` chosen, the same on every rank.
 
         First the least recomputation with which a step fits, where micro_batch_size is auto too of single examples;
         then the largest micro-batch that fits with it. Raises UserError if nothing fits or cannot be predicted.
         """
-        run, config = self._run, self._run.config
+        run = self._run
         is_open, recomputes = (config.get(name) == "auto" for name in ("micro_batch_size", "gradient_checkpointing"))
         if not is_open and not recomputes:
             return config

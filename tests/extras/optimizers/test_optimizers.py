@@ -27,6 +27,7 @@ from train.extras.optimizers import Room
 from train.extras.optimizers.few_bits import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.extras.optimizers.in_backward import InBackward
 from train.extras.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
+from train.figures import read_metrics
 from train.launch import Launch, check_launch
 from train.loss import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, MicroBatch, Progress, StepOutcome, UsageError
@@ -655,3 +656,38 @@ def test_out_of_memory_is_split_by_itself_only_where_a_step_can_be_made_again() 
         engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, config))
         assert isinstance(engine, InBackward) is in_backward
         assert type(engine) is not Engine  # recovery's, or the one in backward, which cannot be made again
+
+
+def test_sgd_takes_its_momentum() -> None:
+    config = from_values({"optimizer": "sgd", "sgd_momentum": 0.6, "learning_rate": 0.2})
+    optimizer = optim.build_optimizer(run_for(config), nn.Linear(2, 2))
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert {(group["momentum"], group["lr"]) for group in optimizer.param_groups} == {(0.6, 0.2)}
+
+
+@pytest.mark.parametrize(("scaling", "times"), [("none", 1), ("linear", 512 / 128), ("sqrt", math.sqrt(512 / 128))])
+def test_learning_rate_follows_the_global_batch_as_told(
+    scaling: str, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration that is kept says the scaled one, and would not scale it a second time."""
+    sizes = {"micro_batch_size": 2, "gradient_accumulation_steps": 64}
+    scaled = {"learning_rate": 0.01, "learning_rate_scaling": scaling, "learning_rate_reference_batch_size": 128}
+    run = run_for(from_values({**sizes, **scaled}), launch=Launch(world_size=4))
+    unused: Any = None
+    changed = Room().change_config(run, run.config, unused)
+    assert changed.optimization.learning_rate == pytest.approx(0.01 * times, rel=1e-12)
+    assert Room().change_config(run, changed, unused) == changed
+    shown = [] if scaling == "none" else [f"learning rate: {0.01 * times:.2e}, scaled from 1.00e-02 for 4 × the"]
+    assert [note[: len(shown[0])] for note in run.outputs.notes] == shown
+
+
+def test_a_scaled_learning_rate_is_what_a_run_trains_with(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--learning_rate", 1e-3, "--lr_scheduler", "constant", "--global_batch_size", 4, "--max_steps", 2]
+    flags += ["--learning_rate_scaling", "linear"]
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_USAGE
+    assert "learning_rate_scaling needs learning_rate_reference_batch_size" in capsys.readouterr().err
+    assert train(recipe, tmp_path / "run", *flags, "--learning_rate_reference_batch_size", 1) == EXIT_DONE
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["learning_rate"] for row in rows if row["kind"] == "train"] == [pytest.approx(4e-3)] * 2

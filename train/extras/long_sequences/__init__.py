@@ -102,7 +102,7 @@ class Room(Extra):
             torch.backends.cuda.enable_cudnn_sdp(not vary)
 
     def starting(self, run: Run, parts: Parts) -> None:
-        steps, warmup = parts.goal.total_steps, run.config.of(Options).sequence_length_warmup_steps
+        steps, warmup = parts.total_steps, run.config.of(Options).sequence_length_warmup_steps
         if warmup > steps:
             run.outputs.note(f"sequence length: each step is cut: warm-up takes {warmup:,} steps of a run of {steps:,}")
 

@@ -6,10 +6,11 @@ import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.config import Config, option
 from train.extras import Extra
+from train.figures import read_metrics
 from train.launch import Launch
 from train.records import Evaluation, Progress, Run, UsageError, UserError
 
@@ -34,7 +35,7 @@ class Room(Extra):
     Options = Options
 
     def __init__(self) -> None:
-        self._metric, self._grows, self._best_of = "loss", False, ""  # the last: by which metric, on which data
+        self._metric, self._grows, self._data, self._best_of = "loss", False, "", ""  # the last: what is compared
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -49,7 +50,8 @@ class Room(Extra):
         self._metric = options.metric_for_best or data.task.default_metric
         by_name = self._metric not in SMALLER_IS_BETTER
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
-        self._best_of = f"{self._metric} on data {data.validation_digest}"
+        self._data = data.validation_digest
+        self._best_of = f"{self._metric} on data {self._data}"
         if options.metric_for_best:
             with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
                 one = np.array([[0.0, 1, 1, 1, 0, 0]])
@@ -70,6 +72,20 @@ class Room(Extra):
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
+        """``progress`` with an evaluation that the log has of a checkpoint written before it; see :meth:`_usable`."""
+        outputs, progress = run.outputs, self._usable(run, progress)
+        step = progress.step
+
+        def logged() -> list[dict[str, Any]]:
+            rows = (row for row in read_metrics(outputs.metrics) if row["step"] == step)
+            return [row for row in rows if row.get("data") == self._data and self._metric in row][:1]
+
+        if outputs.is_foreign or progress.evaluated_step == step or not (found := outputs.from_main(logged)):
+            return progress
+        metrics = {name: math.nan if value is None else value for name, value in found[0].items()}
+        return self.evaluated(run, replace(progress, evaluated_step=step), Evaluation("validation", step, metrics))
+
+    def _usable(self, run: Run, progress: Progress) -> Progress:
         """``progress`` without its best step if that cannot be compared with others, or not be loaded, any more."""
         best, outputs = progress.best_step, run.outputs
         if best is None:
