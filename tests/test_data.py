@@ -11,7 +11,7 @@ import pytest
 
 from train.config import Config
 from train.data import corpus_of, load_function
-from train.extras.readers import Room
+from train.extras.readers import Extra
 from train.launch import Launch
 from train.records import UsageError, UserError
 from train.tasks import load_task
@@ -154,7 +154,7 @@ def returned(tmp_path: Path, body: str, labelled: bool = False) -> Any:
     (tmp_path / "given.py").write_text("\n".join([*lines, f"    return {body}"]))
     task = "sequence_classification" if labelled else "causal_lm"
     config = Config().changed(dataset=f"{tmp_path}/given.py:documents", task=task)
-    return Room().documents(config, labelled)
+    return Extra().documents(config, labelled)
 
 
 def test_classes_of_a_function_have_their_names(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_splits_of_a_function_have_known_names_and_it_takes_the_configuration(tm
         returned(tmp_path, "{'train': Dataset.from_dict({'text': ['a']}), 'dev': Dataset.from_dict({'text': ['b']})}")
     (tmp_path / "given.py").write_text("def documents(): ...")
     with pytest.raises(UserError, match="it must take one argument, the configuration of the run"):
-        Room().documents(Config().changed(dataset=f"{tmp_path}/given.py:documents"), False)
+        Extra().documents(Config().changed(dataset=f"{tmp_path}/given.py:documents"), False)
 
 
 @pytest.mark.parametrize(
@@ -207,5 +207,5 @@ def test_splits_of_a_function_have_known_names_and_it_takes_the_configuration(tm
 def test_options_that_a_function_would_not_heed_are_refused(flags: dict[str, Any], named: str) -> None:
     config = Config().changed(dataset="my_data:documents", **flags)
     with pytest.raises(UsageError, match=f"{named}: my_data:documents gives its documents as they are to be used"):
-        Room.check(config, Launch())
-    Room.check(Config().changed(dataset="my_data:documents", on_bad_record="skip"), Launch())
+        Extra.check(config, Launch())
+    Extra.check(Config().changed(dataset="my_data:documents", on_bad_record="skip"), Launch())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from train import main
 from train.config import parse
 from train.extras.activations.recompute import OffloadedInputs
-from train.extras.meter import Room
+from train.extras.meter import Extra
 from train.extras.meter.memory import peak_bytes
 from train.launch import resolve_precision
 from train.records import EXIT_DONE, EXIT_STOPPED, UsageError
@@ -160,10 +160,10 @@ def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
         config=SimpleNamespace(of=lambda options: options()),
         outputs=SimpleNamespace(say=print),
     )
-    room: Any = Room()
+    extra: Any = Extra()
     parts = Parts(state=SimpleNamespace(model=model), optimizer=SimpleNamespace(optimizer=optimizer))
-    room.ready(run, parts)
-    assert isinstance(room.meter, MpsMeter) and made["args"][:2] == (torch.device("mps"), model)
+    extra.ready(run, parts)
+    assert isinstance(extra.meter, MpsMeter) and made["args"][:2] == (torch.device("mps"), model)
     monkeypatch.undo()
     metal.__init__(monkeypatch)
 

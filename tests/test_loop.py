@@ -19,8 +19,8 @@ from test_step import TinyModel, batch, rows
 from train import loop
 from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras
-from train.extras.endurance import Room as Endurance
-from train.extras.selection import Room as Selection
+from train.extras.endurance import Extra as Endurance
+from train.extras.selection import Extra as Selection
 from train.loop import Parts, fit
 from train.loss import ModelWithLoss
 from train.outputs import Outputs

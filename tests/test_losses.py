@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from train.config import Config
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.losses import Room, chunked
+from train.extras.losses import Extra, chunked
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, choose_loss, obstacle_to_chunks, use_loss_in_head
@@ -603,13 +603,13 @@ def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -
     assert choose_loss("auto", own, CPU) == "full"
     with pytest.raises(UserError, match="loss: chunked does not work with this model: its task has"):
         choose_loss("chunked", own, CPU)
-    measure = Room().memory_measure(run_for(Config()), own)
+    measure = Extra().memory_measure(run_for(Config()), own)
     assert measure is not None
     assert not measure[1]()
     smoothing = Config().changed(label_smoothing=0.1, model="own:model", tokenizer="bytes")
     if task is OwnLoss:
         with pytest.raises(UserError, match="label_smoothing and z_loss belong to cross-entropy"):
-            Room().change_loss(run_for(smoothing), own)
+            Extra().change_loss(run_for(smoothing), own)
         torch.testing.assert_close(own(*batch()), 2 * ModelWithLoss(model)(*batch()))
     else:
         scores = own(*batch(), scored=True)

@@ -33,7 +33,7 @@ from support import checkpoint_digests, final_files, log_of, run_for, write_reci
 from train.config import parse
 from train.data import prepare_data
 from train.extras import Extras
-from train.extras.selection import Room
+from train.extras.selection import Extra
 from train.figures import read_metrics
 from train.outputs import Outputs
 from train.records import EXIT_DONE, Progress
@@ -70,7 +70,7 @@ class Crashes:
         self.rows = read_metrics(self.place / "whole" / "run" / "metrics.jsonl")
         data = next(row["data"] for row in self.rows if row.get("split") == "validation")
         made: Any = SimpleNamespace(validation_digest=data, task=SimpleNamespace(default_metric="loss"), examples=None)
-        self.selection = Room()
+        self.selection = Extra()
         self.selection.prepared(run_for(self.config, self.accelerator), made, made)
         state = json.loads(self.whole[f"run/checkpoints/step-{STEPS:08d}/state.json"] or b"")
         self.stand_in: Any = SimpleNamespace(identity=state["identity"], restore=lambda blocks, values: None)

@@ -1,6 +1,6 @@
 """The optional parts of the template, and the four seams by which they reach a run.
 
-An extra is a folder here, or ``train/memory/``, with a class ``Room(Extra)`` in its ``__init__.py``; without the folder
+An extra is a folder here, or ``train/memory/``, with a class ``Extra`` in its ``__init__.py``; without the folder
 there are no flags and no checks of it. Extras change the batches, change the model, wrap the step, and hear of events:
 the core calls the methods below in the order of :data:`ORDER`. Only this file knows all extras.
 """
@@ -221,9 +221,9 @@ def classes() -> dict[str, type[Extra]]:
     found: dict[str, type[Extra]] = {}
     for name, module in ORDER.items():
         if find_spec(module) is not None:
-            room = import_module(module).Room
-            if all(needed in found for needed in room.needs):
-                found[name] = room
+            extra = import_module(module).Extra
+            if all(needed in found for needed in extra.needs):
+                found[name] = extra
     return found
 
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra
 from train.launch import Launch
 from train.memory.predict import Predictor
 from train.records import Run, UserError
@@ -40,7 +40,7 @@ class Options:
     check_model: bool = option(True, "Refuse a model that by a small copy's numbers cannot learn the task.")
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
     needs = ("meter",)
 

@@ -164,8 +164,8 @@ class MemorySession:
 
     def explain(self, error: Any) -> str:
         """The post-mortem of a run that ended with ``error``: its ``fault``, if any, says phase, shape and message."""
-        room: Any = self._run.extras.by_name["meter"]
-        meter, fault = room.meter, getattr(error, "fault", None)
+        metering: Any = self._run.extras.by_name["meter"]
+        meter, fault = metering.meter, getattr(error, "fault", None)
         words = fault.error if fault else str(error)
         oom = parse_oom(words)
         if self._device.type != "cpu" and oom is not None and oom.backend == "host":  # not a matter of the card
@@ -181,7 +181,7 @@ class MemorySession:
             changes=changes,
         )
         text = post_mortem(words, situation)
-        if (path := room.snapshot) is not None and path.exists():
+        if (path := metering.snapshot) is not None and path.exists():
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from train import checkpoint
 from train.config import Config, check
 from train.extras import Extras
-from train.extras.endurance import ROLL_CALL, Room, refuse_strangers
+from train.extras.endurance import ROLL_CALL, Extra, refuse_strangers
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
 from train.records import DivergenceError, IntervalSums, Progress, Run, StopAtOnce, UsageError, UserError
@@ -52,26 +52,26 @@ def test_options_that_cannot_work_are_refused(values: dict[str, Any], message: s
 
 @pytest.mark.parametrize("on_oom", ["auto", "split", "adapt", "stop"])
 def test_plain_engine_is_guarded_unless_the_run_shall_stop(on_oom: str) -> None:
-    run, room = run_with(on_oom=on_oom), Room()
+    run, extra = run_with(on_oom=on_oom), Extra()
     engine = Engine(run.accelerator, run.config)
-    wrapped = room.wrap_step(run, engine)
+    wrapped = extra.wrap_step(run, engine)
     assert isinstance(wrapped, Recovering) is (on_oom != "stop")
-    room._saving = Mock(stalls_seconds=[])
-    room.finished(run, cast("Any", None), summary := {})
+    extra._saving = Mock(stalls_seconds=[])
+    extra.finished(run, cast("Any", None), summary := {})
     assert ("oom_recoveries" in summary) is (on_oom != "stop")
 
     class Other(Engine):
         """One whose backward cannot be made again."""
 
     other = Other(run.accelerator, run.config)
-    assert room.wrap_step(run, other) is other
+    assert extra.wrap_step(run, other) is other
 
 
 def test_a_full_disk_is_said_with_its_place_and_what_to_do(tmp_path: Path) -> None:
-    room, config = Room(), Config().changed(**MODEL, output_dir=str(tmp_path))
-    with room.open(config, Launch(), []):
-        found = room.failed(None, OSError(errno.ENOSPC, "No space left on device"))
-        named = room.failed(None, OSError(errno.EROFS, "Read-only file system", "/data/metrics.jsonl"))
+    extra, config = Extra(), Config().changed(**MODEL, output_dir=str(tmp_path))
+    with extra.open(config, Launch(), []):
+        found = extra.failed(None, OSError(errno.ENOSPC, "No space left on device"))
+        named = extra.failed(None, OSError(errno.EROFS, "Read-only file system", "/data/metrics.jsonl"))
     start = "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
     assert found == f"{tmp_path} cannot be written: No space left on device. {start}"
     assert named == f"/data/metrics.jsonl cannot be written: Read-only file system. {start}"
@@ -81,7 +81,7 @@ def test_several_processes_are_not_guarded_unless_asked_for(monkeypatch: pytest.
     run = run_with()
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
     engine = Engine(run.accelerator, run.config)
-    assert Room().wrap_step(run, engine) is engine
+    assert Extra().wrap_step(run, engine) is engine
 
 
 def test_measures_come_from_the_other_extras_where_asked_for() -> None:
@@ -89,19 +89,19 @@ def test_measures_come_from_the_other_extras_where_asked_for() -> None:
     for on_oom, expected in (("split", []), ("adapt", [measure])):
         run = run_with(on_oom=on_oom)
         run.extras.each = lambda method, *given: [measure] if method == "memory_measure" else []  # pyright: ignore
-        engine = Room().wrap_step(run, Engine(run.accelerator, run.config))
+        engine = Extra().wrap_step(run, Engine(run.accelerator, run.config))
         assert isinstance(engine, Recovering)
         assert list(engine._find_measures(None)) == expected
 
 
 def test_loss_far_above_the_usual_is_a_divergence() -> None:
-    run, room, progress = run_with(loss_spike_factor=2.0), Room(), Progress(step=8, usual_loss=3.0)
-    room.logged(run, progress, 5.9, 4)
-    room.logged(run_with(), progress, 100.0, 4)
-    room.logged(run, replace(progress, usual_loss=None), 100.0, 4)
+    run, extra, progress = run_with(loss_spike_factor=2.0), Extra(), Progress(step=8, usual_loss=3.0)
+    extra.logged(run, progress, 5.9, 4)
+    extra.logged(run_with(), progress, 100.0, 4)
+    extra.logged(run, replace(progress, usual_loss=None), 100.0, 4)
     for loss in (6.1, math.inf, math.nan):
         with pytest.raises(DivergenceError, match=r"step 8: the loss since step 4 is .*--loss_spike_factor") as caught:
-            room.logged(run, progress, loss, 4)
+            extra.logged(run, progress, loss, 4)
         assert (caught.value.sound_step, caught.value.progress) == (4, progress)
 
 
@@ -114,7 +114,7 @@ def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: 
     def steps_kept(**values: Any) -> set[int]:
         run = run_with(**values)
         run.outputs.steps = lambda: checkpoint.by_step(tmp_path)
-        return Room().keep(run, {8, 9}, progress)
+        return Extra().keep(run, {8, 9}, progress)
 
     assert steps_kept() == {8, 9}
     assert steps_kept(**kept) == {5, 6, 8, 9}
@@ -123,26 +123,26 @@ def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: 
 
 def test_run_ends_where_no_rollback_is_left() -> None:
     error = DivergenceError("bad", Progress(step=9, rollbacks=1), 5)
-    assert Room().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None
+    assert Extra().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None
 
 
 def test_garbage_collection_waits_for_the_imports_and_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
-    room, run = Room(), run_with(output_dir=str(tmp_path))
+    extra, run = Extra(), run_with(output_dir=str(tmp_path))
     run.launch = Launch()
-    with room.open(run.config, run.launch, []):
+    with extra.open(run.config, run.launch, []):
         assert not gc.isenabled()
-        with room.preparing():
+        with extra.preparing():
             assert gc.isenabled()
             assert gc.get_freeze_count() > 10_000
         new, before = [[number] for number in range(10_000)], gc.get_freeze_count()
-        room.ready(run, cast("Any", None))
+        extra.ready(run, cast("Any", None))
         assert gc.get_freeze_count() - before > len(new)
     assert gc.get_freeze_count() == 0
 
 
 def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path) -> None:
     run = run_with(output_dir=str(tmp_path))
-    with pytest.raises(UserError), Room().open(run.config, Launch(), []):
+    with pytest.raises(UserError), Extra().open(run.config, Launch(), []):
         raise UserError("early")
     assert gc.isenabled()
 
@@ -151,18 +151,18 @@ def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path
 def test_on_cuda_the_watch_speaks_before_the_watchdog(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.extras.endurance.target_device", lambda: torch.device(device))
     config = Config().changed(**MODEL, distributed_timeout_seconds=30)
-    [handler] = Room().accelerator_options(config, Launch())["kwargs_handlers"]
+    [handler] = Extra().accelerator_options(config, Launch())["kwargs_handlers"]
     assert handler.timeout == timedelta(seconds=30) + (ROLL_CALL if device == "cuda" else timedelta())
 
 
 def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
-    room, before = Room(), signal.getsignal(signal.SIGTERM)
-    with room.open(Config(), Launch(), []):
-        with room.preparing():
+    extra, before = Extra(), signal.getsignal(signal.SIGTERM)
+    with extra.open(Config(), Launch(), []):
+        with extra.preparing():
             pass
-        with pytest.raises(StopAtOnce), room.preparing():
+        with pytest.raises(StopAtOnce), extra.preparing():
             signal.raise_signal(signal.SIGTERM)
-        assert room.failed(None, RuntimeError("Connection closed by peer")) is None
+        assert extra.failed(None, RuntimeError("Connection closed by peer")) is None
     assert signal.getsignal(signal.SIGTERM) is before
 
 

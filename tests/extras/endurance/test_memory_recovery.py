@@ -24,7 +24,7 @@ from test_step import VOCABULARY, batch, largest_difference, rows
 from torch import Tensor, nn
 
 from train import extras
-from train.config import Config, Optimization
+from train.config import Config, Optimization, from_values
 from train.extras.endurance.recovery import (
     Measure,
     OutOfMemoryError,
@@ -367,7 +367,7 @@ def one_update(
     network: LimitedModel, said: list[str], **settings: Any
 ) -> tuple[AcceleratedOptimizer, Callable[[], StepOutcome]]:
     """An optimizer as the template builds it, and a function that makes one step."""
-    config, accelerator = Config(optimization=Optimization(learning_rate=0.1, **settings)), Accelerator(cpu=True)
+    config, accelerator = from_values({"learning_rate": 0.1, **settings}), Accelerator(cpu=True)
     run = cast("Run", SimpleNamespace(config=config, accelerator=accelerator, extras=extras.join()))
     model, optimizer = accelerator.prepare(ModelWithLoss(network), build_optimizer(run, network))
     engine = Recovering(Engine(accelerator, config), said.append)

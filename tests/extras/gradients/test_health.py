@@ -406,11 +406,11 @@ def test_measuring_changes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_gradients_that_cannot_be_seen_are_refused(values: dict[str, Any], launch: Launch, said: str) -> None:
-    room = extras.classes()["gradients"]
+    extra = extras.classes()["gradients"]
     config = from_values({"model": "x", "gradient_health": True, **values})
     with pytest.raises(UsageError, match=f"gradient_health cannot be combined with .*{said}"):
-        room.check(config, launch)
-    room.check(config.changed(gradient_health=False), launch)
+        extra.check(config, launch)
+    extra.check(config.changed(gradient_health=False), launch)
 
 
 @pytest.mark.slow

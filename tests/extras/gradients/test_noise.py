@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from train.batching import without_targets
 from train.config import Config, Optimization, parse
-from train.extras.gradients import Room
+from train.extras.gradients import Extra
 from train.extras.gradients.noise import MEMORY, NoiseScale, estimated
 from train.figures import read_metrics
 from train.launch import Launch
@@ -226,13 +226,13 @@ def test_what_has_no_gradients_of_two_sizes_is_refused(flags: list[str], launch:
     config = parse(flags)
     config = config.changed(gradient_noise_scale=True)
     with pytest.raises(UsageError, match=f"gradient_noise_scale cannot be combined with {message}"):
-        Room.check(config, launch)
+        Extra.check(config, launch)
 
 
 @pytest.mark.parametrize("flags", [[ONE], [TWO, "--global_batch_size=8", "--micro_batch_size=2"]])
 def test_several_processes_need_no_accumulation(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    Room.check(parse(["--gradient_noise_scale", *flags]), Launch(world_size=2))
+    Extra.check(parse(["--gradient_noise_scale", *flags]), Launch(world_size=2))
 
 
 def test_a_size_that_is_not_known_yet_is_accepted() -> None:
@@ -247,4 +247,4 @@ def test_a_size_that_auto_chose_is_looked_at_before_the_first_step(
     batches = SimpleNamespace(arithmetic=BatchArithmetic(4, accumulation, world))
     parts: Any = SimpleNamespace(batches=batches, model=nn.Linear(1, 1))
     with pytest.raises(UsageError, match="auto chose all 4 examples of a step") if is_refused else nullcontext():
-        Room().starting(run, parts)
+        Extra().starting(run, parts)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.long_sequences import Room, attention
+from train.extras.long_sequences import Extra, attention
 from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import collate_packed, joined
 from train.loss import ModelWithLoss
@@ -357,5 +357,5 @@ def test_cudnn_is_left_out_where_lengths_vary(
     lengths = np.repeat(np.arange(1, num_lengths + 1), 3)
     batches: Any = SimpleNamespace(lengths=lengths, steps_per_epoch=None if is_stream else 7)
     data: Any = SimpleNamespace(task=SimpleNamespace(is_causal=causal))
-    Room().prepared(run, data, batches)
+    Extra().prepared(run, data, batches)
     assert found == told

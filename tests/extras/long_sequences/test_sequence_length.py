@@ -16,7 +16,7 @@ from test_main import checkpoint_digests, stopping_after, train
 
 from train import extras
 from train.config import Config, from_values
-from train.extras.long_sequences import Room, attention
+from train.extras.long_sequences import Extra, attention
 from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.extras.meter.tracker import StorageTracker
 from train.figures import read_metrics
@@ -142,5 +142,5 @@ def test_a_warm_up_that_outlasts_the_run_is_told(steps: int, notes: int) -> None
     config = Config().changed(sequence_length_warmup_steps=100, max_length=64)
     run: Any = SimpleNamespace(config=config, outputs=SimpleNamespace(note=said.append))
     parts: Any = SimpleNamespace(goal=SimpleNamespace(total_steps=steps))
-    Room().starting(run, parts)
+    Extra().starting(run, parts)
     assert said == ["sequence length: each step is cut: warm-up takes 100 steps of a run of 5"] * notes

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from train.config import from_values, parse
 from train.extras import check
-from train.extras.losses import Room, fused
+from train.extras.losses import Extra, fused
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, LossInHead, choose_loss, describe_loss, place_of
 from train.extras.losses.objective import PLAIN, Objective
@@ -258,7 +258,7 @@ def test_a_model_learns_the_same_by_torch_and_says_so() -> None:
     scores = by_torch(*batch(), scored=True)
     torch.testing.assert_close(scores.loss_sums.sum(), expected_loss)
     changed = ModelWithLoss(model)
-    Room().change_loss(run := run_for(from_values({"loss": "torch"})), changed)
+    Extra().change_loss(run := run_for(from_values({"loss": "torch"})), changed)
     assert run.outputs.notes == ["loss: torch, never all logits, by torch's linear_cross_entropy"]
     assert isinstance(changed.loss_in_head, LossInHead) and changed.loss_in_head.kind == "torch"
     smoothed = describe_loss("chunked", Objective(0.1, 1e-4), "auto")

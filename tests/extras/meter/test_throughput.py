@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from train.config import Config
-from train.extras.meter import Room
+from train.extras.meter import Extra
 from train.extras.meter.cards import peak_flops_per_second
 from train.extras.meter.flops import attended, count_flops
 from train.records import MicroBatch
@@ -450,14 +450,14 @@ def _mfu_of(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> float
     run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator, config=Config().changed(max_length=4096))
     monkeypatch.setattr("train.extras.meter.cards.peak_flops_per_second", lambda *args: 1e12)
     monkeypatch.setattr("train.launch.precision_in_use", lambda accelerator: "no")
-    room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
-    room.change_model(run, _llama(), load_task("causal_lm"))
+    extra, values = Extra(), dict[str, Any](tokens_per_second=1000.0)
+    extra.change_model(run, _llama(), load_task("causal_lm"))
 
     def logged(*steps: MicroBatch) -> float | None:
         for batch in steps:
-            with room.computing("forward", [batch]):
+            with extra.computing("forward", [batch]):
                 pass
-        room.measured(run, values)
+        extra.measured(run, values)
         return values["mfu"]
 
     found = logged(*batches)
@@ -500,27 +500,27 @@ def test_utilization_of_different_cards_is_told_where_all_are_known(
     batch = MicroBatch({"input_ids": torch.zeros(1, 256)}, torch.zeros(1, 256), 256, (0,), 256)
     alone = _mfu_of([batch], monkeypatch)
     monkeypatch.setattr("train.extras.meter.exchange", lambda own, ranks: [own, other if own == 1e12 else own])
-    room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
+    extra, values = Extra(), dict[str, Any](tokens_per_second=1000.0)
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision="no")
     run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator, config=Config().changed(max_length=4096))
-    room.change_model(run, _llama(), load_task("causal_lm"))
-    with room.computing("forward", [batch]):
+    extra.change_model(run, _llama(), load_task("causal_lm"))
+    with extra.computing("forward", [batch]):
         pass
-    room.measured(run, values)
+    extra.measured(run, values)
     assert values["mfu"] == (expected and pytest.approx(alone * expected))
 
 
 def test_without_a_meter_a_run_tells_the_highest_peak_alone() -> None:
     run: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu")))
-    room, values = Room(), dict[str, Any](tokens_per_second=1000.0)
-    room.measured(run, values)
+    extra, values = Extra(), dict[str, Any](tokens_per_second=1000.0)
+    extra.measured(run, values)
     assert values.keys() == {"tokens_per_second", "mfu", "peak_allocated_bytes"} and values["mfu"] is None
-    room.finished(run, cast("Any", None), summary := {})
+    extra.finished(run, cast("Any", None), summary := {})
     assert summary.keys() == {"peak_allocated_bytes"}
-    room.meter = SimpleNamespace(summary=lambda: {"peak_allocated_bytes": 7}, interval=lambda: {"phase_bytes": 3})
-    room.measured(run, values := {"tokens_per_second": 1000.0})
+    extra.meter = SimpleNamespace(summary=lambda: {"peak_allocated_bytes": 7}, interval=lambda: {"phase_bytes": 3})
+    extra.measured(run, values := {"tokens_per_second": 1000.0})
     assert values == {"tokens_per_second": 1000.0, "mfu": None, "phase_bytes": 3}
-    room.finished(run, cast("Any", None), summary)
+    extra.finished(run, cast("Any", None), summary)
     assert summary == {"peak_allocated_bytes": 7}
 
 
@@ -543,7 +543,7 @@ def test_each_device_has_its_own_meter_if_memory_is_measured(
     for path in ("cpu.CpuMeter", "cpu.MpsMeter", "cuda.CudaMeter"):
         name = path.partition(".")[2]
         monkeypatch.setattr(f"train.extras.meter.{path}", lambda *given, name=name: made.append((name, *given)) or name)
-    monkeypatch.setattr(Room, "_record_history", lambda room, run: made.append(("snapshot",)))
+    monkeypatch.setattr(Extra, "_record_history", lambda extra, run: made.append(("snapshot",)))
     run: Any = SimpleNamespace(
         accelerator=SimpleNamespace(device=torch.device(device)),
         config=SimpleNamespace(of=lambda options: options(**asked)),
@@ -555,26 +555,26 @@ def test_each_device_has_its_own_meter_if_memory_is_measured(
         state=SimpleNamespace(model="a model"),
         optimizer=SimpleNamespace(optimizer="an optimizer"),
     )
-    room = Room()
-    room.ready(run, parts)
+    extra = Extra()
+    extra.ready(run, parts)
     assert [name for name, *_ in made] == [expected] * (expected is not None)
     if expected not in (None, "snapshot"):
-        assert room.meter == expected
+        assert extra.meter == expected
         assert made[0][1:] == (torch.device(device), "a model", "an optimizer", 2, print)
 
 
 def test_steps_evaluations_and_phases_are_the_meters_if_there_is_one() -> None:
     batch: Any = "a micro-batch"
     heard: list[Any] = []
-    room = Room()
+    extra = Extra()
     for meter in (
         None,
         SimpleNamespace(measure=lambda *given: heard.append(given) or nullcontext(), mark=heard.append),
     ):
-        room.meter = meter
-        with room.computing("forward", [batch, batch]):
-            room.mark("backward")
-        with room.computing("evaluation", [batch]):
+        extra.meter = meter
+        with extra.computing("forward", [batch, batch]):
+            extra.mark("backward")
+        with extra.computing("evaluation", [batch]):
             pass
         assert meter is not None or heard == []
     assert heard == [("forward", [batch, batch]), "backward", ("evaluation", [batch])]
@@ -582,5 +582,5 @@ def test_steps_evaluations_and_phases_are_the_meters_if_there_is_one() -> None:
 
 def test_a_run_that_is_only_planned_counts_nothing() -> None:
     run: Any = SimpleNamespace(is_planned=True)  # it may have no device
-    (room := Room()).change_model(run, _llama(), load_task("causal_lm"))
-    assert room._flops is None
+    (extra := Extra()).change_model(run, _llama(), load_task("causal_lm"))
+    assert extra._flops is None

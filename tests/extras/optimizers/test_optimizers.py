@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from train import checkpoint, extras, optim
 from train.config import Config, fields, from_values
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.optimizers import Room
+from train.extras.optimizers import Extra
 from train.extras.optimizers.few_bits import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.extras.optimizers.in_backward import InBackward
 from train.extras.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
@@ -84,7 +84,7 @@ class Training:
         self.accelerator = Accelerator(cpu=cpu)
         optimizer = build_optimizer(network, config, DEVICE)
         self.model, self.optimizer = self.accelerator.prepare(with_loss(network, loss), optimizer)
-        self.engine = Room().wrap_step(run_for(config, self.accelerator), Engine(self.accelerator, config))
+        self.engine = Extra().wrap_step(run_for(config, self.accelerator), Engine(self.accelerator, config))
 
     def step(self, batch: MicroBatch) -> StepOutcome:
         return self.engine.step(self.model, self.optimizer, [batch])
@@ -519,9 +519,9 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         pytest.importorskip("bitsandbytes")
         recipe.write_text(recipe.read_text().replace("n_embd: 16", "n_embd: 32"))  # else all is too small for 8 bits
     if name.startswith("offloaded"):
-        plain = Room.build_optimizer
+        plain = Extra.build_optimizer
         monkeypatch.setattr(
-            Room, "build_optimizer", lambda room, config, groups, _: plain(room, config, groups, DEVICE)
+            Extra, "build_optimizer", lambda extra, config, groups, _: plain(extra, config, groups, DEVICE)
         )
     flags = (*RUNS[name], "--max_steps", 4, "--rehearse", False)
     assert train(recipe, tmp_path / "whole", *flags) == EXIT_DONE
@@ -641,7 +641,7 @@ def test_updates_in_backward_take_the_place_of_the_plain_engine_where_they_are_a
         run = run_for(config)
         mark = [].append
         engine = Engine(run.accelerator, config, mark)
-        wrapped = Room().wrap_step(run, engine)
+        wrapped = Extra().wrap_step(run, engine)
         assert isinstance(wrapped, InBackward) is in_backward
         assert wrapped is engine or in_backward
         assert wrapped.mark is mark
@@ -674,9 +674,9 @@ def test_learning_rate_follows_the_global_batch_as_told(
     scaled = {"learning_rate": 0.01, "learning_rate_scaling": scaling, "learning_rate_reference_batch_size": 128}
     run = run_for(from_values({**sizes, **scaled}), launch=Launch(world_size=4))
     unused: Any = None
-    changed = Room().change_config(run, run.config, unused)
+    changed = Extra().change_config(run, run.config, unused)
     assert changed.optimization.learning_rate == pytest.approx(0.01 * times, rel=1e-12)
-    assert Room().change_config(run, changed, unused) == changed
+    assert Extra().change_config(run, changed, unused) == changed
     shown = [] if scaling == "none" else [f"learning rate: {0.01 * times:.2e}, scaled from 1.00e-02 for 4 × the"]
     assert [note[: len(shown[0])] for note in run.outputs.notes] == shown
 

@@ -16,7 +16,7 @@ from test_main import STEPS, trained_losses
 from test_tensor_parallel import assert_same_course, environment, model
 
 from train.config import Config, from_values
-from train.extras.parallelism import Room
+from train.extras.parallelism import Extra
 from train.extras.parallelism.sequences import check_model, part_of, positions_of
 from train.launch import read_launch
 from train.records import EXIT_DONE, IGNORE, MicroBatch, UsageError, UserError
@@ -82,11 +82,11 @@ def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
 )
 def test_combinations_that_cannot_be(engine: dict[str, str], values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Room.check(from_values(values), read_launch({**sizes(2, cp=2), **engine}))
+        Extra.check(from_values(values), read_launch({**sizes(2, cp=2), **engine}))
 
 
 def test_the_launch_file_alone_is_accepted() -> None:
-    Room.check(Config(), read_launch({**sizes(4, cp=2, dp_shard=2), **FSDP2}))
+    Extra.check(Config(), read_launch({**sizes(4, cp=2, dp_shard=2), **FSDP2}))
 
 
 @pytest.mark.distributed

@@ -18,7 +18,7 @@ import torch
 from train.batching import Loading
 from train.config import Architecture, Config, Data, Optimization
 from train.data import PreparedData
-from train.extras.parallelism import Room
+from train.extras.parallelism import Extra
 from train.extras.parallelism.deepspeed_engine import DeepSpeed, deepspeed_plugin, engine_settings
 from train.extras.parallelism.sequences import Ulysses, part_of_sequences
 from train.launch import Launch
@@ -154,9 +154,9 @@ def test_stage_stands_in_one_place_or_is_the_same_in_both(tmp_path: Path) -> Non
     ],
 )
 def test_sequences_are_shared_by_deepspeed_for_causal_models(launch: Launch, config: Config, message: str) -> None:
-    Room.check(Config(), SEQUENCES)
+    Extra.check(Config(), SEQUENCES)
     with pytest.raises(UsageError, match=message):
-        Room.check(config, launch)
+        Extra.check(config, launch)
 
 
 def test_ranks_that_share_sequences_evaluate_different_examples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def fake(stage: int = 2, training: bool = True) -> Any:
 
 def ulysses(accelerator: Any) -> Ulysses:
     run: Any = SimpleNamespace(launch=replace(SEQUENCES, world_size=4, rank=3))
-    engine = Room().wrap_step(run, Engine(accelerator, Config()))
+    engine = Extra().wrap_step(run, Engine(accelerator, Config()))
     assert isinstance(engine, Ulysses)
     return engine
 
@@ -222,16 +222,16 @@ def test_overflow_at_every_loss_scale_is_explained_and_other_errors_are_not(mess
 
 
 def test_a_model_that_ulysses_cannot_prepare_is_explained_and_later_errors_are_not() -> None:
-    room, error = Room(), ValueError("num_heads 3 is not\n divisible")
-    assert room.failed(None, error) is None
-    room._sp_size = 2  # as change_loss sets it
+    extra, error = Extra(), ValueError("num_heads 3 is not\n divisible")
+    assert extra.failed(None, error) is None
+    extra._sp_size = 2  # as change_loss sets it
     assert "sequence parallelism of 2 does not work with this model: num_heads 3 is not divisible. It" in str(
-        room.failed(None, error)
+        extra.failed(None, error)
     )
-    assert room.failed(None, OSError()) is None
+    assert extra.failed(None, OSError()) is None
     run: Any = SimpleNamespace(launch=SEQUENCES)
-    room.wrap_step(run, Engine(fake(), Config()))
-    assert room.failed(None, error) is None
+    extra.wrap_step(run, Engine(fake(), Config()))
+    assert extra.failed(None, error) is None
 
 
 def batch_of(length: int, **more: Any) -> MicroBatch:

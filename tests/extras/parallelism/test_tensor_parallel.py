@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from train import extras
 from train.config import Config, from_values
-from train.extras.parallelism import Room
+from train.extras.parallelism import Extra
 from train.extras.parallelism.tensor import plan_of
 from train.launch import Launch, read_launch
 from train.records import EXIT_DONE, UsageError, UserError
@@ -102,11 +102,11 @@ def test_models_that_cannot_be_divided(model_type: str, fields: dict[str, Any], 
 )
 def test_combinations_that_cannot_be(launched: dict[str, int], values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Room.check(from_values(values), read_launch(sizes(4, **launched)))
+        Extra.check(from_values(values), read_launch(sizes(4, **launched)))
 
 
 def test_the_launch_file_alone_is_accepted() -> None:
-    Room.check(Config().changed(sequence_length_warmup_steps=3), read_launch(sizes(2, tp=2)))
+    Extra.check(Config().changed(sequence_length_warmup_steps=3), read_launch(sizes(2, tp=2)))
 
 
 @pytest.mark.parametrize("launch", [Launch(2, tp_size=2), Launch(2, engine="deepspeed")], ids=str)

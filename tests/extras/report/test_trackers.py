@@ -65,7 +65,7 @@ def test_tensorboard_writes_what_was_logged(tmp_path: Path, fresh_accelerate: No
 
 def _log(accelerator: Any, step: int, values: dict[str, Any]) -> None:
     run: Any = SimpleNamespace(accelerator=accelerator)
-    report.Room().recorded(run, "train", step, values)
+    report.Extra().recorded(run, "train", step, values)
 
 
 class _Recorder:
@@ -105,14 +105,14 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_is_loaded(monke
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     for name in ("wandb", "trackio", "tensorboard"):
         with pytest.raises(UsageError, match=rf"report_to: {name} is not installed. pip install '.\[{name}\]' adds it"):
-            report.Room.check(_config(report_to=[name]), Launch())
+            report.Extra.check(_config(report_to=[name]), Launch())
     monkeypatch.setattr(report, "find_spec", lambda name: name == "tensorboardX" or None)
-    report.Room.check(_config(report_to=["tensorboard"]), Launch())
+    report.Extra.check(_config(report_to=["tensorboard"]), Launch())
 
 
 def test_no_tracker_no_call():
     recorder = _Recorder([])
-    report.Room().starting(SimpleNamespace(accelerator=recorder, config=_config()), None)  # pyright: ignore
+    report.Extra().starting(SimpleNamespace(accelerator=recorder, config=_config()), None)  # pyright: ignore
     _log(recorder, 9, {"a": 1})
     assert recorder.calls == []
 

@@ -12,19 +12,19 @@ from support import run_for
 from test_checkpoint import save, training_state
 
 from train.config import Config
-from train.extras.selection import Room
+from train.extras.selection import Extra
 from train.records import Evaluation, Progress, Run, UserError
 from train.tasks import load_task
 
 
-def prepared(**changes: Any) -> tuple[Room, Run]:
-    config, room = Config().changed(**changes), Room()
+def prepared(**changes: Any) -> tuple[Extra, Run]:
+    config, extra = Config().changed(**changes), Extra()
     split = datasets.Dataset.from_dict({"num_bytes": [3.0], "length": [4]})
     examples = SimpleNamespace(validation=split, label_names=("a", "b"))
     data: Any = SimpleNamespace(task=load_task(config.data.task)(config), validation_digest="abc", examples=examples)
     unused: Any = None
-    room.prepared(run := run_for(config), data, unused)
-    return room, run
+    extra.prepared(run := run_for(config), data, unused)
+    return extra, run
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def prepared(**changes: Any) -> tuple[Room, Run]:
     ],
 )
 def test_what_counts_as_best(changes: dict[str, Any], metric: str, best: list[int], best_of: str) -> None:
-    (room, run), progress, found = prepared(**changes), Progress(), []
+    (extra, run), progress, found = prepared(**changes), Progress(), []
     for step, value in enumerate((0.5, 0.4, 0.6, 0.3)):
         at = Progress(step, best_metric=progress.best_metric, best_step=progress.best_step)
-        progress = room.evaluated(run, at, Evaluation("validation", step, {metric: value}))
+        progress = extra.evaluated(run, at, Evaluation("validation", step, {metric: value}))
         found.append(progress.best_step)
     assert (found, progress.best_of) == (best, best_of)
 
@@ -61,8 +61,8 @@ def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() ->
     [({}, {3, 4}), ({"load_best_model_at_end": True}, {1, 3, 4})],  # who resumes from 3 wants 1
 )
 def test_the_best_stays_and_that_of_each_that_stays(tmp_path: Path, changes: dict[str, Any], kept: set[int]) -> None:
-    room, run = prepared(output_dir=str(tmp_path), **changes)
+    extra, run = prepared(output_dir=str(tmp_path), **changes)
     for step, best_step in ((1, 1), (2, 1), (3, 1), (4, 4)):
         save(tmp_path / "checkpoints", training_state(), Progress(step=step, best_step=best_step))
-    assert room.keep(run, {3, 4}, Progress(step=4, best_step=4)) == kept
-    assert room.keep(run, {3, 4}, Progress(step=4, best_step=2)) == kept | {2}
+    assert extra.keep(run, {3, 4}, Progress(step=4, best_step=4)) == kept
+    assert extra.keep(run, {3, 4}, Progress(step=4, best_step=2)) == kept | {2}

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra, missing, refuse
 from train.launch import Launch, target_device
 from train.records import Run, UsageError, UserError
 
@@ -41,7 +41,7 @@ class Options:
             object.__setattr__(self, "gradient_checkpointing", "full" if kind else "none")
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Room(Extra):
             raise UsageError("gradient_checkpointing_every_n_layers needs gradient_checkpointing: full or selective.")
         if kind == "none" and own.gradient_checkpointing_offload:
             raise UsageError("gradient_checkpointing_offload needs gradient_checkpointing: full, selective or auto.")
-        if kind == "auto" and "memory" in missing():
+        if kind == "auto" and "memory" in extras.missing():
             raise UsageError("gradient_checkpointing: auto needs train/memory/: give none, selective or full.")
         if kind == "auto" and every > 1:
             raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers itself.")
@@ -64,7 +64,7 @@ class Room(Extra):
         is_deepspeed = launch.engine == "deepspeed"
         whole = "its gradients are whole in one place, where others hold parts. Use FSDP2 or DDP, or no tiled_mlp"
         untried = "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out"
-        refuse(
+        extras.refuse(
             f"{launch} in the launch file",
             ("tiled_mlp: true", own.tiled_mlp and (is_deepspeed or launch.tp_size > 1), whole),
             ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),

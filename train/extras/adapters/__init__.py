@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra
 from train.launch import Launch
 from train.records import Run, UsageError
 
@@ -34,7 +34,7 @@ class Options:
     )
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     @classmethod

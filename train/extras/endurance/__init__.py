@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra
 from train.extras.endurance.lock import WITHOUT, lock
 from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error
@@ -61,7 +61,7 @@ class Options:
     )
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     """Recovery from OOM, background saving, rollback and the watch over ranks, for one run."""
 
     Options = Options

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra, refuse
 from train.launch import Launch, read_launch
 from train.records import UsageError
 
@@ -28,7 +28,7 @@ class Options:
     )
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Room(Extra):
         own = config.of(Options)
         if own.gradient_health:
             hidden, early = launch.engine == "deepspeed" or launch.tp_size > 1, config.get("optimizer_in_backward")
-            refuse(
+            extras.refuse(
                 "gradient_health",
                 (f"{launch} in the launch file", hidden, "it needs gradients as DDP and FSDP2 leave them. Use one"),
                 ("optimizer_in_backward", bool(early), "no whole gradient exists then. Leave one of them out"),
@@ -95,7 +95,7 @@ def _check_noise_scale(config: Config, launch: Launch) -> None:
     is_whole, is_alone = launch.engine == "ddp" and launch.copies == 1, launch.world_size == 1 and not is_open
     whole = "it needs whole gradients of different examples on every process. Use ddp.yaml or one process"
     two = "it compares gradients of two sizes. Give gradient_accumulation_steps: 2 or more, or use several processes"
-    refuse(
+    extras.refuse(
         "gradient_noise_scale",
         (f"{launch} in the launch file", not is_whole, whole),
         ("optimizer_in_backward: true", bool(config.get("optimizer_in_backward")), "leave one of the two out"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra
 from train.launch import Launch
 from train.records import MicroBatch, Run, UsageError
 
@@ -42,7 +42,7 @@ class Options:
 MOST_LENGTHS = 64  # for which cuDNN may plan its attention
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra
 from train.launch import Launch
 from train.records import Run, UsageError
 
@@ -28,7 +28,7 @@ class Options:
     z_loss: float = option(0.0, "Coefficient of log² Z, which keeps logits from drifting (PaLM: 1e-4).", ge=0)
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     @classmethod

@@ -9,8 +9,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from train import extras
 from train.config import option
-from train.extras import Extra
 from train.records import MicroBatch, Run, exchange
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Options:
     memory_snapshot: bool = option(False, "On CUDA, write torch's record of allocations whenever memory runs out.")
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     def __init__(self) -> None:

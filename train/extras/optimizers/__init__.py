@@ -6,8 +6,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra, refuse
 from train.launch import Launch
 from train.records import Run, UsageError
 
@@ -36,7 +36,7 @@ class Options:
     learning_rate_reference_batch_size: int | None = option(None, "Global batch learning_rate was chosen for.", ge=1)
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     @classmethod
@@ -52,10 +52,10 @@ class Room(Extra):
         not_adamw = (f"optimizer: {optim.optimizer}", optim.optimizer != "adamw", "use adamw, or leave it out")
         if own.optimizer_offload:
             half = "use bfloat16, or float32 with mixed_precision: fp16"
-            refuse("optimizer_offload", not_adamw, ("dtype: float16", dtype == "float16", half))
+            extras.refuse("optimizer_offload", not_adamw, ("dtype: float16", dtype == "float16", half))
         if rounds:
             has_originals = "the host updates fp32 originals already: use nearest"
-            refuse(
+            extras.refuse(
                 rounding,
                 not_adamw,
                 (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"),
@@ -69,7 +69,7 @@ class Room(Extra):
             is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
             early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
             remedy = f"it needs whole weights on every process. {remedy}; or use optimizer: adamw alone"
-            refuse(
+            extras.refuse(
                 f"{how} in the launch file",
                 ("optimizer: adamw_8bit", optim.optimizer == "adamw_8bit", remedy),
                 ("optimizer_offload: true", own.optimizer_offload, remedy),
@@ -139,7 +139,7 @@ def _check_in_backward(config: Config, launch: Launch) -> None:
     late = "the norm of all gradients is known only after the updates. Give max_grad_norm: null (as a flag: None)"
     repeated = "a step whose weights are partly updated cannot be repeated. Give on_oom: stop, or leave it at auto"
     summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
-    refuse(
+    extras.refuse(
         "optimizer_in_backward",
         (f"gradient_accumulation_steps: {steps}", (steps or 1) > 1, f"{one_pass}: give 1"),
         ("max_tokens_per_micro_batch", tokens is not None, several),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra, refuse
 from train.launch import Launch
 from train.records import MicroBatch, Run, one_line
 
@@ -35,7 +35,7 @@ class Options:
     )
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     """Divides the work of a step among ranks."""
 
     Options = Options
@@ -155,7 +155,7 @@ def _check_tensors(config: Config, launch: Launch) -> None:
     is_alone = launch.engine == "ddp" and launch.world_size == size
     is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
     alone = f"set num_processes: {size} without fsdp_config or other sizes, as accelerate_configs/tensor_parallel.yaml"
-    refuse(
+    extras.refuse(
         f"parallelism_config_tp_size: {size} in the launch file",
         ("sharding or data parallelism", not is_alone, alone),
         ("mixed_precision: fp16", is_fp16, "use bf16: each rank would scale its loss by itself"),
@@ -176,7 +176,7 @@ def _check_sequences(config: Config, launch: Launch) -> None:
     task, causal = config.data.task, [name for name in task_names() if load_task(name).is_causal]
     a_causal_task = f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}"
     fixed_rows = "give micro_batch_size: exchanges need a fixed number of rows"
-    refuse(
+    extras.refuse(
         f"parallelism_config_{name}_size: {size} in the launch file",
         (f"the engine {launch.engine}", launch.engine != engine, f"use {engine}, as accelerate_configs/{example} does"),
         (f"task: {task}", task not in causal, a_causal_task),

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra
 from train.launch import Launch
 from train.records import Corpus, Run, UsageError
 
@@ -80,7 +80,7 @@ def _work_offline_without_an_address(config: Config) -> None:
             os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     @classmethod

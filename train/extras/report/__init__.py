@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from train import extras
 from train.config import Config, option, to_values
-from train.extras import Extra
 from train.figures import without_secrets, write_whole
 from train.launch import Launch
 from train.records import Run, UsageError, UserError
@@ -35,7 +35,7 @@ class Options:
     hub_private_repo: bool = option(False, "Create the repository as a private one.")
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     @classmethod

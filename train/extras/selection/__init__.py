@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from train import extras
 from train.config import Config, option
-from train.extras import Extra
 from train.figures import read_metrics
 from train.launch import Launch
 from train.records import Evaluation, Progress, Run, UsageError, UserError
@@ -31,7 +31,7 @@ class Options:
     early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
 
 
-class Room(Extra):
+class Extra(extras.Extra):
     Options = Options
 
     def __init__(self) -> None:
