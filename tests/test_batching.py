@@ -110,7 +110,7 @@ def test_arithmetic_completes_what_is_given(
     found = arithmetic(micro, accumulation, total, world)
     assert (found.micro_batch_size, found.accumulation_steps, found.world_size) == expected
     assert found.global_batch_size == expected[0] * expected[1] * expected[2]
-    assert str(found.global_batch_size) in str(found)
+    assert f"= {found.global_batch_size} per step" in Rounds().describe(found)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +309,14 @@ def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
         runs = [by_tokens(max_tokens, world_size, rank, epoch) for rank in range(world_size) for epoch in range(6)]
         made = [batch for windows in runs for window in windows for batch in window]
         assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens
+
+
+def test_what_a_step_is_made_of_is_said_in_words() -> None:
+    said = [rounds.describe(BatchArithmetic(1, 4, 2)) for rounds in (of_tokens(4096).rounds, Rounds())]
+    by_tokens = "8 per step, in micro-batches of up to 4,096 tokens on 2 processes"
+    assert said == [by_tokens, "1 example per micro-batch × 4 accumulated × 2 processes = 8 per step"]
+    plain = "2 examples per micro-batch × 4 accumulated × 1 process = 8 per step"
+    assert Rounds().describe(BatchArithmetic(2, 4, 1)) == plain
 
 
 def test_evaluation_and_streams_by_tokens() -> None:

@@ -59,6 +59,13 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 class Rounds:
     """How the examples of a step form micro-batches; an extra may form them otherwise."""
 
+    def describe(self, arithmetic: BatchArithmetic) -> str:
+        """How a global batch comes about."""
+        size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
+        examples, processes = f"{size} example{'s' * (size > 1)}", f"{ranks} process{'es' * (ranks > 1)}"
+        made = f"{examples} per micro-batch × {arithmetic.accumulation_steps} accumulated × {processes}"
+        return f"{made} = {arithmetic.global_batch_size} per step"
+
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids.
 

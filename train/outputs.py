@@ -123,9 +123,10 @@ class Outputs:
     def begin(self, run: Run, parts: Parts, progress: Progress) -> None:
         """Training is about to start: says how long, keeps what belongs to this run, opens configuration and bar."""
         optim, total = run.config.optimization, parts.total_steps
-        per_epoch = parts.batches.steps_per_epoch
+        batches, per_epoch = parts.batches, parts.batches.steps_per_epoch
         epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
-        self.note(f"batch: {parts.batches.arithmetic}; {figures.several(total, 'step')} ({epochs})")
+        batch = batches.loading.rounds.describe(batches.arithmetic)
+        self.note(f"batch: {batch}; {figures.several(total, 'step')} ({epochs})")
         if (warmup := num_warmup_steps(total, optim)) > total:
             highest, peak = learning_rate_at(total - 1, total, optim), optim.learning_rate
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")

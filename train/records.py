@@ -140,11 +140,6 @@ class BatchArithmetic:
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
-    def __str__(self) -> str:
-        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
-        examples = f"{self.micro_batch_size} example{'s' if self.micro_batch_size > 1 else ''} per micro-batch"
-        return f"{examples} × {self.accumulation_steps} accumulated × {processes} = {self.global_batch_size} per step"
-
 
 @dataclass(frozen=True)
 class StepOutcome:

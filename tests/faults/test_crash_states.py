@@ -30,13 +30,14 @@ from faults.injections import at_step, several
 from faults.processes import FSDP2, Fault, run
 from support import checkpoint_digests, final_files, log_of, run_for, write_recipe
 
+from train.batching import Loading
 from train.config import parse
 from train.data import prepare_data
 from train.extras import Extras
 from train.extras.selection import Extra
 from train.figures import read_metrics
 from train.outputs import Outputs
-from train.records import EXIT_DONE, Progress
+from train.records import EXIT_DONE, BatchArithmetic, Progress
 
 pytestmark = pytest.mark.skipif(not can_record(), reason="strace is not here, or may not look at processes")
 STEPS = 6
@@ -100,7 +101,9 @@ class Crashes:
             return
         if state.is_done:
             yield "not complete, but that was acknowledged"
-        batches = SimpleNamespace(arithmetic="", steps_per_epoch=None)
+        batches = SimpleNamespace(
+            arithmetic=BatchArithmetic(1, 1, 1), loading=Loading(cast("Any", None)), steps_per_epoch=None
+        )
         outputs.begin(bare, cast("Any", SimpleNamespace(total_steps=STEPS, batches=batches)), progress)
         expected = [key_of(row) for row in self.rows if belongs(row, progress)]
         found = [key_of(row) for row in read_metrics(outputs.metrics)]

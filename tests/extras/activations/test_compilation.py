@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,13 @@ def test_missing_compiler_is_said_before_anything_is_loaded(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check_compiler(torch.device("cpu"))
+    monkeypatch.delenv("CXX", raising=False)
+    for platform, name in (("linux", "g++"), ("darwin", "clang++"), ("win32", "cl")):  # where torch looks for no other
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.platform", platform)
+            patch.setattr("shutil.which", lambda found, name=name: None if found == name else found)
+            with pytest.raises(UsageError, match=f"there is no {re.escape(name)} here"):
+                check_compiler(torch.device("cpu"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UsageError, match=r"compile: needs a C\+\+ compiler, and there is no no-such-compiler"):
         check_compiler(torch.device("cpu"))

@@ -189,7 +189,12 @@ def test_a_run_logs_what_its_micro_batches_give(recipe: Path, tmp_path: Path, mo
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("parts", "accumulation_steps"),
-    [([[[0, 1]], [[2, 3]]], 1), ([[[0], [1]], [[2], [3]]], 1), ([[[0], [1, 2]], [[3], [4, 5]]], 2)],
+    [
+        ([[[0, 1]], [[2, 3]]], 1),
+        ([[[0, 1]], [[2, 3]]], 2),  # formed by tokens they may be fewer than planned
+        ([[[0], [1]], [[2], [3]]], 1),
+        ([[[0], [1, 2]], [[3], [4, 5]]], 2),
+    ],
 )
 def test_two_ranks_average_what_each_finds(parts: list[list[list[int]]], accumulation_steps: int) -> None:
     """Without accumulation a rank's part is the smaller one, with it a rank's first micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,20 @@ def test_pieces_hold_the_same_tokens_and_targets() -> None:
     assert cut(batch, 8, causal=True) is batch
 
 
+def test_pieces_of_a_row_are_nearly_equal() -> None:
+    """Two of 8 tokens would take 7 of padding."""
+    assert cut(padded([9], 9), 8, causal=True).labels.shape == (2, 5)
+    assert cut(padded([20], 20), 8, causal=True).labels.shape == (3, 7)
+
+
+def test_tokens_that_are_not_computed_do_not_count() -> None:
+    """As of a prompt that is no target, in pieces of its own."""
+    batch = padded([16], 16)
+    batch.labels[0, :12] = IGNORE
+    found = cut(batch, 4, causal=True)
+    assert (found.labels.shape, found.num_tokens, found.num_targets) == ((2, 4), 8, 16)  # the first piece stays
+
+
 def test_a_length_that_does_not_divide_pads_and_masks_where_padding_could_be_seen() -> None:
     assert "attention_mask" not in cut(padded([7, 7], 7), 4, causal=True).inputs
     found = cut(padded([7, 7], 7), 4, causal=False)
@@ -111,6 +126,7 @@ def test_a_cut_step_takes_no_more_memory_than_a_whole_one() -> None:
         return tracker.peak.num_bytes
 
     assert peak(64) <= peak(128) <= peak(512)
+    assert peak(400) <= peak(512)
 
 
 def test_run_with_a_warmup_resumes_exactly_and_logs_the_length(llama_recipe: Path, tmp_path: Path) -> None:
@@ -118,7 +134,7 @@ def test_run_with_a_warmup_resumes_exactly_and_logs_the_length(llama_recipe: Pat
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     assert train(llama_recipe, whole, *flags) == EXIT_DONE
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if row["kind"] == "train"]
-    assert [row["sequence_length"] for row in rows] == [16, 16, 32, 64]
+    assert [row["sequence_length"] for row in rows] == [16, 16, 30, 62]  # of at most 16, 16, 32 and 64 tokens
     assert train(llama_recipe, pieces, *flags, *stopping_after(2)) == EXIT_STOPPED
     assert train(llama_recipe, pieces, *flags) == EXIT_DONE
     assert checkpoint_digests(whole, 4) == checkpoint_digests(pieces, 4)
@@ -127,6 +143,15 @@ def test_run_with_a_warmup_resumes_exactly_and_logs_the_length(llama_recipe: Pat
     without = [r for r in read_metrics(tmp_path / "without" / "metrics.jsonl") if r["kind"] == "train"]
     assert [row["tokens_seen"] for row in without] == tokens
     assert [row["loss"] for row in without] != [row["loss"] for row in rows]
+
+
+def test_another_stretch_of_positions_is_another_model() -> None:
+    own = {"rope_scaling": "yarn", "max_length": 64}
+    cases = ({}, {"max_length": 128}, {"rope_scaling_factor": 2.0}, {"rope_scaling_factor": 4.0})
+    found = [Extra().identity(from_values({**own, **case})) for case in cases]
+    assert all(first != second for first, second in itertools.combinations(found, 2))
+    plain = [Extra().identity(from_values({"max_length": length})) for length in (64, 128)]
+    assert plain[0] == plain[1]
 
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])
@@ -141,6 +166,6 @@ def test_a_warm_up_that_outlasts_the_run_is_told(steps: int, notes: int) -> None
     said: list[str] = []
     config = Config().changed(sequence_length_warmup_steps=100, max_length=64)
     run: Any = SimpleNamespace(config=config, outputs=SimpleNamespace(note=said.append))
-    parts: Any = SimpleNamespace(goal=SimpleNamespace(total_steps=steps))
+    parts: Any = SimpleNamespace(total_steps=steps)
     Extra().starting(run, parts)
     assert said == ["sequence length: each step is cut: warm-up takes 100 steps of a run of 5"] * notes

@@ -203,6 +203,29 @@ def test_a_checkpoint_resumes_with_or_without_offload(tmp_path: Path) -> None:
         assert_same(second.state, expected.state)
 
 
+def test_originals_that_another_optimizer_left_behind_are_made_again() -> None:
+    """A run that was resumed without offload, and then with it: what plain AdamW learned stays."""
+    weight, config = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)), settings(learning_rate=0.1)
+    with_offload = config.changed(optimizer_offload=True)
+    optimizers = [build_optimizer(nn.ParameterList([weight]), c, DEVICE) for c in (with_offload, config, with_offload)]
+    state: dict[str, Any] = {}
+    for optimizer in optimizers:
+        if state:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        before = weight.detach().clone()
+        for _ in range(5):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        assert torch.allclose(before - weight.detach(), torch.tensor(0.5, dtype=torch.bfloat16), atol=0.02)
+        state = copy.deepcopy(optimizer.state_dict()["state"])
+
+
+def test_on_a_cpu_offload_keeps_originals_of_bf16_weights() -> None:
+    network, config = nn.Linear(2, 2).bfloat16(), settings(optimizer_offload=True, dtype="bfloat16")
+    assert isinstance(build_optimizer(network, config), OffloadedAdamW)
+    assert not isinstance(build_optimizer(network, config.changed(dtype="float32")), OffloadedAdamW)
+
+
 class SlowLink(DirectLink):
     """Hands over buffers that are used again, as the link to a card does."""
 

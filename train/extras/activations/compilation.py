@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,10 +30,10 @@ def check_compiler(device: torch.device) -> None:
     """Raises UsageError where this machine cannot compile for ``device``: a compiler or Triton is missing."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UsageError("compile: needs Triton on CUDA, which is not installed: pip install triton, or leave it out.")
-    compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++", "cl"]
-    if not any(shutil.which(name) for name in compilers):
+    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if not shutil.which(compiler):
         raise UsageError(
-            f"compile: needs a C++ compiler, and there is no {' or '.join(compilers)} here: install one (apt-get "
+            f"compile: needs a C++ compiler, and there is no {compiler} here: install one (apt-get "
             "install g++), name it in CXX, or leave compile out."
         )
 

@@ -97,8 +97,11 @@ def exploding(rows: Rows) -> Illness | None:
 def fp16_trouble(rows: Rows) -> Illness | None:
     """fp16 makes zero of more than a few elements of a gradient, or activations come close to its largest number."""
     row, scale = rows[-1], rows[-1]["loss_scale"]
-    shares = zip(row["flushed" if scale is None else "flushed_scaled"], row["norms"], strict=True)
-    share, layer = largest(row, [share if norm else 1.0 for share, norm in shares])
+    # All zero is underflow only where it stays so: LoRA's first matrices have no gradient in the first step.
+    shares = zip(
+        row["flushed" if scale is None else "flushed_scaled"], row["norms"], rows[-2:][0]["norms"], strict=True
+    )
+    share, layer = largest(row, [share if norm or before or len(rows) < 2 else 1.0 for share, norm, before in shares])
     activation, where = largest(row, row["activations"])
     if row["fp16"] and share > LOST_SHARE:
         finding = f"with {'no loss scale' if scale is None else f'a loss scale of {scale:g}'} {share:.0%} becomes zero"

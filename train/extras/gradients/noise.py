@@ -38,15 +38,19 @@ class NoiseScale:
         self._parts: list[Tensor] = []  # norms of this rank's part, parameter by parameter
         self._unknown = torch.full((), math.nan, device=self._parameters[0].device)
         self._means = [0.0] * 4  # moving: |G|², tr(Σ), targets and examples of a step
-        self._by_ranks = sizes.accumulation_steps == 1
+        self._planned, self._by_ranks = sizes.accumulation_steps, False  # micro-batches formed by tokens may be fewer
+        for parameter in self._parameters if self._ranks > 1 else ():  # this hook comes before DDP's, which averages
+            parameter.register_post_accumulate_grad_hook(self._see_part)
+
+    def _see_part(self, parameter: Tensor) -> None:
         if self._by_ranks:
-            for parameter in self._parameters:  # this hook comes before DDP's, which averages over ranks
-                parameter.register_post_accumulate_grad_hook(lambda p: self._parts.append(_norm([p])))
+            self._parts.append(_norm([parameter]))
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """A step of these micro-batches comes next."""
         targets = [batch.num_targets for batch in micro_batches]
         examples = sum(len(batch.example_ids) for batch in micro_batches)
+        self._by_ranks = min(self._planned, len(targets)) == 1
         self._counts.append((sum(targets) if self._by_ranks else targets[0], sum(targets), examples))
         self._ratios.append(self._unknown)
         self._first, self._left = None, len(micro_batches)

@@ -45,9 +45,6 @@ MOST_LENGTHS = 64  # for which cuDNN may plan its attention
 class Extra(extras.Extra):
     Options = Options
 
-    def __init__(self) -> None:
-        self._length: int | None = None  # tokens that the warm-up allows a row in the newest step
-
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         own, model, length = config.of(Options), config.architecture, config.data.max_length
@@ -78,7 +75,9 @@ class Extra(extras.Extra):
     def identity(self, config: Config) -> dict[str, Any]:
         own = config.of(Options)
         rope_scaling = None if own.rope_scaling == "none" else own.rope_scaling
-        return {"packing": own.packing, "rope_scaling": rope_scaling, "sliding_window": own.sliding_window}
+        factor = rope_scaling and (own.rope_scaling_factor or f"for max_length {config.data.max_length}")
+        scaled = {"rope_scaling": rope_scaling, "rope_scaling_factor": factor}
+        return {"packing": own.packing, **scaled, "sliding_window": own.sliding_window}
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         own = run.config.of(Options)
@@ -113,16 +112,11 @@ class Extra(extras.Extra):
         from train.tasks import load_task
 
         length, causal = sequence_length_at(step, run.config), load_task(run.config.data.task).is_causal
-        self._length = length
         return [cut(batch, length, causal) for batch in micro_batches]
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         if (tokens := run.config.of(Options).max_tokens_per_micro_batch) is not None:
             summary.update(micro_batch_size=None, gradient_accumulation_steps=None, max_tokens_per_micro_batch=tokens)
-
-    def measured(self, run: Run, values: dict[str, Any]) -> None:
-        if self._length is not None and "sequence_length" in values:
-            values["sequence_length"] = self._length
 
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         if model_config is not None:

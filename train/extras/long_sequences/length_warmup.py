@@ -41,6 +41,7 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     width = batch.shape[1]  # labels may be one a row
     if width <= length:
         return batch
+    length = -(-width // -(-width // length))  # as equal as can be: else nearly half may be padding
     missing = -width % length
     inputs: dict[str, Any] = dict(batch.inputs)
     documents = inputs.pop("documents", None)
@@ -61,7 +62,8 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
         cuts = [piece for row in documents.lengths for piece in _pieces([*row, missing], length)]
         documents = Documents.of([piece for piece, keep in zip(cuts, kept.tolist(), strict=True) if keep])
         inputs |= {"position_ids": documents.position_ids(), "documents": documents}
-    return replace(batch, inputs=inputs, labels=labels[kept])
+    labels = labels[kept]  # rows that have no target are not computed, so their tokens do not count
+    return replace(batch, inputs=inputs, labels=labels, num_tokens=min(batch.num_tokens, labels.numel()))
 
 
 def _pieces(lengths: list[int], length: int) -> list[list[int]]:

@@ -16,6 +16,10 @@ class TokenRounds(Rounds):
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
 
+    def describe(self, arithmetic: BatchArithmetic) -> str:
+        made = f"{arithmetic.global_batch_size} per step, in micro-batches of up to {self.max_tokens:,} tokens"
+        return f"{made} on {arithmetic.world_size} process{'es' * (arithmetic.world_size > 1)}"
+
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids, each of at most ``max_tokens`` with its padding.
 

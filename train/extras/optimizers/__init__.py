@@ -112,15 +112,15 @@ class Extra(extras.Extra):
             from train.extras.optimizers.few_bits import Bf16AdamW
 
             return Bf16AdamW(groups, own.bf16_update, optim.seed, **settings)
-        if own.optimizer_offload and device.type != "cpu":
+        if own.optimizer_offload and (device.type != "cpu" or config.architecture.dtype == "bfloat16"):  # originals
             from train.extras.optimizers.offload import OffloadedAdamW
 
             return OffloadedAdamW(groups, **settings)
         return None
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
-        own = run.config.of(Options)
-        if own.optimizer_offload and run.accelerator.device.type == "cpu":
+        own, dtype = run.config.of(Options), run.config.architecture.dtype
+        if own.optimizer_offload and run.accelerator.device.type == "cpu" and dtype != "bfloat16":
             run.outputs.note("optimizer_offload: on a CPU the optimizer's state is in host memory already")
         if not own.optimizer_in_backward:
             return engine

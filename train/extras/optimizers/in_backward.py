@@ -14,7 +14,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from train.records import MicroBatch, StepOutcome, UsageError
+from train.records import MicroBatch, StepOutcome
 from train.step import Engine
 
 
@@ -29,11 +29,6 @@ class InBackward(Engine):
     def step(
         self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
     ) -> StepOutcome:
-        if len(micro_batches) != 1:
-            raise UsageError(
-                f"optimizer_in_backward: this step has {len(micro_batches)} micro-batches, whose gradients would have "
-                "to be accumulated. Give gradient_accumulation_steps: 1, or leave optimizer_in_backward out."
-            )
         self._optimizer: Any = optimizer.optimizer
         return super().step(model, optimizer, micro_batches, stop)
 

@@ -131,8 +131,11 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, entries in state_dict["state"].items():
-            dtype = torch.promote_types(parameters[number].dtype, torch.float32)
-            self.state[parameters[number]] = {
-                name: value.to("cpu", torch.float32 if name == "step" else dtype) for name, value in entries.items()
+            parameter, found = parameters[number], dict[str, Tensor](entries)
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            if MASTER in found and not torch.equal(found[MASTER].to("cpu", parameter.dtype), parameter.cpu()):
+                found.pop(MASTER)  # an optimizer without originals has made steps since
+            self.state[parameter] = {
+                name: value.to("cpu", torch.float32 if name == "step" else dtype) for name, value in found.items()
             }
         self._weights.clear()
