@@ -327,6 +327,24 @@ def test_checkpoint_without_a_setting_that_others_have_is_no_traceback(tmp_path:
         checkpoint.restore(folder, state, allow_changes=True)
 
 
+def test_a_disk_that_fails_while_a_checkpoint_is_read_is_no_reason_to_remove_it(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint.StoredBlocks, "block", failing)
+    with pytest.raises(UserError, match=r"step-00000002 cannot be read: Input/output error\. Keep it, and try again"):
+        checkpoint.restore(two / "step-00000002", training_state())
+
+
+def test_what_cannot_be_stored_is_not_blamed_on_the_disk(tmp_path: Path) -> None:
+    state = training_state()
+    state.model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(UserError, match=r"KeyError: torch\.complex128\. Earlier checkpoints are untouched\.$"):
+        save(tmp_path, state, Progress(step=1))
+
+
 class Views(torch.nn.Module):
     """Weights that safetensors' own writer refuses: transposed, two views of one tensor, one that is expanded."""
 

@@ -172,6 +172,20 @@ def test_empty_documents_of_a_function_are_skipped_and_counted(tmp_path: Path) -
     assert "the train split: skipped 2 empty documents, the first in row 1" in found.notes[0]
 
 
+@pytest.mark.parametrize("form", [None, "torch", "numpy", "arrow", "pandas"])
+def test_a_function_may_return_what_is_on_the_disk_in_any_format(form: str | None, tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(20)]
+    datasets.Dataset.from_dict({"text": texts, "label": [0, 1] * 10}).save_to_disk(tmp_path / "saved")
+    stored: Any = datasets.load_from_disk(tmp_path / "saved").with_format(form)
+    config = Config().changed(task="sequence_classification")
+    body = f"datasets.load_from_disk({str(tmp_path / 'saved')!r}).with_format({form!r})"
+    found: Any
+    for found in (corpus_of(stored, config, True), returned(tmp_path, body, labelled=True)):
+        assert (len(found.train), len(found.validation)) == (19, 1)
+        assert sorted([*found.train["text"][:], *found.validation["text"][:]]) == sorted(texts)
+        assert set(found.train["label"]) == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

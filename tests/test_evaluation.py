@@ -129,6 +129,13 @@ def test_class_metrics_by_hand(
     }
 
 
+def test_a_class_that_the_data_does_not_have_is_a_wrong_one() -> None:
+    """A model of one's own may have outputs to spare."""
+    found = class_metrics(np.array([0, 4, 1]), np.array([0, 0, 1]), 2)
+    assert (found["accuracy"], found["macro_f1"]) == (pytest.approx(2 / 3), pytest.approx((2 / 3 + 1 + 0) / 3))
+    assert [row[:2] for row in found["confusion_matrix"][:2]] == [[1, 0], [0, 1]]
+
+
 def test_many_classes_have_no_matrix_but_their_most_frequent_confusions() -> None:
     classes = 50_000  # whose matrix would hold 2.5e9 counts
     pairs = [(7, 7)] * 4 + [(49_999, 0)] * 3 + [(5, 6)] * 2 + [(5, 5)] + [(i, i + 1) for i in range(100, 140)]

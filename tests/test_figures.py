@@ -185,7 +185,7 @@ def test_hardware_names_neither_machine_nor_user(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     found = hardware()
-    assert found["gpus"] == [{"name": "NVIDIA L4", "memory_bytes": 24 * 2**30}] * 2 and found["gpu_count"] == 2
+    assert found["gpus"] == [{"name": "NVIDIA L4", "memory_bytes": 24 * 2**30}] * 2
     assert found["cpu_cores"] >= 1 and found["memory_bytes"] > 2**28 and found["cpu"]
     words = json.dumps(found).replace('"', " ").replace(",", " ").split()
     assert platform.node() not in words and getpass.getuser() not in words

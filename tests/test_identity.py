@@ -46,6 +46,17 @@ def test_any_change_gives_another_digest(change: str) -> None:
     assert examples_digest(datasets.Dataset.from_list(OTHER_ROWS[change])) != same
 
 
+@pytest.mark.parametrize(
+    "kind", [datasets.List(datasets.Value("int64"), length=2000), datasets.LargeList(datasets.Value("int64"))]
+)
+def test_one_token_among_thousands_counts_in_lists_of_any_kind(kind: Any) -> None:
+    def digest(middle: int) -> str:
+        tokens, features = [*range(1000), middle, *range(1001, 2000)], datasets.Features({"tokens": kind})
+        return examples_digest(datasets.Dataset.from_dict({"tokens": [tokens]}, features=features))
+
+    assert digest(1000) != digest(7)
+
+
 def test_place_pieces_and_selection_do_not_matter(tmp_path: Path) -> None:
     rows = [{"tokens": list(range(number % 5 + 1))} for number in range(200)]  # more than are read at once
     whole = datasets.Dataset.from_list(rows)

@@ -12,7 +12,7 @@ import torch
 from support import ACCELERATE_LAUNCH, ROOT
 
 from train.config import Config, Optimization
-from train.launch import Launch, check_launch, read_launch, set_up_device, settle_precision
+from train.launch import Launch, accelerator_options, check_launch, read_launch, set_up_device, settle_precision
 from train.records import EXIT_ERROR, UsageError
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -51,6 +51,18 @@ def test_ranks_that_share_examples_are_neighbours() -> None:
     assert [launch.seed_rank for launch in launches] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {(launch.dp_size, launch.copies) for launch in launches} == {(2, 4)}
     assert str(launches[0]) == "ddp, tensor parallel 2, context parallel 2"
+
+
+def test_an_empty_variable_is_one_that_is_not_set() -> None:
+    assert read_launch({"WORLD_SIZE": "", "RANK": ""}) == Launch()
+    with pytest.raises(UsageError, match="cp_size 0 make 0 processes"):
+        read_launch(sizes(2, cp=0))
+
+
+def test_on_cuda_whoever_knows_the_lost_rank_speaks_before_the_watchdog() -> None:
+    for device, seconds in (("cpu", 30), ("cuda", 90)):
+        [handler] = accelerator_options(Launch(), torch.device(device), 30)["kwargs_handlers"]
+        assert handler.timeout.total_seconds() == seconds
 
 
 def test_sizes_that_do_not_make_the_world_are_refused() -> None:

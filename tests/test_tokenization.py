@@ -155,6 +155,16 @@ def test_a_kept_tokenizer_that_is_damaged_is_trained_again(
     assert digest() == (known, [])
 
 
+def test_a_tokenizer_of_a_stream_is_that_of_its_own_documents(tmp_path: Path) -> None:
+    """Also in the folder of a run that began with others."""
+    run, words = run_for(Config().changed(output_dir=str(tmp_path))), ("a rose is a rose", "tulips are tulips")
+    for text in words:
+        documents = datasets.Dataset.from_dict({"text": [text]})
+        stream = Corpus("flowers", documents.to_iterable_dataset(), documents)
+        found = own_tokenizers.tokenizer_for(run, "words", stream)
+        assert "<|unknown|>" not in found.convert_ids_to_tokens(ids_of(found, text))
+
+
 def test_a_kept_tokenizer_is_written_in_one_move_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -350,6 +360,18 @@ def stored_corpus(folder: Path) -> Corpus:
     return Corpus("stored", train, validation)
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def cached(folder: Path) -> list[Path]:
+    """The files with the training split's examples, which take more bytes than those to validate on."""
+    files = sorted((folder / "cache").glob("examples-*.arrow"))
+    name = max(files, key=lambda file: file.stat().st_size).stem.partition("_")[0]
+    return [file for file in files if file.stem.startswith(name)]
+
+
 def tokenized(folder: Path, spec: str = "bytes", cls: type[Counting] = Counting, **data: Any) -> tuple[Any, int]:
     """Rows of the training split, and how many documents were encoded for it and for validation."""
     task = cls(configured(**data))
@@ -415,7 +437,7 @@ def test_what_changes_the_examples_is_tokenised_again(change: dict[str, Any], tm
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_is_made_again_and_said(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows, _ = tokenized(tmp_path)
-    [cache] = (tmp_path / "train").glob("examples-*.arrow")
+    [cache] = cached(tmp_path)
     cache.write_bytes(DAMAGE[damage](cache.read_bytes()))
     assert tokenized(tmp_path) == (rows, 10)
     assert [record.message for record in caplog.records] == [
@@ -424,18 +446,25 @@ def test_a_damaged_cache_is_made_again_and_said(damage: str, tmp_path: Path, cap
     assert tokenized(tmp_path) == (rows, 0)
 
 
+def test_a_stored_dataset_is_only_read(tmp_path: Path) -> None:
+    stored_corpus(tmp_path)
+    before = {path: path.stat().st_mtime_ns for name in ("train", "validation") for path in (tmp_path / name).iterdir()}
+    tokenized(tmp_path)
+    assert before == {p: p.stat().st_mtime_ns for name in ("train", "validation") for p in (tmp_path / name).iterdir()}
+
+
 def test_a_cache_without_digests_is_made_again(tmp_path: Path) -> None:
     """Of a run that was killed before it had written them, and whose files may not all be on the disk."""
     rows, _ = tokenized(tmp_path)
-    [digests] = (tmp_path / "train").glob("examples-*.digests")
-    digests.unlink()
+    [cache] = cached(tmp_path)
+    cache.with_suffix(".digests").unlink()
     assert tokenized(tmp_path) == (rows, 10)
 
 
 def test_one_of_several_files_that_is_damaged_or_missing(tmp_path: Path) -> None:
     rows, _ = tokenized(tmp_path, preprocessing_num_workers=2)
     for change in (lambda file: file.write_bytes(altered(file.read_bytes())), Path.unlink):
-        files = sorted((tmp_path / "train").glob("examples-*.arrow"))
+        files = cached(tmp_path)
         assert len(files) == 2
         change(files[1])
         assert tokenized(tmp_path, preprocessing_num_workers=2)[0] == rows
@@ -447,16 +476,19 @@ def test_a_kept_digest_of_examples_goes_with_its_damaged_cache(tmp_path: Path) -
         return examples_digest(tokenize(stored_corpus(tmp_path), task, tokenizer_of("bytes"), CHECKED).train)
 
     known = digest()
-    [cache] = (tmp_path / "train").glob("examples-*.arrow")
-    [kept] = (tmp_path / "train").glob("examples-*.sha256")
+    [cache] = cached(tmp_path)
+    [kept] = (tmp_path / "cache").glob("examples-*.sha256")
     cache.write_bytes(altered(cache.read_bytes()))
     kept.write_text("0123456789abcdef")
     assert digest() == known
 
 
-def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(tmp_path: Path) -> None:
+def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for name, workers in (("one", 1), ("two", 2)):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache of {name}")
         task = causal_lm.Task(configured(preprocessing_num_workers=workers))
         examples = tokenize(stored_corpus(tmp_path / name), task, tokenizer_of("bytes"))
         assert isinstance(examples.train, datasets.Dataset)
@@ -475,6 +507,7 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
     found = []
     for name, bytes_per_worker in (("one", 2**24), ("two", 2**20)):
         monkeypatch.setattr("train.tasks.BYTES_PER_WORKER", bytes_per_worker)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache of {name}")
         datasets.Dataset.from_dict({"text": texts, "source": texts}).save_to_disk(tmp_path / name)
         train = datasets.load_from_disk(tmp_path / name)
         assert isinstance(train, datasets.Dataset)

@@ -74,6 +74,8 @@ def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False)
         return progress
     except torch.OutOfMemoryError:
         raise
+    except OSError as error:  # it was intact a moment ago
+        raise UserError(f"{checkpoint} cannot be read: {error.strerror or error}. Keep it, and try again.") from None
     except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise UserError(
@@ -235,7 +237,7 @@ def refusal(final: Path, error: OSError) -> UserError:
     """That the checkpoint ``final`` could not be written."""
     return UserError(
         f"the checkpoint {final.name} could not be written to {final.parent}: {error.strerror or error}. Earlier "
-        "checkpoints are untouched; free space or give another --output_dir."
+        f"checkpoints are untouched{'; free space or give another --output_dir' * bool(error.errno)}."
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
@@ -125,6 +126,7 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
             "train, validation, test."
         )
     for split, documents in splits.items():
+        splits[split] = documents.with_format(None)
         known = documents.column_names
         if missing := [column for column in needed if column not in known]:
             raise UserError(f"dataset {name!r}: the {split} split has no column {missing[0]!r}, only {known}.")
@@ -132,8 +134,8 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
         if (count := len(splits["train"])) < 2:
             raise UserError(f"dataset {name!r}: {count} document(s) cannot be split in two: return a validation split.")
         held_out = min(max(round(count * config.data.validation_fraction), 1), count - 1)
-        parts = splits["train"].train_test_split(held_out, seed=0, keep_in_memory=True)
-        splits = {**splits, "train": parts["train"], "validation": parts["test"]}
+        order, train = np.random.default_rng(0).permutation(count), splits["train"]
+        splits |= {"train": train.select(order[held_out:]), "validation": train.select(order[:held_out])}
     return Corpus(name, splits["train"], splits["validation"], splits.get("test"))
 
 

@@ -75,7 +75,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     def says(name: str) -> bool:
         return environment.get(name, "").lower() == "true"
 
-    world_size = int(environment.get("WORLD_SIZE", "1"))
+    world_size = int(environment.get("WORLD_SIZE") or 1)
     if says("ACCELERATE_USE_MEGATRON_LM"):
         raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
     engine = "deepspeed" if says("ACCELERATE_USE_DEEPSPEED") else "fsdp2" if says("ACCELERATE_USE_FSDP") else "ddp"
@@ -87,11 +87,11 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "fp16", "bf16"):
         raise UsageError(f"mixed_precision: {precision} in the launch file: use fp16, bf16 or no.")
-    rank, offloads = int(environment.get("RANK", "0")), engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS")
+    rank, offloads = int(environment.get("RANK") or 0), engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS")
     launch = Launch(world_size, rank, engine, precision, **own, offloads=offloads)
-    given = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    given = [f"{name} {size}" for name, size in sizes.items() if size != 1]
     product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
-    if world_size % launch.copies or (given and engine != "deepspeed" and product != world_size):
+    if product < 1 or world_size % launch.copies or (given and engine != "deepspeed" and product != world_size):
         raise UsageError(
             f"parallelism_config in the launch file: {', '.join(given)} make {product} processes, num_processes is "
             f"{world_size}. Their product must be num_processes: change one of them."
@@ -231,7 +231,9 @@ def accelerator_options(launch: Launch, device: torch.device, seconds: int = 180
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import InitProcessGroupKwargs
 
-    options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]}
+    # NCCL's watchdog ends a process without a word: whoever can say which rank is lost speaks before it.
+    timeout = timedelta(seconds=seconds + 60 * (device.type == "cuda"))
+    options: dict[str, Any] = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
     # accelerate would leave DeepSpeed out; init_gloo has chosen the CPU
     options["cpu"] = device.type == "cpu" and launch.engine != "deepspeed"
     if launch.engine == "fsdp2":

@@ -26,7 +26,7 @@ from train.state import TrainingState
 
 # What a run leaves in its folder, in which a person may keep other things.
 MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "stream.jsonl", "summary.json", "report.html", "wandb")
-MADE += ("long-sequence-template", "stopped.json", ".partial-*", "tokenizer-*.json", "memory_snapshot-*.pickle")
+MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapshot-*.pickle")
 
 
 class Outputs:

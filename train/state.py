@@ -30,6 +30,7 @@ from train.records import Run, UserError
 from train.tasks import tokenizer_digest
 
 ROWS_AT_ONCE = 64  # of long sequences
+LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
 STREAMED = 64  # examples of a stream that are compared: the rest is not known before it is trained on
 
 
@@ -219,7 +220,7 @@ def _digest(tables: Iterable[pa.Table]) -> str:
         for name in table.column_names:
             digest.update(name.encode())
             array = pa.concat_arrays(table.column(name).chunks)
-            while isinstance(array, pa.ListArray):  # where each ends counts too: [[1], [2, 3]] is not [[1, 2], [3]]
+            while isinstance(array, LISTS):  # where each ends counts too: [[1], [2, 3]] is not [[1, 2], [3]]
                 digest.update(array.value_lengths().to_numpy().tobytes())
                 array = array.flatten()
             values = array.to_numpy(zero_copy_only=False)

@@ -188,7 +188,7 @@ def notes(found: dict[str, Any]) -> list[str]:
         ]
     imports = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["import_seconds"].items())
     machine = found["hardware"]
-    gpus = f"{machine['gpu_count']} × {machine['gpus'][0]['name']}, " if machine["gpus"] else ""
+    gpus = f"{len(machine['gpus'])} × {machine['gpus'][0]['name']}, " if machine["gpus"] else ""
     memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB" if machine["memory_bytes"] else "unknown memory"
     place = f"{gpus}{machine['cpu']}, {machine['cpu_cores']} cores, {memory}, {machine['platform']}"
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -90,6 +91,7 @@ def test_classes_and_padding() -> None:
         (["plan", "--device", "l4", "--grid", "--lengths", "1k", *MODEL], "'1k' is not a whole number"),
         (["plan", "--device", "l4", "--grid", "--picture", "grid", *MODEL], "ends in .png"),
         (["plan", "--device", "l4", "--grid", *MODEL, "--max_length", "auto"], "--lengths"),
+        (["plan", "--device", "l4", "--grid", *MODEL, "--gradient_checkpointing", "auto"], "--grid shows one setting"),
         (["plan", "--device", "l4", "--num_labels", "3", *MODEL], "for tasks with labels, and causal_lm has none"),
         (["plan", "--device", "l4", "--sharding", "ddp", *MODEL], "--world_size"),
         (["plan", "--device", "l4", *MODEL[:-2], "--micro_batch_size", "auto"], "--global_batch_size"),
@@ -103,6 +105,14 @@ def test_bad_usage_is_said_in_one_line(words: list[str], said: str, capsys: pyte
     error = capsys.readouterr().err
     assert said in error
     assert error.splitlines()[-1].startswith("error: ") and "Traceback" not in error
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "max_position_embeddings"])
+def test_a_size_that_is_no_number_is_told_by_the_model(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model_config", json.dumps({**json.loads(TINY), field: "4k"})]
+    assert main(["predict", "--device", "cpu", *MODEL[2:], *model]) == 1
+    error = capsys.readouterr().err
+    assert f"'{field}' expected int, got str" in error and "Traceback" not in error
 
 
 def test_a_flag_that_neither_side_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +138,29 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
             cwd=ROOT,
         )  # fmt: skip
         assert done.returncode == 0 and done.stdout == text
+
+
+def test_explain_reads_bytes_of_any_kind_and_writes_for_any_terminal() -> None:
+    words = [sys.executable, "-m", "train.memory", "explain"]
+    env, message = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}, MESSAGE.replace("2.00 GiB", "20.00 GiB")
+    done = subprocess.run(words, input=b"\xff\xfe\n" + message.encode(), capture_output=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"20.00 GiB more did not fit" in done.stdout and b"\\xd7" in done.stdout
+
+
+def test_what_is_printed_below_python_while_a_model_is_built_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import os\nfrom torch import nn\n\n"
+        "class NextByte(nn.Sequential):\n"
+        "    def forward(self, input_ids):\n        return super().forward(input_ids)\n\n"
+        "def build():\n    os.system('echo building')\n"
+        "    return NextByte(nn.Embedding(300, 16), nn.Linear(16, 300))\n"
+    )
+    flags = ["--device", "cpu", "--model", "noisy:build", "--tokenizer", "bytes", "--max_length", "64"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "train.memory", "predict", *flags]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("Fits: noisy:build"), done.stderr
 
 
 def test_plan_for_a_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

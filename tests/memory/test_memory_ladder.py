@@ -154,6 +154,16 @@ def test_what_saves_memory_is_offered_in_the_order_of_the_remedies() -> None:
     assert found[-1][2].length == 512
 
 
+def test_an_evaluation_that_a_remedy_leaves_alone_is_not_its_saving() -> None:
+    """Only --eval_batch_size changes one of more examples than the micro-batch."""
+    found = {
+        flags: job.eval_batch_size for flags, _, job in cheaper(replace(step(eval_batch_size=64), eval_batch_size=64))
+    }
+    assert found.pop("--eval_batch_size 1") == 1
+    assert set(found.values()) == {64} and "--micro_batch_size 2" in found
+    assert "--eval_batch_size 1" not in [flags for flags, _, _ in cheaper(step())]
+
+
 def test_what_is_in_use_or_cannot_work_is_not_offered() -> None:
     def offered(job: Job) -> set[str]:
         return {flags.split()[0].removeprefix("--") for flags, _, _ in cheaper(job)}

@@ -341,6 +341,11 @@ def test_longest_length(total_gib: float) -> None:
     assert len(predictions.known) <= 9
 
 
+def test_longest_length_ends_at_the_tokens_of_a_micro_batch() -> None:
+    asked = question(80, max_length=1024, max_tokens_per_micro_batch=4096)
+    assert longest_length(asked, Predictions([Synthetic()]))[0] == 4096
+
+
 def test_longest_length_ends_at_the_models_positions() -> None:
     asked = question(80, model_config={**LLAMA, "max_position_embeddings": 5000}, max_length=2048)
     assert longest_length(asked, Predictions([Synthetic()]))[0] == 4096

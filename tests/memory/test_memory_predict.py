@@ -389,6 +389,19 @@ def test_a_process_that_dies_is_reported_and_replaced(
         assert predictor.predict(job()).peak_bytes > 0
 
 
+def test_a_process_that_has_died_is_reported_where_its_answer_is_wanted(
+    planner_from_scratch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Predictor, "start", planner_from_scratch)
+    with Predictor() as predictor:
+        process = predictor.start()
+        process.kill()
+        process.wait()
+        predictor.ask(job())  # by a run that trains either way
+        with pytest.raises(UserError, match="status -9"):
+            predictor.answer()
+
+
 def test_a_torch_of_another_layout_is_said_plainly() -> None:
     code = (
         "from train.memory import fake_cuda\n"

@@ -155,6 +155,22 @@ def test_run_says_predicted_beside_measured(recipe: Path, run_main: Run, tmp_pat
     assert sum(found["bytes_by_kind"].values()) == found["peak_allocated_bytes"]
 
 
+def test_the_evaluation_that_is_predicted_is_the_one_that_is_made(
+    llama_recipe: Path, run_main: Run, tmp_path: Path
+) -> None:
+    """Of longer documents than those that are trained on, and of fewer than a batch could take."""
+    for name, words in (("train", 20), ("validation", 300)):
+        rows = [{"text": f"{'ab ' * words}{number}"} for number in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--predict_memory", True, "--dataset", tmp_path / "train.jsonl"]
+    flags += ["--validation_dataset", tmp_path / "validation.jsonl"]
+    flags += ["--max_length", 512, "--eval_batch_size", 256, "--eval_every_steps", 1, "--max_steps", 2]
+    done = run_main("--config", llama_recipe, *flags, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(tmp_path / "run")
+    assert summary["predicted_peak_bytes"] == pytest.approx(summary["peak_allocated_bytes"], rel=0.02)
+
+
 def test_logits_are_told_by_the_vocabulary_of_the_model(llama_recipe: Path, run_main: Run, tmp_path: Path) -> None:
     """It has 600 entries, the tokenizer 259."""
     model = json.dumps({"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -215,7 +231,7 @@ class NextToACard:
         batches = SimpleNamespace(longest=lambda: MicroBatch({"input_ids": ids}, ids, 128, (0, 1), 128))
         data: Any = SimpleNamespace(
             tokenizer=SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2, __len__=lambda: 300),
-            examples=SimpleNamespace(label_names=()),
+            examples=SimpleNamespace(label_names=(), validation=range(100)),
             training_batches=lambda run, arithmetic: batches,
         )
         data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
@@ -293,6 +309,40 @@ def test_a_snapshot_is_written_whenever_memory_runs_out(monkeypatch: pytest.Monk
     assert f"memory snapshot: {path} (open it at" in found.session.explain(error)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path("/nowhere/at/all").write_text(""))
     observers[0](0, 2**30, 2**34, 0)  # a disk that refuses hides nothing
+
+
+def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from train.config import to_values
+    from train.memory import session
+    from train.memory.predict import Job, Target
+    from train.records import UserError
+
+    class Predictor:
+        def __enter__(self) -> Predictor:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def predict(self, job: Any) -> Any:
+            if job.values["gradient_checkpointing"] != "none":
+                raise UserError("this model cannot recompute")
+            size = max(3 * job.micro_batch_size, job.eval_batch_size or 0) * 2**30
+            return SimpleNamespace(peak_bytes=size, bytes_by_kind={})
+
+    found = NextToACard(monkeypatch, 2**40, gradient_checkpointing="none", loss="full", eval_batch_size=16)
+    monkeypatch.setattr(session, "Predictor", Predictor)
+    asked = Job(to_values(found.run.config), Target("cuda"), "AutoModelForCausalLM", 300, 1, 64, eval_batch_size=16)
+    found.session._asked = asked
+    error = torch.OutOfMemoryError(MESSAGE)
+    error.fault = SimpleNamespace(phase="evaluation", shape=(16, 64), error=MESSAGE)  # pyright: ignore
+    text = found.session.explain(error)
+    assert "−13.00 GiB  --eval_batch_size 1 " in text
+    assert "--micro_batch_size" not in text
 
 
 def test_a_full_host_is_explained_as_such_next_to_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,8 @@ def run_explain(arguments: list[str]) -> None:
         return
     if not arguments and sys.stdin.isatty():
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
-    print(explain(sys.stdin.read() if arguments in ([], ["-"]) else " ".join(arguments)))
+    piped = arguments in ([], ["-"])  # a log may hold bytes of any kind
+    print(explain(sys.stdin.buffer.read().decode(errors="replace") if piped else " ".join(arguments)))
 
 
 def read_request(command: str, arguments: list[str]) -> Namespace:
@@ -172,14 +173,14 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
     request, words = _own_flags(command).parse_known_args([argument(word) for word in arguments])
     if "--max_length=auto" in words or ("--max_length", "auto") in itertools.pairwise(words):
         left_open, words = {"max_length"}, advice.without_flags(words, {"max_length"})
-    if left_open and request.grid:
-        raise UsageError("--grid shows many lengths: give --lengths instead of --max_length auto.")
     if (request.lengths or request.micro_batch_sizes or request.picture) and not request.grid:
         raise UsageError("--lengths, --micro_batch_sizes and --picture belong to --grid: give it too.")
     if request.picture is not None and request.picture.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UsageError(f"--picture {request.picture}: give a name that ends in .png, .pdf or .svg.")
     config = parse(words)
     left_open |= {name for name in ("micro_batch_size", "gradient_checkpointing") if config.get(name) == "auto"}
+    if request.grid and left_open - {"micro_batch_size"}:
+        raise UsageError("--grid shows one setting: give --lengths instead of --max_length auto, and name the others.")
     if command == "predict" and left_open:
         raise UsageError("auto is a question for 'plan'; 'predict' needs a number.")
     if "micro_batch_size" in left_open:
@@ -265,6 +266,7 @@ def _emit(request: Namespace, text: str, values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - as in train.main
     try:
         status = main()
         sys.stdout.flush()

@@ -171,6 +171,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         CHUNKED: not job.num_labels and job.values.get("loss") == "full",
         MICRO_BATCH: job.micro_batch_size > 1 and not job.values.get("optimizer_in_backward"),
         CHECKPOINTING: job.values.get("gradient_checkpointing", "full") != "full",
+        EVALUATION: (job.eval_batch_size or 0) > job.micro_batch_size,
         OPTIMIZER_OFFLOAD: is_plain and job.target.device_type == "cuda",
         EIGHT_BIT: is_plain,
         ADAFACTOR: is_adamw,
@@ -180,7 +181,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     for remedy in (remedy for remedy in REMEDIES if helps.get(remedy)):
         sizes = {"micro_batch_size": job.micro_batch_size, "max_length": job.length}
         value = remedy.value or sizes[remedy.name] // 2
-        values: dict[str, Any] = {**job.values, **sizes, remedy.name: value == "True" or value}
+        values: dict[str, Any] = {**job.values, **sizes, remedy.name: {"True": True, "1": 1}.get(str(value), value)}
         if remedy.name == "optimizer" and "bf16_update" in values:  # these belong to AdamW
             values |= {"optimizer_offload": False, "bf16_update": "nearest"}
         size = values["micro_batch_size"]
@@ -190,7 +191,7 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
             micro_batch_size=size,
             length=values["max_length"],
             accumulates=job.accumulates or size < job.micro_batch_size,
-            eval_batch_size=job.eval_batch_size and min(job.eval_batch_size, size),
+            eval_batch_size=job.eval_batch_size and (values["eval_batch_size"] or size),
         )
         found.append((f"--{remedy.name} {value}", remedy.note, changed))
     return found

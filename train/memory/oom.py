@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-_SIZE = r"(\d+(?:\.\d+)?)(bytes?|[KMGTPE]i?B)"
+_SIZE = r"(\d+(?:\.\d*)?)(bytes?|[KMGTPE]i?B)"
 
 
 def _figure(pattern: str) -> Any:

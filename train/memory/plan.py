@@ -245,7 +245,8 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
 
     In multiples of 1,024, or as long as a model goes that takes less; 0: none.
     """
-    limit = min(position_limit(question.config) or LONGEST, LONGEST)
+    tokens = question.config.get("max_tokens_per_micro_batch")  # of which one example is not to take more
+    limit = min(position_limit(question.config) or LONGEST, tokens or LONGEST, LONGEST)
     start = replace_length(question, min(8192, limit))
     search, length, (first, *later) = Search(start, predictions), 0, start.stages
     smallest = search.smallest(*first)

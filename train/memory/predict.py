@@ -13,7 +13,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -55,6 +55,7 @@ class Job:
     num_targets: int | None = None  # labels that are targets; None: all
     documents: tuple[tuple[int, ...], ...] = ()  # with packing, their lengths by row; empty: one a row, the longest
     eval_batch_size: int | None = None
+    eval_length: int | None = None  # S of the longest batch that is evaluated; None: ``length``
     special_tokens: tuple[int | None, int | None, int | None] = (0, 2, 1)  # start, end and padding: RoBERTa's
     world_size: int = 1
     sharding: str = "none"  # none, ddp, fsdp2, fsdp2_offload, zero2 or zero3
@@ -91,7 +92,6 @@ class Predictor(AbstractContextManager["Predictor"]):
         self._process: Any = None
         self._hides_cards = True  # a process that only plans should not take a card's memory
         self._asked: list[Job] = []
-        self._device_type: str | None = None
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
@@ -120,16 +120,11 @@ class Predictor(AbstractContextManager["Predictor"]):
 
     def ask(self, job: Job) -> None:
         """Submits a job without waiting for the answer."""
-        if not self._asked and self._device_type not in (None, job.target.device_type):
-            self.close()  # once autograd has started on a CPU alone, it does not accept a card
-        self._device_type = job.target.device_type
         process = self.start()
         self._asked.append(job)
-        try:
+        with suppress(BrokenPipeError):  # it has died: the answer will say why
             pickle.dump(job, process.stdin)
             process.stdin.flush()
-        except BrokenPipeError:
-            raise self._died(process) from None
 
     def answer(self) -> Prediction:
         """The answer to the oldest job without one; raises UserError if it cannot work, or its process died."""
@@ -192,7 +187,8 @@ def random_batch(job: Job, size: int) -> MicroBatch:
 
 def main() -> None:
     """Reads jobs from standard input and writes their predictions, or errors, to standard output."""
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # prints of libraries must not mix with answers
+    answers = os.fdopen(os.dup(1), "wb")  # prints of libraries, also of C ones, must not mix with answers
+    os.dup2(2, 1)
     gc.disable()
     from train.memory.trial import fake_tensors, predict
 

@@ -134,13 +134,12 @@ def _model_says(config: Config, name: str) -> int | None:
 
         is_stored = architecture.model is not None and not architecture.is_function
         return getattr(stored_config(architecture).get_text_config(), name, None) if is_stored else None
-    if name in given:
-        return given[name]
     from transformers import AutoConfig
 
-    with suppress(KeyError, ValueError):  # the builder reports it
-        return given.get(AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name))
-    return None
+    size = given.get(name)
+    with suppress(KeyError, ValueError):  # the builder reports it, and what is not a number
+        size = size or given.get(AutoConfig.for_model(given["model_type"]).attribute_map.get(name, name))
+    return size if isinstance(size, int) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,9 @@ class MemorySession:
                 where = str(self._run.launch) if self._run.launch.copies > 1 else self._device.type
                 raise UserError(f"{name}: auto is not known for {where}: choose it yourself.")
             job = self._job(config.changed(**changes))
-            job = replace(job, padded=self._has_padding and job.micro_batch_size > 1)
+            most = max(1, -(-len(self._data.examples.validation) // job.world_size))  # a rank has no more to evaluate
+            padded, evaluated = self._has_padding and job.micro_batch_size > 1, min(job.eval_batch_size or 1, most)
+            job = replace(job, padded=padded, eval_batch_size=evaluated)
             found = self._predictor.predict(job)
             if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
                 where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"
@@ -117,6 +119,7 @@ class MemorySession:
         if not self._is_predictable:
             return
         size, length = longest.shape
+        evaluated = next(self._data.evaluation_batches(self._run, self._data.examples.validation), None)
         documents = longest.inputs.get("documents")
         not_shaped = ("attention_mask", "position_ids", "documents")
         self._asked = self._job(
@@ -128,7 +131,8 @@ class MemorySession:
             num_targets=longest.num_targets or None,
             input_names=tuple(name for name in longest.inputs if name not in not_shaped),
             documents=documents.lengths if documents is not None else (),
-            eval_batch_size=self._run.config.output.eval_batch_size or size,
+            eval_batch_size=evaluated.shape[0] if evaluated else size,
+            eval_length=evaluated and evaluated.shape[1],
         )
         if self._predicts:
             self._predictor.ask(self._asked)
@@ -171,9 +175,10 @@ class MemorySession:
         if self._device.type != "cpu" and oom is not None and oom.backend == "host":  # not a matter of the card
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
-        predicted, changes = self._cheaper_settings(shape)
+        phase = fault.phase if fault else getattr(meter, "phase", "")
+        predicted, changes = self._cheaper_settings(phase, shape)
         situation = Situation(
-            phase=fault.phase if fault else getattr(meter, "phase", ""),
+            phase=phase,
             micro_batch_shape=shape,
             bytes_by_kind=predicted.bytes_by_kind if predicted else getattr(meter, "bytes_by_kind", {}),
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
@@ -185,19 +190,22 @@ class MemorySession:
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text
 
-    def _cheaper_settings(self, shape: tuple[int, int] | None) -> tuple[Prediction | None, list[tuple[str, int, str]]]:
-        """The prediction for a micro-batch of ``shape``, and the changes that would save some of it."""
+    def _cheaper_settings(
+        self, phase: str, shape: tuple[int, int] | None
+    ) -> tuple[Prediction | None, list[tuple[str, int, str]]]:
+        """The prediction for a batch of ``shape`` in ``phase``, and the changes that would save some of it."""
         job, now, changes = self._asked, None, []
         if job is None:
             return None, []
         if shape is not None:
-            job = replace(job, micro_batch_size=shape[0], length=shape[1], num_targets=None)
+            size = "eval_batch_size" if phase == "evaluation" else "micro_batch_size"
+            job = replace(job, length=shape[1], eval_length=None, num_targets=None, **{size: shape[0]})
         with suppress(UserError), Predictor() as predictor:
             now = predictor.predict(job)
             for flags, note, changed in cheaper(job):
-                saved = now.peak_bytes - predictor.predict(changed).peak_bytes
-                if saved > 0:
-                    changes.append((flags, saved, note))
+                with suppress(UserError):  # not every model can be changed in every way
+                    if (saved := now.peak_bytes - predictor.predict(changed).peak_bytes) > 0:
+                        changes.append((flags, saved, note))
         return now, changes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def predict(job: Job) -> Prediction:
         kernels_used = stack.enter_context(card_attention(job.target.capability, job.target.prefers_cudnn))
         # On the device only the step's own copies count.
         tracker.paused = True
-        batch, evaluated = random_batch(job, job.micro_batch_size), random_batch(job, job.eval_batch_size or 1)
+        batch, shown = random_batch(job, job.micro_batch_size), replace(job, length=job.eval_length or job.length)
+        evaluated = random_batch(shown, job.eval_batch_size or 1)
         tracker.paused = False
         tracker.ignore([*batch.inputs.values(), batch.labels, *evaluated.inputs.values(), evaluated.labels])
         model, optimizer, network = _built(job, run, tracker)

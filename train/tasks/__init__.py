@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
+from datasets import config as datasets_config
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
@@ -228,8 +229,8 @@ def tokenize(
         options = {"num_proc": workers if workers > 1 else None, "new_fingerprint": known, "desc": f"Tokenising {name}"}
         options |= {"batched": True, "batch_size": size, "remove_columns": documents.column_names}
         make = partial(documents.map, encode, **options)
-        if files := documents.cache_files:
-            cache = Path(files[0]["filename"]).with_name(f"examples-{known}")
+        if documents.cache_files:
+            cache = Path(datasets_config.HF_DATASETS_CACHE, f"examples-{known}")
             make = change_caching(partial(make, cache_file_name=f"{cache}.arrow"), cache)
         splits[name] = make()
         if len(splits[name]) == 0:

@@ -120,6 +120,7 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
     evaluation would write it.
     """
     right = references == predictions
+    num_classes = max(num_classes, predictions.max() + 1)  # a model of one's own may have outputs to spare
     hits = np.bincount(references[right], minlength=num_classes)
     there = np.bincount(references, minlength=num_classes) + np.bincount(predictions, minlength=num_classes)
     f1 = 2 * hits[there > 0] / there[there > 0]  # the mean is over classes that were there or were predicted

@@ -7,20 +7,18 @@ import gc
 import math
 import signal
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
-import torch
 from accelerate import Accelerator
 
 from train import checkpoint
 from train.config import Config, check
 from train.extras import Extras
-from train.extras.endurance import ROLL_CALL, Extra, refuse_strangers
+from train.extras.endurance import Extra, refuse_strangers
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
 from train.records import DivergenceError, IntervalSums, Progress, Run, StopAtOnce, UsageError, UserError
@@ -145,14 +143,6 @@ def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path
     with pytest.raises(UserError), Extra().open(run.config, Launch(), []):
         raise UserError("early")
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_on_cuda_the_watch_speaks_before_the_watchdog(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.extras.endurance.target_device", lambda: torch.device(device))
-    config = Config().changed(**MODEL, distributed_timeout_seconds=30)
-    [handler] = Extra().accelerator_options(config, Launch())["kwargs_handlers"]
-    assert handler.timeout == timedelta(seconds=30) + (ROLL_CALL if device == "cuda" else timedelta())
 
 
 def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:

@@ -202,10 +202,10 @@ def test_update_is_that_of_the_padded_examples() -> None:
     examples = causal_examples().with_format("numpy")
     padded = task.collate([{**examples[i], "id": i} for i in range(len(LENGTHS))], (0,), pad_id=0)
     weights = []
-    for name, window in ((attention.NAME, batches_of(causal_examples(), task)), ("sdpa", [padded])):
+    for window in (batches_of(causal_examples(), task), [padded]):
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", vocab_size=60, **fields)
-        network = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.float64)
+        network = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
         attention.set_document_boundaries(network)
         accelerator = Accelerator(cpu=True)
         optimizer: Any

@@ -17,7 +17,7 @@ from test_main import checkpoint_digests, stopping_after, train
 
 from train import extras
 from train.config import Config, from_values
-from train.extras.long_sequences import Extra, attention
+from train.extras.long_sequences import Extra
 from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.extras.meter.tracker import StorageTracker
 from train.figures import read_metrics
@@ -106,7 +106,7 @@ def test_a_packed_row_is_cut_into_pieces_of_its_documents(model_type: str) -> No
     )  # fmt: skip
     fields = {**CAUSAL, **MASKED}[model_type]
     loss, gradients = loss_and_gradients(built(model_type, fields), alone)
-    other, others = loss_and_gradients(built(model_type, fields, name=attention.NAME), found)
+    other, others = loss_and_gradients(built(model_type, fields, told=True), found)
     assert other.item() == pytest.approx(loss.item(), rel=1e-12)
     assert all(torch.allclose(gradient, others[name], rtol=0, atol=1e-10) for name, gradient in gradients.items())
 

@@ -180,6 +180,8 @@ def test_json_arrays_and_objects_over_many_lines(tmp_path: Path, name: str, inde
     assert texts(load(tmp_path / name)) == set(LINES)
     if indent:
         assert set(all_documents(load(tmp_path / name))) == {f"{name}:{line}" for line in (1, 4, 7, 10)}
+    (tmp_path / name).write_text("\n \n" + json.dumps(records, indent=indent))  # blank lines come first
+    assert texts(load(tmp_path / name)) == set(LINES)
 
 
 def test_labels_that_differ_only_in_case_or_spaces_are_told(jsonl: Write) -> None:

@@ -52,6 +52,8 @@ def test_what_counts_as_best(changes: dict[str, Any], metric: str, best: list[in
 
 
 def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() -> None:
+    with pytest.raises(UserError, match="'confusion_matrix' is not among this task's metrics"):
+        prepared(task="sequence_classification", metric_for_best="confusion_matrix")
     with pytest.raises(UserError, match=r"'f1' is not among this task's metrics: loss, accuracy, .*macro_f1"):
         prepared(task="sequence_classification", metric_for_best="f1")
 

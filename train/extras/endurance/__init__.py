@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +20,7 @@ from train.config import Config, option
 from train.extras.endurance.lock import WITHOUT, lock
 from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error
-from train.launch import Launch, target_device
+from train.launch import Launch
 from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from train.state import TrainingState
     from train.step import Engine
 
-ROLL_CALL = timedelta(minutes=1)  # ample time to find out which rank is lost
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
@@ -106,14 +104,6 @@ class Extra(extras.Extra):
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
-
-    def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
-        from accelerate.utils import InitProcessGroupKwargs
-
-        timeout = timedelta(seconds=config.optimization.distributed_timeout_seconds)
-        if target_device().type == "cuda":
-            timeout += ROLL_CALL  # NCCL's watchdog ends the process without a word: the watch speaks before it
-        return {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -250,7 +240,7 @@ def how_to_resume(config: Config) -> str:
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    started = max(int(environment.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    started = max(int(environment.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     is_alone = world_size == 1 and "RANK" not in environment
     if world_size > 1 and missing:
         raise UserError(

@@ -16,25 +16,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from train.extras.long_sequences.documents import Documents
 from train.extras.small_copy import differ, logits_on_trial, tokens_on_trial, tried_on_small_copies
 from train.records import UserError, one_line
 
-NAME = "documents"  # of the implementation, among those of transformers
 Tensors = Sequence[Tensor]  # query (B, H, S, D), key and value (B, H', S, D)
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
 
 
-def register() -> str:
-    """Makes the implementation known to transformers, and ``sdpa`` share heads only where that saves; its name."""
-    AttentionInterface.register("sdpa", attend_rows)
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    return NAME
+def register() -> None:
+    """Has ``sdpa`` of transformers take documents, and share heads only where that saves."""
+    AttentionInterface.register("sdpa", attend)
 
 
 def set_document_boundaries(model: Any) -> None:
@@ -42,8 +37,6 @@ def set_document_boundaries(model: Any) -> None:
 
     Where none are given, and neither a mask nor a cache, each row is one document: so a sliding window needs no mask.
     """
-    if isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(register())
     # Beneath the head, which may pool by the mask.
     getattr(model, "base_model", model).register_forward_pre_hook(_with_documents, with_kwargs=True)
 
@@ -54,11 +47,11 @@ def _with_documents(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
     if documents is None:
         ids = args[0] if args else kwargs.get("input_ids")
         told = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
-        if told or len(args) > 1 or ids is None or implementation != NAME:
+        if told or len(args) > 1 or ids is None or implementation != "sdpa":
             return args, kwargs
         documents = Documents.of([[ids.shape[1]]] * len(ids)).to(ids.device)
     cuts, longest = documents.boundaries, documents.longest
-    if implementation == NAME:
+    if implementation == "sdpa":
         # A mask of four dimensions is taken as it is: the model then neither makes one nor looks at positions.
         return args, {**kwargs, "attention_mask": cuts.new_empty((1, 1, 1, 1)), "documents": documents}
     if "flash" in implementation:
@@ -232,8 +225,9 @@ def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
         inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
         rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
         alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])
+        register()
         set_document_boundaries(small)
-        small.set_attn_implementation("eager" if model.config._attn_implementation == "eager" else register())
+        small.set_attn_implementation("eager" if model.config._attn_implementation == "eager" else "sdpa")
         changes = differ(logits_on_trial(small, tokens, **inputs), alone)
         return "a small copy gives other results for them than alone" if changes else None
 

@@ -36,18 +36,18 @@ TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces se
 
 def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     """The tokenizer ``bytes``, ``words`` or ``train:N``; one that is trained is kept with the data it was made of."""
-    if spec == "bytes":
-        return build_tokenizer(spec, ())
-    known = getattr(corpus.train, "_fingerprint", None)  # a stream has none
-    folder = Path(config.HF_DATASETS_CACHE) if known else run.outputs.folder
+    texts = () if spec == "bytes" else (dict(row)["text"] for row in corpus.train)
+    known = getattr(corpus.train, "_fingerprint", None)
+    if spec == "bytes" or known is None:  # by which a stream, that has none, could not be told from another
+        return build_tokenizer(spec, texts)
     recipe = f"{known} {spec} {TOKENIZER_TRAINING_BYTES} {inspect.getsource(build_tokenizer)}"
-    kept = folder / f"tokenizer-{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
+    kept = Path(config.HF_DATASETS_CACHE) / f"tokenizer-{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
     if kept.exists():
         digest, _, text = kept.read_text(encoding="utf-8", errors="replace").partition("\n")
         if digest == hashlib.sha256(text.encode()).hexdigest():
             return _with_names(Tokenizer.from_str(text), spec)
         run.outputs.note(f"{kept} was damaged: the tokenizer is trained again")
-    tokenizer: Any = build_tokenizer(spec, (dict(row)["text"] for row in corpus.train))
+    tokenizer: Any = build_tokenizer(spec, texts)
     if run.accelerator.is_main_process:
         text = tokenizer.backend_tokenizer.to_str()
         with suppress(UserError):  # a cache that cannot be written costs only time

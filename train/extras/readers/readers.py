@@ -122,7 +122,7 @@ def _read_jsonl(path: Path, encoding: str) -> Found:
     """One object a line; blank lines are passed over. What begins like an array or an indented object is read whole."""
     with path.open("rb") as opened:
         file, line_encoding = _by_lines(opened, encoding)
-        first = file.readline().removeprefix(b"\xef\xbb\xbf").strip()
+        first = next(filter(None, (line.removeprefix(b"\xef\xbb\xbf").strip() for line in file)), b"")
         if first == b"{" or first.startswith(b"["):
             yield from _read_json(path, encoding)
             return

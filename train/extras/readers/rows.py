@@ -27,7 +27,7 @@ EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line."
 ADVICE = {"without": NAME_COLUMNS, "not UTF-8": "Name its encoding, such as --encoding cp1252."}
 ADVICE |= {"not CSV": "Give --quoting none where quotes are only characters."}
-FORMAT = 5  # part of every cache key: raise it when a reader or a check gives other rows
+FORMAT = 6  # part of every cache key: raise it when a reader or a check gives other rows
 _TEXTS = ("text", "label", "source", "file", "problem", "detail")
 # Of a row: ``label_number`` is null where the label is text, ``file`` to ``detail`` in a good row.
 FEATURES = Features({name: Value("string") for name in _TEXTS} | {"label_number": Value("int64")})

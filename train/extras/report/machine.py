@@ -28,12 +28,10 @@ def hardware() -> dict[str, Any]:
     model = re.search(r"model name\s*: (.+)", cpus.read_text(encoding="utf-8")) if cpus.exists() else None
     return {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cpu_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
-        "gpu_count": len(gpus),
     }
 
 

@@ -60,10 +60,10 @@ class Extra(extras.Extra):
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
-        if self._metric not in evaluation.metrics:
+        if isinstance(found := evaluation.metrics.get(self._metric), list | dict | None):
             known = ", ".join(k for k, v in evaluation.metrics.items() if isinstance(v, float))
             raise UserError(f"metric_for_best: {self._metric!r} is not among this task's metrics: {known}.")
-        value, best = float(evaluation.metrics[self._metric]), progress.best_metric
+        value, best = float(found), progress.best_metric
         is_better = best is None or math.isnan(best) or (value > best if self._grows else value < best)
         in_vain = progress.evaluations_without_improvement + 1
         progress = replace(progress, best_of=self._best_of, evaluations_without_improvement=in_vain)
