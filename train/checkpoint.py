@@ -123,7 +123,7 @@ class StoredBlocks:
 
 def by_step(folder: Path) -> dict[int, Path]:
     """The checkpoints by step, oldest first; they look complete, but are not verified here."""
-    found = [p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]+", p.name[5:])]
+    found = [p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]{8,}", p.name[5:])]
     return dict(sorted((int(p.name[5:]), p) for p in found))
 
 

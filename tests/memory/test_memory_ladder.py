@@ -154,6 +154,13 @@ def test_what_saves_memory_is_offered_in_the_order_of_the_remedies() -> None:
     assert found[-1][2].length == 512
 
 
+@pytest.mark.parametrize(("size", "smaller"), [(2, 1), (4, 2), (5, 1), (6, 3), (9, 3), (12, 6)])
+def test_a_smaller_micro_batch_divides_the_global_batch(size: int, smaller: int) -> None:
+    job = replace(step(), micro_batch_size=size)
+    [offered] = [flags for flags, _, _ in cheaper(job) if flags.startswith("--micro_batch_size")]
+    assert offered == f"--micro_batch_size {smaller}"
+
+
 def test_an_evaluation_that_a_remedy_leaves_alone_is_not_its_saving() -> None:
     """Only --eval_batch_size changes one of more examples than the micro-batch."""
     found = {

@@ -179,8 +179,9 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
     }
     found = []
     for remedy in (remedy for remedy in REMEDIES if helps.get(remedy)):
-        sizes = {"micro_batch_size": job.micro_batch_size, "max_length": job.length}
-        value = remedy.value or sizes[remedy.name] // 2
+        sizes = {"micro_batch_size": (size := job.micro_batch_size), "max_length": job.length}
+        smaller = max((n for n in range(1, size // 2 + 1) if size % n == 0), default=1)  # divides the global batch, too
+        value = remedy.value or {"micro_batch_size": smaller, "max_length": job.length // 2}[remedy.name]
         values: dict[str, Any] = {**job.values, **sizes, remedy.name: {"True": True, "1": 1}.get(str(value), value)}
         if remedy.name == "optimizer" and "bf16_update" in values:  # these belong to AdamW
             values |= {"optimizer_offload": False, "bf16_update": "nearest"}

@@ -113,7 +113,7 @@ class Predictor(AbstractContextManager["Predictor"]):
             environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
             if self._hides_cards:
                 environment["CUDA_VISIBLE_DEVICES"] = ""
-            self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+            self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
             command = [sys.executable, "-c", "from train.memory.predict import main; main()"]
             self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, env=environment)
         return self._process

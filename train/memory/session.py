@@ -200,7 +200,7 @@ class MemorySession:
         if shape is not None:
             size = "eval_batch_size" if phase == "evaluation" else "micro_batch_size"
             job = replace(job, length=shape[1], eval_length=None, num_targets=None, **{size: shape[0]})
-        with suppress(UserError), Predictor() as predictor:
+        with suppress(UserError, OSError), Predictor() as predictor:
             now = predictor.predict(job)
             for flags, note, changed in cheaper(job):
                 with suppress(UserError):  # not every model can be changed in every way

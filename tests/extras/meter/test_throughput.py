@@ -62,6 +62,8 @@ alike = partial(pytest.approx, rel=1e-4)
         ("NVIDIA GeForce RTX 4090 D", "bf16", None),
         ("NVIDIA GeForce RTX 3060 with Max-Q Design", "bf16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("GRID T4-16Q", "fp16", None),
+        ("NVIDIA L40S-24Q", "bf16", None),
         ("NVIDIA A1000", "bf16", None),
         ("some CPU", "no", None),
         ("NVIDIA H200", "fp8", None),

@@ -115,10 +115,11 @@ def test_csv_with_quotes_newlines_and_bom(tmp_path: Path) -> None:
 LINES = {"hello, you": "a", "h; i": "b", "cafe": "a", "y": "b"}
 
 
+@pytest.mark.parametrize("above", ["", "\n"])
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_a_csv_is_divided_where_its_header_names_the_columns(tmp_path: Path, delimiter: str) -> None:
+def test_a_csv_is_divided_where_its_header_names_the_columns(tmp_path: Path, delimiter: str, above: str) -> None:
     rows = [("label", "text"), *((label, f'"{text}"') for text, label in LINES.items())]
-    (tmp_path / "data.csv").write_text("".join(delimiter.join(row) + "\n" for row in rows))
+    (tmp_path / "data.csv").write_text(above + "".join(delimiter.join(row) + "\n" for row in rows))
     found = all_documents(load(tmp_path / "data.csv", labelled=True))
     assert {d["text"]: d["label"] for d in found.values()} == LINES
 

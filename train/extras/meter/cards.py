@@ -73,14 +73,14 @@ CARDS: dict[str, Card] = {
     "mi250": Card(63.9, None, 1.638e12, 181e12, 181e12, 45.3e12),
     "mi250x": Card(63.9, None, 1.638e12, 191.5e12, 191.5e12, 47.9e12),
 }
-_OTHER_CHIP = {"laptop", "max", "mig", "d", "super"}
-"""Words that mark a smaller chip, or a slice of one, sold under the name of a card above."""
+_OTHER_CHIP = re.compile(r"\b(laptop|max|mig|d|super|\d+[abcq])\b")
+"""Words that mark a smaller chip, or a slice of one as 16Q does, sold under the name of a card above."""
 
 
 def find_card(device_name: str) -> Card | None:
     """The card that ``torch.cuda.get_device_name`` names, such as "NVIDIA A100-SXM4-80GB"; None if unknown, or MIG."""
     words = set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=\d)gb\b", "", device_name.lower())))
-    if words & _OTHER_CHIP:
+    if _OTHER_CHIP.search(device_name.lower()):
         return None
     return next((card for name, card in CARDS.items() if words.issuperset(name.split("-"))), None)
 

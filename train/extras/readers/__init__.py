@@ -95,7 +95,7 @@ class Extra(extras.Extra):
         kind, _, size = (config.data.tokenizer or "").partition(":")
         if kind == "train" and config.of(Options).streaming:
             raise UsageError(f"tokenizer: train:{size} cannot be trained on a stream: give a folder or a Hub name.")
-        if kind == "train" and (not size.isdigit() or int(size) < 300):
+        if kind == "train" and (not size.isdecimal() or int(size) < 300):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
         _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
 

@@ -66,7 +66,7 @@ def read_records(path: Path, columns: Sequence[str], encoding: str = "utf-8", qu
         return _read_parquet(path, columns)
     if suffix in (".csv", ".tsv"):
         with path.open(encoding=encoding.replace("utf-8", "utf-8-sig"), errors="surrogateescape") as file:
-            header = file.readline().rstrip()
+            header = next((line for line in file if line.strip()), "").rstrip()
         usual = "\t" if suffix == ".tsv" else ","
         named = (mark for mark in (usual, *",;\t|") if {name.strip('"') for name in header.split(mark)} >= set(columns))
         quotes = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL

@@ -107,7 +107,7 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
 
 def _results(summary: Mapping[str, Any]) -> str:
     results = summary.get("result") or {}
-    rows = [{"split": split, "step": summary["final_step"], **scalars(found)} for split, found in results.items()]
+    rows = [{"split": split, "step": summary.get("final_step"), **scalars(found)} for split, found in results.items()]
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
     return _table([words(name) for name in names], cells) if rows else "No evaluation was run."
