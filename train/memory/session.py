@@ -92,7 +92,7 @@ class MemorySession:
                 where = str(self._run.launch) if self._run.launch.copies > 1 else self._device.type
                 raise UserError(f"{name}: auto is not known for {where}: choose it yourself.")
             job = self._job(config.changed(**changes))
-            most = max(1, -(-len(self._data.examples.validation) // job.world_size))  # a rank has no more to evaluate
+            most = max(1, -(-len(self._data.examples.validation) // job.world_size))  # all that a rank evaluates
             padded, evaluated = self._has_padding and job.micro_batch_size > 1, min(job.eval_batch_size or 1, most)
             job = replace(job, padded=padded, eval_batch_size=evaluated)
             found = self._predictor.predict(job)
@@ -119,7 +119,8 @@ class MemorySession:
         if not self._is_predictable:
             return
         size, length = longest.shape
-        evaluated = next(self._data.evaluation_batches(self._run, self._data.examples.validation), None)
+        in_this_process = replace(self._data, loading=replace(self._data.loading, num_workers=0, deliver=None))
+        evaluated = next(in_this_process.evaluation_batches(self._run, self._data.examples.validation), None)
         documents = longest.inputs.get("documents")
         not_shaped = ("attention_mask", "position_ids", "documents")
         self._asked = self._job(
@@ -176,7 +177,10 @@ class MemorySession:
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         phase = fault.phase if fault else getattr(meter, "phase", "")
-        predicted, changes = self._cheaper_settings(phase, shape)
+        job, size = self._asked, "eval_batch_size" if phase == "evaluation" else "micro_batch_size"
+        if job is not None and shape is not None:
+            job = replace(job, length=shape[1], eval_length=None, num_targets=None, **{size: shape[0]})
+        predicted, changes = self._cheaper_settings(job) if job is not None else (None, [])
         situation = Situation(
             phase=phase,
             micro_batch_shape=shape,
@@ -190,16 +194,9 @@ class MemorySession:
             text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
         return text
 
-    def _cheaper_settings(
-        self, phase: str, shape: tuple[int, int] | None
-    ) -> tuple[Prediction | None, list[tuple[str, int, str]]]:
-        """The prediction for a batch of ``shape`` in ``phase``, and the changes that would save some of it."""
-        job, now, changes = self._asked, None, []
-        if job is None:
-            return None, []
-        if shape is not None:
-            size = "eval_batch_size" if phase == "evaluation" else "micro_batch_size"
-            job = replace(job, length=shape[1], eval_length=None, num_targets=None, **{size: shape[0]})
+    def _cheaper_settings(self, job: Job) -> tuple[Prediction | None, list[tuple[str, int, str]]]:
+        """The prediction for ``job``, and the changes that would save some of it."""
+        now, changes = None, []
         with suppress(UserError, OSError), Predictor() as predictor:
             now = predictor.predict(job)
             for flags, note, changed in cheaper(job):
