@@ -54,7 +54,7 @@ def _environment_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def _charts_are_not_drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would take half of a small run's time; tests that look at charts are marked ``charts``."""
     if request.node.get_closest_marker("charts") is None and (report := classes().get("report")):
-        monkeypatch.setattr(f"{report.__module__}.charts._svg", lambda *arguments, **options: "<svg></svg>")
+        monkeypatch.setattr(f"{report.__module__}.charts.svg", lambda *arguments, **options: "<svg></svg>")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -186,6 +186,12 @@ def test_a_function_may_return_what_is_on_the_disk_in_any_format(form: str | Non
         assert set(found.train["label"]) == {0, 1}
 
 
+def test_a_transform_is_not_dropped_without_a_word(tmp_path: Path) -> None:
+    body = "Dataset.from_dict({'text': ['a', 'b']}).with_transform(lambda rows: {'text': ['A'] * len(rows['text'])})"
+    with pytest.raises(UserError, match=r"the train split has a transform, which is not applied: use map\(\)"):
+        returned(tmp_path, body)
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

@@ -126,6 +126,8 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
             "train, validation, test."
         )
     for split, documents in splits.items():
+        if documents.format["type"] == "custom":
+            raise UserError(f"dataset {name!r}: the {split} split has a transform, which is not applied: use map().")
         splits[split] = documents.with_format(None)
         known = documents.column_names
         if missing := [column for column in needed if column not in known]:

@@ -249,7 +249,7 @@ class Outputs:
             f"{figures.several(summary['steps'], 'step')}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
             + (f"peak memory {figures.gib(peak)}, " if (peak := summary.get("peak_allocated_bytes")) else "")
-            + f"first step after {summary['seconds_to_first_step'] or 0:.1f} s"
+            + (f"first step after {first:.1f} s" if (first := summary["seconds_to_first_step"]) else "none of them now")
         )
         self.say(f"model: {self.final}   metrics: {self.metrics}")
 
@@ -275,7 +275,7 @@ class Outputs:
             "num_parameters": parts.sizes[1],
             "num_trained_parameters": parts.sizes[0],
             "steps": progress.step,
-            "epochs": progress.epoch + (progress.step_in_epoch / per_epoch if per_epoch else 0),
+            "epochs": progress.epoch + progress.step_in_epoch / per_epoch if per_epoch else None,
             "tokens": progress.tokens_seen,
             "padding_share": 1 - progress.tokens_seen / max(1, progress.positions_seen),
             "metric_name": metric,

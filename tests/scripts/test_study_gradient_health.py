@@ -69,7 +69,8 @@ def test_what_each_value_would_have_clipped() -> None:
 
 
 def test_shares_in_fp16_follow_from_the_sizes_of_elements() -> None:
-    shares = health.elements(ROWS)
+    poisoned = row(3, exponents={"128": 1.0}, grad_norm=None)  # of a step whose gradient was not finite
+    shares = health.elements([*ROWS, poisoned])
     assert health.outside(shares, 0) == (pytest.approx(0.1 / 0.9), 0)
     assert health.outside(shares, 16) == (0, 0)
     assert health.outside(shares, 19) == (0, pytest.approx(0.4 / 0.9))
@@ -87,6 +88,15 @@ def test_illnesses_come_first_and_a_run_that_failed_is_told() -> None:
     assert second.startswith("From step 2 on: vanishing gradient in layers.0: ")
     nothing = health.sentences(found([], [], outcomes=[ended]))
     assert nothing == [first, "No step was measured: look at errors.txt of the run."]
+
+
+def test_runs_of_other_seeds_that_lie_in_the_folder_do_not_count(tmp_path: Path) -> None:
+    for seed in (1, 2, 10):
+        folder = tmp_path / "run-abc" / f"seed-{seed}" / "run"
+        folder.mkdir(parents=True)
+        values = {"kind": "train", "step": 1, "grad_norm": float(seed)}
+        (folder / "metrics.jsonl").write_text(json.dumps(values) + "\n")
+    assert health.read(tmp_path, [10, 1])["norms"] == [[1.0], [10.0]]
 
 
 def test_layers_have_a_row_each() -> None:

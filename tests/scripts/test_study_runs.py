@@ -225,6 +225,26 @@ def test_an_ablation_is_killed_and_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_of_other_flags_is_not_taken_for_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """main.py would say that there is nothing to do: a learning rate is not part of what a run is."""
+
+    class Process:
+        def __init__(self, words: list[str], **options: Any) -> None:
+            output = Path(words[words.index("--output_dir") + 1])
+            found.append(output.exists())
+            output.mkdir(exist_ok=True)
+
+        def wait(self) -> int:
+            return 1
+
+    found: list[bool] = []
+    monkeypatch.setattr(trials.subprocess, "Popen", Process)
+    for rate in ("1e-4", "1e-4", "1e-3"):
+        made = trials.Trials(tmp_path, ["--learning_rate", rate])
+        made.run([trials.Trial("baseline", 1, ())])
+    assert found == [False, True, False]  # the second resumes the first, which failed
+
+
 def test_a_range_of_rates(tmp_path: Path) -> None:
     own = ("--lowest", 1e-3, "--highest", 1e-1, "--per_decade", 1, "--seeds", 1)
     done = subprocess.run(command(tmp_path, "learning_rate", *own), capture_output=True, text=True, cwd=ROOT)

@@ -137,7 +137,7 @@ def predicted(
     asked: Mapping[tuple[str, str], Ask], cards: Mapping[str, Device], lengths: Sequence[int], file: Path
 ) -> tuple[list[Cell], list[Speed]]:
     """All cells that can fit on a card, and a speed for each card and length; known ones are read from ``file``."""
-    known: dict[str, dict[str, Any]] = {}
+    known, versions = dict[str, dict[str, Any]](), harness.about()["versions"]
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError, KeyError):  # a line that was cut off
             row = json.loads(line)
@@ -149,14 +149,13 @@ def predicted(
         def once(question: Question, **place: Any) -> dict[str, Any]:
             """Bytes and time of a micro-batch, or why there are none."""
             job = question.job(question.asked)
-            key = hashlib.sha256(json.dumps(asdict(job), sort_keys=True).encode()).hexdigest()[:16]
+            key = hashlib.sha256(json.dumps([asdict(job), versions], sort_keys=True).encode()).hexdigest()[:16]
             if key not in known:
                 [result] = predictions.of_all([job])
-                if isinstance(result, UserError):
-                    value: dict[str, Any] = {"reason": str(result)}
-                else:
-                    outcome = outcome_of(question, question.asked, job, result)
-                    value = {"reserved_bytes": result.reserved_bytes, "seconds": outcome.seconds_per_token}
+                if isinstance(result, UserError):  # not kept: tried again next time
+                    return {"reason": str(result)}
+                outcome = outcome_of(question, question.asked, job, result)
+                value = {"reserved_bytes": result.reserved_bytes, "seconds": outcome.seconds_per_token}
                 known[key] = value
                 kept.write(json.dumps({"key": key, "value": value}) + "\n")
                 kept.flush()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from scripts.benchmarks.study.cells import Cell, Reach, Sweep
 from scripts.benchmarks.study.findings import small_share
-from train.extras.report.charts import FIRST, INK, MUTED, SECOND, STYLE, WARN, Chart, for_page
-from train.figures import count
+from train.extras.report.charts import FIRST, INK, MUTED, SECOND, WARN, Chart, from_zero, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,11 +61,8 @@ def _speed_chart(sweep: Sweep) -> Chart:
             colour, marker = _look(number)
             lengths = sorted(best)
             axes.plot(lengths, [best[length] for length in lengths], color=colour, marker=marker, label=technique)
-        axes.set_ylim(0, 1.08 * max((c.tokens_per_second or 0 for c in sweep.measured), default=1))
         _powers_of_two(axes, "x", [cell.length for cell in sweep.measured])
-        axes.yaxis.set_major_formatter(
-            lambda value, _: re.sub(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])", "", count(value))
-        )
+        from_zero(axes)
         axes.set_xlabel("sequence length, tokens")
 
     title = "Tokens per second"
@@ -122,17 +116,10 @@ def _powers_of_two(axes: Axes, which: str, values: Sequence[int]) -> None:
 
 
 def drawn_svg(title: str, label: str, draw: Callable[[Axes], None], size: tuple[float, float] = (6.2, 3.6)) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots()
+    def draw_whole(axes: Axes) -> None:
         draw(axes)
         if axes.get_xscale() == "log":  # whose own labels are formulas, which an SVG shows as their source
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if size[0] < 8 else 4, frameon=False)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return for_page(text.getvalue(), title, f"{title}. {label}")
+
+    return svg(title, f"{title}. {label}", draw_whole, 2 if size[0] < 8 else 4, size)

@@ -100,7 +100,7 @@ def measured(model: nn.Module, rows: Tensor, windows: Sequence[int] | None, num_
     windows = sorted(windows or {length // 4, length // 2})
     if not 0 < windows[0] <= windows[-1] < length:
         raise UsageError(f"--windows {' '.join(map(str, windows))}: give numbers from 1 to {length - 1}.")
-    positions = sorted({round((i + 1) * length / num_positions) - 1 for i in range(num_positions)})
+    positions = sorted({max(0, round((i + 1) * length / num_positions) - 1) for i in range(num_positions)})
     limited: dict[str, Any] = {}
     with torch.no_grad():
         every = losses_at(model, rows, positions)

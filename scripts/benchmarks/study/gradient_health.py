@@ -51,9 +51,9 @@ def trials_of(own: argparse.Namespace, words: Sequence[str]) -> list[Trial]:
     return [Trial("run", seed, flags) for seed in own.seeds]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """What the runs in ``folder`` recorded, however they ended: rows of the first, norms of all, and the threshold."""
-    runs = sorted(folder.glob("run-*/seed-*/run"), key=lambda run: int(run.parent.name.removeprefix("seed-")))
+def read(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """What the runs of ``seeds`` recorded, however they ended: rows of the first, norms of all, and the threshold."""
+    runs = [run for seed in sorted(seeds) for run in folder.glob(f"run-*/seed-{seed}/run")]
     logs = [read_metrics(run / "metrics.jsonl") for run in runs]
     norms = [[row["grad_norm"] for row in log if row["kind"] == "train"] for log in logs]
     settings = read_recipe(runs[0] / "config.yaml") if runs and (runs[0] / "config.yaml").exists() else {}
@@ -95,6 +95,7 @@ def share_above(values: Sequence[float], bound: float) -> float:
 
 def elements(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """The mean share of all gradient elements by exponent: of e those from 2^e to 2^(e+1)."""
+    rows = [row for row in rows if row["grad_norm"] is not None]  # else infinity and NaN would count as sizes
     exponents = sorted({int(e) for row in rows for e in row["exponents"]})
     return {e: statistics.fmean(row["exponents"].get(str(e), 0.0) for row in rows) for e in exponents}
 
@@ -205,7 +206,7 @@ def layer_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def pages(folder: Path, found: dict[str, Any]) -> None:
     """Writes the results; ``found`` without the runs' rows is completed from their logs in ``folder``."""
-    found = {**read(folder), **found}
+    found = {**read(folder, found["flags"]["seeds"]), **found}
     tables = {
         "Layers": layer_rows(found["rows"]),
         "What each norm would have clipped": norm_rows(found),

@@ -150,8 +150,7 @@ def chart(law: Law, made: Sequence[Prediction], target_loss: float) -> Chart:
         first, last = (math.log2(made[i].size) for i in (0, -1))
         sizes = [2 ** (first + (last - first) * i / 50) for i in range(51)]
         axes.plot(sizes, [law.steps(size) for size in sizes], color=FIRST, label=f"predicted from {law.size}")
-        known = [(p.size, p.measured) for p in made if p.measured is not None]
-        axes.plot(*zip(*known, strict=True), "o", color=SECOND, label="measured")
+        axes.plot([p.size for p in made], [p.measured or math.nan for p in made], "o", color=SECOND, label="measured")
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

@@ -86,6 +86,7 @@ def read_request(arguments: Sequence[str]) -> Request:
             f"--tokens_per_update {tokens}: the smallest micro-batch has {min(lengths) * min(sizes):,} tokens already."
         )
 
+    from train.extras.host_memory import free_host_bytes
     from train.memory.question import position_limit, vocabulary_size
 
     classifies = building.is_classifier(config)
@@ -99,7 +100,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     target = _target()
     limit_bytes = own.limit_gib and int(own.limit_gib * 2**30)
     if limit_bytes is None and target.device_type == "cpu":
-        limit_bytes = int(LIMIT_SHARE * available_bytes())
+        limit_bytes = int(LIMIT_SHARE * free_host_bytes())
     return Request(
         config=config,
         vocab_size=vocab_size,
@@ -227,18 +228,6 @@ def _target() -> Target:
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"memory on {device.type} cannot be measured here: set ACCELERATE_USE_CPU=true for the CPU.")
     return building.this_target() if device.type == "cuda" else Target("cpu")
-
-
-def available_bytes() -> int:
-    """Main memory that is available without swapping, or within the control group if that is smaller."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # another system, or no limit ("max")
-        used = int((group / "memory.current").read_text())
-        available = min(available, int((group / "memory.max").read_text()) - used)
-    return available
 
 
 def shapes(

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -273,19 +274,20 @@ class Trials:
         own = ["--seed", str(trial.seed), "--output_dir", str(output), "--predict_memory", "False"]
         words = [sys.executable, str(harness.ROOT / "train" / "main.py"), *self._words, *trial.flags, *own]
         self.folder_of(trial).mkdir(parents=True, exist_ok=True)
-        for resume in ("auto", "never"):  # what lies there may be of other flags
-            with (self.folder_of(trial) / "errors.txt").open("w+", encoding="utf-8") as file:
-                process = subprocess.Popen([*words, "--resume", resume], stdout=subprocess.DEVNULL, stderr=file)
-                try:
-                    status = process.wait()
-                except BaseException:
-                    process.send_signal(signal.SIGTERM)  # it writes a checkpoint
-                    process.wait()
-                    raise
-                file.seek(0)
-                errors = file.read()
-            if "belongs to a run with other settings" not in errors:
-                break
+        begun, key = self.folder_of(trial) / "key", self._key(trial)
+        if not begun.exists() or begun.read_text(encoding="utf-8") != key:  # what lies there is of other flags
+            shutil.rmtree(output, ignore_errors=True)
+            begun.write_text(key, encoding="utf-8")
+        with (self.folder_of(trial) / "errors.txt").open("w+", encoding="utf-8") as file:
+            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=file)
+            try:
+                status = process.wait()
+            except BaseException:
+                process.send_signal(signal.SIGTERM)  # it writes a checkpoint
+                process.wait()
+                raise
+            file.seek(0)
+            errors = file.read()
         return status, errors
 
 

@@ -79,6 +79,15 @@ def test_a_model_of_ones_own_code_says_how_to_load_it():
     assert "safetensors.torch.load_model" in card and "my_package.nets:build" in card and "base_model" not in card
 
 
+def test_a_file_of_ones_own_code_is_no_folder_and_is_named_without_its_place(tmp_path: Path):
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "clients" / "nets.py").touch()
+    data, model = (f"{tmp_path}/clients/{name}" for name in ("texts.py:documents", "nets.py:build"))
+    card = model_card(_config(dataset=data, model=model, model_config=None), CausalLM, {})
+    assert "build the model with `nets.py:build` and fill it with `safetensors.torch.load_model`" in card
+    assert "`texts.py:documents`" in card and "clients" not in card and "base_model" not in card
+
+
 def test_html_and_control_characters_do_not_pass():
     bad = "<script>\n\n\x1b[31m`<img src=x>"
     card = model_card(_config(run_name="<b>x", dataset=f"/{bad}"), CausalLM, {"hardware": {"cpu": bad}})

@@ -42,8 +42,9 @@ def load_returned(config: Config, labelled: bool) -> Corpus:
 
 
 def _checked(documents: datasets.Dataset, what: str, labelled: bool, notes: list[str]) -> datasets.Dataset:
+    plain = documents.with_format(None)
     if labelled and (names := getattr(documents.features["label"], "names", None)):
-        labels = [names[label] if label in range(len(names)) else None for label in documents["label"][:]]
+        labels = [names[label] if label in range(len(names)) else None for label in plain["label"][:]]
         documents = documents.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
     kinds = {"text": "(large_)?string", "label": r"(large_)?string|u?int\d+|bool"}
     for column in ("text", "label") if labelled else ("text",):

@@ -79,10 +79,10 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         draw("Bits per byte", _BITS_CAPTION, by_split("bits_per_byte"), references),
         draw("Accuracy", "Share of the targets predicted right, held out.", scores, lambda a: a.set_ylim(0, 1.02)),
         draw("Gradient norm", "Before clipping, logarithmic.", *norms),
-        draw("Noise scale", "Of the gradient, in examples.", [trained("gradient_noise_scale_examples")], _from_zero),
-        draw("Learning rate", "As the schedule set it.", [trained("learning_rate")], _from_zero),
-        draw("Tokens per second", "All devices together, padding not counted.", speed, _from_zero),
-        draw("Peak memory", "GiB; the most that one device had allocated at once.", memory, _from_zero, limit),
+        draw("Noise scale", "Of the gradient, in examples.", [trained("gradient_noise_scale_examples")], from_zero),
+        draw("Learning rate", "As the schedule set it.", [trained("learning_rate")], from_zero),
+        draw("Tokens per second", "All devices together, padding not counted.", speed, from_zero),
+        draw("Peak memory", "GiB; the most that one device had allocated at once.", memory, from_zero, limit),
     ]
     return [*filter(None, drawn), *_memory_bars(summary)]
 
@@ -151,7 +151,7 @@ def _memory_bars(summary: Mapping[str, Any]) -> list[Chart]:
     title = "Memory by kind and phase"
     caption = "What the peak of the run consisted of, and the most that each phase of a step had allocated."
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in {**kinds, **phases}.items() if size)
-    return [Chart(title, caption, _svg(title, f"{title}: {sizes}.", draw, legend_columns=2))]
+    return [Chart(title, caption, svg(title, f"{title}: {sizes}.", draw, columns=2))]
 
 
 def _over_steps(
@@ -185,7 +185,7 @@ def _over_steps(
         axes.set_xlabel("step")
         axes.set_xlim(0, 1.02 * max(1, last_step))
 
-    return Chart(title, caption, _svg(title, label, draw))
+    return Chart(title, caption, svg(title, label, draw))
 
 
 def _predicted(summary: Mapping[str, Any]) -> tuple[float, str] | None:
@@ -193,7 +193,7 @@ def _predicted(summary: Mapping[str, Any]) -> tuple[float, str] | None:
     return (size / 2**30, f"predicted {gib(size)}") if size else None
 
 
-def _from_zero(axes: Axes) -> None:
+def from_zero(axes: Axes) -> None:
     """A y axis from zero to a little above the highest value."""
     axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
     zeros = re.compile(r"\.0+(?=[kMBT])|(?<=\.\d)0(?=[kMBT])")  # 5k rather than 5.00k
@@ -206,16 +206,17 @@ def _reference_lines(references: Mapping[str, float], axes: Axes) -> None:
         axes.axhline(value, color=MUTED, linestyle=style, linewidth=1, label=f"{name} {value:.4g}")
 
 
-def _svg(title: str, label: str, draw: Callable[[Axes], None], legend_columns: int = 4) -> str:
+def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, size: Any = (6.2, 3.1)) -> str:
+    """A chart of ``size`` inches for a page, its legend in ``columns``; ``label`` is read aloud."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=(6.2, 3.1), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         draw(axes)
         if len(axes.get_legend_handles_labels()[0]) > 1:
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=legend_columns, frameon=False, borderaxespad=0.2)
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return for_page(text.getvalue(), title, label)

@@ -84,9 +84,9 @@ def _what_it_is(config: Config, task: type[Task], summary: Mapping[str, Any]) ->
 
 def _how_to_load(config: Config, task: type[Task]) -> str:
     source, adapter, loader = config.architecture.model, config.get("adapter", "none"), task.auto_class
-    if source is not None and ":" in source and not _is_local(source):
+    if source is not None and ":" in source and not Path(source).exists():
         return (
-            f"The weights are in `model.safetensors`; build the model with `{source}` and fill it with "
+            f"The weights are in `model.safetensors`; build the model with `{_public(source)}` and fill it with "
             "`safetensors.torch.load_model`. The tokenizer loads with `AutoTokenizer.from_pretrained`."
         )
     text = (
@@ -137,4 +137,5 @@ def _hub_name(name: str | None) -> str | None:
 
 def _public(name: str) -> str:
     name = " ".join(name.replace("`", "'").split())  # it stands between backticks, where HTML is only text
-    return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if _is_local(name) else name
+    is_local = _is_local(name) or ".py:" in name
+    return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if is_local else name
