@@ -95,8 +95,10 @@ class Fork:
         whole = [*(ROOT / name for name in FILES), *pages]
         for path in whole + self._files("train") + self._files("accelerate_configs"):
             self._copy(path)
-        needs = {path: self._needed_by(path.read_text(encoding="utf-8")) for path in self._files("recipes")}
-        for path, needed in needs.items():
+        needs: dict[Path, list[str]] = {}  # of each recipe, the extras that are gone and without which it cannot run
+        for path in self._files("recipes"):
+            text, signs = path.read_text(encoding="utf-8"), {name: RECIPE_SIGNS.get(name, "(?!)") for name in self.gone}
+            needs[path] = needed = [name for name, sign in signs.items() if re.search(sign, text, re.MULTILINE)]
             if not needed or path.suffix != ".yaml":
                 self._copy(path, without_keys=path.suffix == ".yaml")
         starts = (self.target / "recipes" / "quickstart.yaml").exists()
@@ -129,10 +131,6 @@ class Fork:
         if without_keys and self.options:
             lines = re.compile(rf"^({'|'.join(self.options)}):.*\n([ \t]+.*\n)*", re.MULTILINE)
             to.write_text(lines.sub("", to.read_text(encoding="utf-8")), encoding="utf-8")
-
-    def _needed_by(self, recipe: str) -> list[str]:
-        """The extras that are gone and without which a recipe cannot run."""
-        return [name for name in self.gone if re.search(RECIPE_SIGNS.get(name, "(?!)"), recipe, re.MULTILINE)]
 
     def _tests(self) -> Iterable[Path]:
         """The test files that need nothing that is gone."""

@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 
 from train import checkpoint
@@ -325,6 +326,40 @@ def test_checkpoint_without_a_setting_that_others_have_is_no_traceback(tmp_path:
     state = replace(training_state(), identity={**IDENTITY, "global_batch_size": 4})
     with pytest.raises(UserError, match="something else wrote it, or another version"):
         checkpoint.restore(folder, state, allow_changes=True)
+
+
+class Uploadable(nn.Linear):
+    """As huggingface_hub's mixin makes one: its save_pretrained is another than transformers'."""
+
+    def save_pretrained(self, *arguments: Any) -> None:
+        raise NotImplementedError
+
+
+def test_final_of_a_module_with_a_way_of_its_own_to_save(tmp_path: Path) -> None:
+    TrainingState(Uploadable(2, 2), None, {}).save_pretrained(tmp_path, keep=True)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}
+
+
+def test_a_model_that_has_grown_is_named(two: Path) -> None:
+    state = training_state()
+    state.model.append(nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"has no 3\.weight of 2 dimensions: it is of another model"):
+        checkpoint.restore(two / "step-00000002", state)
+
+
+def test_a_parameter_of_another_layout_continues_exactly(tmp_path: Path) -> None:
+    """The fused kernel goes through the memory of a weight and of its moments together."""
+
+    def transposed() -> TrainingState:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6, bias=False))
+        model[1].weight = nn.Parameter(torch.randn(4, 6).t())
+        return TrainingState(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), IDENTITY)
+
+    whole = trained(trained(transposed(), 3), 3)
+    resumed = transposed()
+    checkpoint.restore(save(tmp_path, trained(transposed(), 3), Progress(step=3)), resumed)
+    assert_equal_states(trained(resumed, 3), whole)
 
 
 def test_a_disk_that_fails_while_a_checkpoint_is_read_is_no_reason_to_remove_it(

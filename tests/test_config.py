@@ -224,3 +224,30 @@ def test_json_on_the_command_line_is_read_as_json(tmp_path: Path) -> None:
 def test_an_empty_output_folder_is_refused(folder: str) -> None:
     with pytest.raises(UsageError, match="output_dir: it is empty"):
         parse(["--output_dir", folder])
+
+
+@pytest.mark.parametrize("name", ["dataset", "tokenizer", "resume", "model", "attn_implementation"])
+def test_a_text_that_is_empty_is_a_variable_that_was_not_set(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}: it is empty"):
+        parse([f"--{name}", ""])
+
+
+def test_clipping_by_value_takes_the_place_of_clipping_by_norm(tmp_path: Path) -> None:
+    for norm in (1.0, None):
+        (tmp_path / "recipe.yaml").write_text(dump(Config().changed(tokenizer="bytes", model="x", max_grad_norm=norm)))
+        found = parse(["--config", str(tmp_path / "recipe.yaml"), "--max_grad_value", "0.5"]).optimization
+        assert (found.max_grad_norm, found.max_grad_value) == (None, 0.5)
+    assert parse(["--max_grad_value", "0.5"]).optimization.max_grad_norm is None
+
+
+def test_numbers_are_decimal() -> None:
+    assert parse(["--seed", "0123", "--max_steps", "010"]).optimization.seed == 123
+    assert parse(["--max_steps", "010"]).optimization.max_steps == 10
+
+
+def test_a_type_of_weights_that_cannot_be_trained_or_would_not_arrive_is_refused() -> None:
+    with pytest.raises(UsageError, match="dtype: float16 is for weights that are not trained: give --mixed_precision"):
+        parse(["--dtype", "float16"])
+    assert parse(["--dtype", "float16", "--adapter", "lora"]).architecture.dtype == "float16"
+    with pytest.raises(UsageError, match="dtype: bfloat16 would not reach a function's model"):
+        parse(["--dtype", "bfloat16", "--model", "my_model:build", "--tokenizer", "bytes"])

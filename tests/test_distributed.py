@@ -97,6 +97,7 @@ def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Pa
     run(without_dropout, tmp_path / "one", 1, *flags)
     done = run(without_dropout, tmp_path / "two", 2, *flags, "--loss", "chunked")  # one process: all logits
     assert "2 examples per micro-batch × 2 accumulated × 2 processes = 8 per step" in done.stdout
+    assert "DDP looks for parameters" not in done.stdout  # GPT-2 uses all, and asks real ids alone for their values
     assert done.stdout.count("data: ") == 1  # one rank speaks
     weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
     assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
@@ -120,6 +121,18 @@ def test_parameters_that_no_step_uses_do_not_keep_ranks_waiting(recipe: Path, tm
     assert "DDP looks for parameters without a gradient in each step: 2 tensors get no gradient" in done.stdout
     weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
     assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
+
+
+def test_a_function_that_gives_each_rank_other_data_is_told(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "from_a_set.py").write_text(
+        "import os, datasets\n\ndef documents(config):\n"
+        "    texts = [f'document {number}' for number in range(50)][:: -1 if os.environ['RANK'] == '1' else 1]\n"
+        "    return datasets.Dataset.from_dict({'text': texts})\n"
+    )
+    words = ("train/main.py", "--config", recipe, "--output_dir", tmp_path / "run")
+    done = forked(*words, "--dataset", f"{tmp_path}/from_a_set.py:documents", env=ENVIRONMENT)
+    assert done.returncode == EXIT_ERROR
+    assert "gives each process other data: seed shuffles, and sort sets" in done.stderr
 
 
 SOMETIMES = """

@@ -129,6 +129,12 @@ def test_class_metrics_by_hand(
     }
 
 
+def test_a_split_without_any_target_has_no_loss() -> None:
+    task, rows = load_task("causal_lm")(Config()), datasets.Dataset.from_dict({"length": [3]})
+    found = task.metrics(np.array([[0.0, 0, 0, 0, 0, 0]]), rows, ())
+    assert math.isnan(found["loss"]) and math.isnan(found["accuracy"])
+
+
 def test_a_class_that_the_data_does_not_have_is_a_wrong_one() -> None:
     """A model of one's own may have outputs to spare."""
     found = class_metrics(np.array([0, 4, 1]), np.array([0, 0, 1]), 2)

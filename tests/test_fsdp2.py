@@ -109,6 +109,53 @@ def test_gradients_are_clipped_by_value_in_their_parts(recipe: Path, tmp_path: P
     assert largest_difference(final_weights(tmp_path / "cpu"), final_weights(tmp_path / "fsdp2")) < EXACT
 
 
+TIED = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(300, 16), nn.Linear(16, 300, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids):
+        return self.head(torch.tanh(self.embed(input_ids).cumsum(1)))
+
+def build():
+    return Tied()
+"""
+
+
+def test_a_tied_module_of_ones_own_with_a_buffer_and_the_largest_element_as_its_norm(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """accelerate loads weights one by one, which would untie them; a rank alone knows its own shards' largest."""
+    (tmp_path / "tied.py").write_text(TIED)
+    flags = ["--model", f"{tmp_path / 'tied.py'}:build", "--model_config", None, "--tokenizer", "bytes"]
+    flags += ["--grad_norm_type", "inf", "--max_steps", 3, "--num_epochs", None, "--optimizer", "sgd"]
+    for file, processes in (("cpu", 1), ("fsdp2", 2)):
+        run(file, recipe, tmp_path / file, *flags, processes=processes)
+    logs = (metrics(tmp_path / name) for name in ("cpu", "fsdp2"))
+    one, two = ([row for row in log if row["kind"] == "train"] for log in logs)
+    for name in ("loss", "grad_norm"):
+        assert [row.get(name) for row in one] == pytest.approx([row.get(name) for row in two], rel=1e-4), name
+    assert largest_difference(final_weights(tmp_path / "cpu"), final_weights(tmp_path / "fsdp2")) < EXACT
+
+
+@pytest.mark.slow
+def test_an_embedding_that_the_head_shares_stays_with_it(recipe: Path, tmp_path: Path) -> None:
+    """BERT names its embeddings among what is not to be split, and so FSDP2 would manage the weight twice."""
+    shape = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    flags = ["--task", "masked_lm", "--model_config", json.dumps(shape), "--max_steps", 3, "--num_epochs", None]
+    for file, processes in (("cpu", 1), ("fsdp2", 2)):
+        run(file, recipe, tmp_path / file, *flags, processes=processes)
+    losses = [list(trained_losses(tmp_path / file).values()) for file in ("cpu", "fsdp2")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def resumes(file: str, processes: int, stored: Path, recipe: Path, folder: Path, *flags: Any) -> None:
     """Resumes from ``stored``, of step 2, and compares with the run in ``folder / "one"``."""
     output = folder / f"resumed-{file}"

@@ -57,6 +57,11 @@ def test_one_token_among_thousands_counts_in_lists_of_any_kind(kind: Any) -> Non
     assert digest(1000) != digest(7)
 
 
+def test_lists_that_are_missing_count() -> None:
+    found = [examples_digest(datasets.Dataset.from_list([{"ids": [1]}, {"ids": ids}])) for ids in (None, [], [2])]
+    assert len({found[0], found[2]}) == len({found[1], found[2]}) == 2
+
+
 def test_place_pieces_and_selection_do_not_matter(tmp_path: Path) -> None:
     rows = [{"tokens": list(range(number % 5 + 1))} for number in range(200)]  # more than are read at once
     whole = datasets.Dataset.from_list(rows)

@@ -239,6 +239,13 @@ def tiny():
     return nn.Linear(2, 3)
 def words():
     return "a model"
+
+def classifier():
+    import transformers
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.BertConfig(**sizes, id2label={0: "odd", 1: "even"}, label2id={"odd": 0, "even": 1})
+    return transformers.BertForSequenceClassification(config)
 """
 
 
@@ -252,6 +259,10 @@ def test_model_from_a_function_of_the_current_folder(tmp_path: Path, monkeypatch
 
     model = build("own_models_for_test:tiny")
     assert isinstance(model, nn.Linear) and model.out_features == 3
+    labelled = Config().changed(model="own_models_for_test:classifier", max_length=8, check_model=False)
+    task = load_task("sequence_classification")
+    config: Any = build_model(run_for(labelled), task, BYTES, ("even", "odd")).model.config
+    assert (config.id2label, config.label2id) == ({0: "even", 1: "odd"}, {"even": 0, "odd": 1})
     with pytest.raises(UserError, match=r"returned a str; it must return an nn.Module"):
         build("own_models_for_test:words")
     with pytest.raises(UserError, match=r"own_models_for_test:missing.*module:function"):

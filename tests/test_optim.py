@@ -181,6 +181,10 @@ def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, to
         (Progress(step=34, step_in_epoch=3, counted_from=(34, 0, 3)), 34 + 12),  # 34 smaller steps: 3 of 5 larger ones
         (Progress(step=38, epoch=1, step_in_epoch=2, counted_from=(34, 0, 3)), 34 + 12),
         (Progress(step=2, epoch=1, counted_from=(2, 1, 0)), 2 + 10),
+        (
+            Progress(step=3, counted_from=(3, 0, 6)),
+            3 + 10,
+        ),  # a short step that ended the epoch counts whole
     ],
 )
 def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress: Progress, total_steps: int) -> None:

@@ -79,8 +79,8 @@ def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False)
     except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise UserError(
-            f"{checkpoint} is intact but cannot be read ({reason}): something else wrote it, or another version. "
-            "Remove it, or start from scratch with --resume never."
+            f"{checkpoint} is intact but cannot be read ({reason}): another model, or something else wrote it, or "
+            "another version. Give the old model, another --output_dir, or start from scratch with --resume never."
         ) from None
 
 

@@ -193,8 +193,8 @@ def parse(arguments: list[str]) -> Config:
         recipe = str(QUICKSTART)
     values = read_recipe(Path(recipe).expanduser()) if recipe else {}
     for name in flags:  # of two ways to say one thing, that of the command line counts
-        for key in set(known[name][1].metadata.get("replaces", ())) - flags.keys():
-            values.pop(key, None)
+        for key in (known.keys() & known[name][1].metadata.get("replaces", ())) - flags.keys():
+            values[key] = None if _type_problem(None, known[key][0]) is None else known[key][1].default
     values |= {name: _from_text(text, known[name][0]) for name, text in flags.items()}
     config = from_values(values)
     check(config)
@@ -252,7 +252,7 @@ def _from_text(text: Any, hint: Any) -> Any:
         return tuple(text)
     text = re.sub("^ (?=-)", "", text)  # which argument put there
     candidates: list[Any] = [None, text] if text in ("None", "null") else [text]
-    for read in (json.loads, yaml.safe_load, float):
+    for read in (json.loads, int, yaml.safe_load, float):  # int: YAML takes 010 for 8
         with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
             candidates.append(read(text))
     return next((value for value in candidates if _type_problem(value, hint) is None), text)
@@ -342,6 +342,8 @@ def check(config: Config) -> None:
     """Raises UsageError for values and combinations that cannot work, of the core and of the extras."""
     data, model, optim, output = config.data, config.architecture, config.optimization, config.output
     for name, value in to_values(config).items():
+        if isinstance(value, str) and not value.strip():
+            raise UsageError(f"{name}: it is empty. Leave it out, or give a value.")
         if not isinstance(value, int | float):
             continue
         if isinstance(value, int) and value >= 2**63:  # torch and Arrow hold no more
@@ -368,8 +370,10 @@ def check(config: Config) -> None:
         raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
     if data.tokenizer is None and (model.model is None or model.is_function):
         raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
-    if not output.output_dir.strip():
-        raise UsageError("output_dir: it is empty. Give a folder for the files of this run.")
+    if model.is_function and model.dtype != "float32":
+        raise UsageError(f"dtype: {model.dtype} would not reach a function's model: leave it out, and do that there.")
+    if model.dtype == "float16" and config.get("adapter", "none") == "none":  # AdamW's second moment would underflow
+        raise UsageError("dtype: float16 is for weights that are not trained: give --mixed_precision fp16 instead.")
     if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
         raise UsageError(f"output_dir: {output.output_dir!r} leads outside its folder: write the path without '..'.")
     extras.check(config)

@@ -34,14 +34,16 @@ def build_model(
     own, max_length = run.config.architecture, run.config.data.max_length
     # The network: a function's, or one of transformers from a configuration that extras may change.
     model_config, arguments = fitting_config(run, task, tokenizer)
+    named = dict(enumerate(label_names)), {name: number for number, name in enumerate(label_names)}
     if model_config is None:
         network = load_function(own.name, "model")()
         if not isinstance(network, nn.Module):
             raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
+        if label_names and isinstance(known := getattr(network, "config", None), PretrainedConfig):  # final/ keeps it
+            known.id2label, known.label2id = named
     else:
         if label_names:
-            model_config.id2label = dict(enumerate(label_names))
-            model_config.label2id = {name: number for number, name in enumerate(label_names)}
+            model_config.id2label, model_config.label2id = named
             for part in (model_config, model_config.get_text_config()):
                 part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
         network = _from_transformers(own, task, model_config, arguments, has_weights)

@@ -47,8 +47,8 @@ def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, A
 
 def count_steps(config: Optimization, batches: Batches, progress: Progress = Progress()) -> int:  # noqa: B008
     """How many steps a run at ``progress`` has; those left of its epochs at a change of the batch size are new ones."""
-    step, epoch, done = progress.counted_from
-    left = ((config.num_epochs or 1) - epoch) * (batches.steps_per_epoch or 1) - done
+    (step, epoch, done), size = progress.counted_from, batches.steps_per_epoch or 1
+    left = ((config.num_epochs or 1) - epoch) * size - min(done, size)  # a short last step counted as a whole one
     return config.max_steps or step + left
 
 

@@ -81,6 +81,8 @@ class TrainingState:
                 value = _filled(torch.empty_like(like), blocks, "optimizer", full_name)
             else:  # in the type it was written in, which need not be the parameter's
                 value = blocks.block("optimizer", full_name, (0,) * len(shape), shape)
+                if shape == like.shape:  # laid out as the parameter: fused kernels go through the memory of both
+                    value = torch.empty_like(like, dtype=value.dtype, device="cpu").copy_(value)
             state.setdefault(name, {})[key] = value
         numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
         numbers = {id(parameter): number for number, parameter in numbered}
@@ -121,7 +123,7 @@ class TrainingState:
         """Writes weights and configuration as ``from_pretrained`` wants them, on the rank that ``keep``s them."""
         weights = self.whole_tensors(keep)
         model: Any = self.write_final(folder, keep)
-        if keep and hasattr(model, "save_pretrained"):
+        if keep and hasattr(model, "_from_config"):  # of transformers
             from transformers.utils import logging
 
             logging.disable_progress_bar()
@@ -157,7 +159,7 @@ def _blocks(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Block]:
 @torch.no_grad()
 def _filled(tensor: Tensor, blocks: StoredBlocks, section: str, name: str) -> Tensor:
     """``tensor`` with its part of the stored one; raises UserError if that is of another shape."""
-    whole = tuple(blocks.index[section][name]["shape"])
+    whole = tuple(blocks.index[section].get(name, {"shape": tensor.shape})["shape"])
     if whole != tuple(tensor.shape):
         raise UserError(
             f"{name} has the shape {whole} in the checkpoint and {tuple(tensor.shape)} in this model: give the old "
@@ -221,7 +223,7 @@ def _digest(tables: Iterable[pa.Table]) -> str:
             digest.update(name.encode())
             array = pa.concat_arrays(table.column(name).chunks)
             while isinstance(array, LISTS):  # where each ends counts too: [[1], [2, 3]] is not [[1, 2], [3]]
-                digest.update(array.value_lengths().to_numpy().tobytes())
+                digest.update(array.value_lengths().to_numpy(zero_copy_only=False).tobytes())
                 array = array.flatten()
             values = array.to_numpy(zero_copy_only=False)
             digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())

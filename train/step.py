@@ -62,7 +62,7 @@ class Engine:
         if optim.max_grad_value is not None:
             # torch's own: accelerate's refuses FSDP2, and would undo the loss scale a second time.
             nn.utils.clip_grad_value_(model.parameters(), optim.max_grad_value)
-        return norm.item()
+        return getattr(norm, "full_tensor", lambda: norm)().item()  # without it FSDP2's inf norm is of one shard
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
         """Steps unless the norm is not finite; returns the norm, and whether the step was skipped."""

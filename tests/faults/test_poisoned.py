@@ -99,11 +99,8 @@ def trained_log(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [(), ("--save_every_steps", 2)])
-@pytest.mark.parametrize(
-    "flags", [("--learning_rate", "1e38"), ("--dtype", "float16", "--learning_rate", "3e-3", "--num_epochs", 40)]
-)
-def test_learning_rates_that_are_too_large_end_the_run(tmp_path: Path, flags: Any, extra: Any) -> None:
-    [end] = trained(tmp_path, *flags, *extra)
+def test_learning_rates_that_are_too_large_end_the_run(tmp_path: Path, extra: Any) -> None:
+    [end] = trained(tmp_path, "--learning_rate", "1e38", *extra)
     assert end.status == EXIT_ERROR, end.said
     assert "Traceback" not in end.said
     assert_all_finite(tmp_path)

@@ -112,6 +112,30 @@ def test_a_module_of_ones_own_that_cannot_take_a_batch(model: nn.Module, task: s
     assert found is None if said is None else re.search(said, str(found))
 
 
+class Tags(causal_lm.Task):
+    """Three kinds of tokens."""
+
+    name = "tags"
+    is_causal = False
+
+    def label_names(self, corpus: Any) -> tuple[str, ...]:
+        return ("a", "b", "c")
+
+
+class Pairs(causal_lm.Task):
+    """With another input next to input_ids."""
+
+    def collate(self, examples: Any, seed: Any, pad_id: int) -> Any:
+        raise NotImplementedError
+
+
+def test_classes_of_each_token_and_inputs_of_a_tasks_own_are_no_obstacle() -> None:
+    config = Config().changed(micro_batch_size=2)
+    assert obstacle_to_batches(Mean(outputs=3, each=True), Tags, config, (300, 3)) is None
+    assert "needs (2, 8, 3)" in str(obstacle_to_batches(Mean(outputs=2, each=True), Tags, config, (300, 3)))
+    assert obstacle_to_batches(nn.Linear(2, 2), Pairs, config, (300, 0)) is None
+
+
 def test_a_classifier_that_never_sees_padding_needs_no_mask() -> None:
     assert obstacle_to_batches(Maskless(), TASKS["classes"], Config(), (300, 2)) is None
 

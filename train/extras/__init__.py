@@ -179,14 +179,12 @@ class Extras:
 
     def __init__(self, extras: Mapping[str, Extra]) -> None:
         self.by_name = dict(extras)
-        self._found: dict[str, list[Callable[..., Any]]] = {}
 
+    @functools.cache  # noqa: B019 - some are called several times a step, and a run has one of these
     def _methods(self, method: str) -> list[Callable[..., Any]]:
         """``method`` of those extras that do something in it."""
-        if method not in self._found:  # some are called several times a step
-            own = [e for e in self.by_name.values() if getattr(type(e), method) is not getattr(Extra, method)]
-            self._found[method] = [getattr(extra, method) for extra in own]
-        return self._found[method]
+        own = [e for e in self.by_name.values() if getattr(type(e), method) is not getattr(Extra, method)]
+        return [getattr(extra, method) for extra in own]
 
     def each(self, method: str, *args: Any) -> list[Any]:
         """What ``method`` of each extra returns."""

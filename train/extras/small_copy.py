@@ -27,12 +27,13 @@ WIDTHS = "^(?!.*(position|kernel|conv|num_)).*(size|dim|embd|d_(model|ff|head)|f
 
 def obstacle_to_batches(model: nn.Module, task: type[Task], config: Config, sizes: tuple[int, int]) -> str | None:
     """Why a module of one's own cannot take a batch of ``task``, or None; ``sizes``: of vocabulary and classes."""
-    ids, classes = torch.full((2, min(8, config.data.max_length)), sizes[0] - 1), sizes[task.labelled]
+    ids = torch.full((2, min(8, config.data.max_length)), sizes[0] - 1)
+    classes = sizes[task.label_names is not Task.label_names]  # a task with tags, too, names its classes
     is_alone = (config.optimization.micro_batch_size, config.output.eval_batch_size or 1) == (1, 1)  # without padding
     mask = {} if task.is_causal or is_alone else {"attention_mask": torch.ones_like(ids)}
     inputs = {"input_ids": ids, **mask}
     needed = (2, classes) if task.labelled else (*ids.shape, classes)
-    if hasattr(model, "_from_config") or task.loss_sum is not Task.loss_sum:
+    if hasattr(model, "_from_config") or (task.loss_sum, task.collate) != (Task.loss_sum, Task.collate):
         return None  # of transformers, or of a task that may need another shape
     with suppress(Exception), small_copy(model) as small:  # what cannot be copied a run finds out by itself
         try:

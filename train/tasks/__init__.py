@@ -94,9 +94,8 @@ class Task:
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
         """Metrics of a split; ``table`` (examples, 6): example, loss sum, targets, correct, prediction, reference."""
         loss_sum, targets, correct = map(math.fsum, table[:, 1:4].T)
-        count = max(1.0, targets)
-        loss = loss_sum / count
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": correct / count}
+        loss, accuracy = (loss_sum / targets, correct / targets) if targets else (math.nan, math.nan)
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
         if "num_bytes" in examples.column_names:
             # Of an example's text, the share that its targets stand for: a task may leave positions out.
             num_bytes, lengths = (column(examples, name)[table[:, 0].astype(int)] for name in ("num_bytes", "length"))
@@ -176,9 +175,10 @@ class Task:
             made.model_max_length, is_left = self.data.max_length, self.data.truncation == "keep_tail"
             made.truncation_side = made.init_kwargs["truncation_side"] = "left" if is_left else "right"
         if (backend := getattr(made, "backend_tokenizer", None)) is not None:
-            names = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in start + end}
-            frame = [*(names[i] for i in start), "$A", *(names[i] for i in end if not self.is_causal)]
-            backend.post_processor = TemplateProcessing(frame, special_tokens=[(name, i) for i, name in names.items()])
+            frame = [*(f"mark-{i}" for i in start), "$A", *(f"mark-{i}" for i in end if not self.is_causal)]
+            names = {i: [str(tokenizer.convert_ids_to_tokens(i))] for i in start + end}  # which may hold a colon
+            marks: Any = [{"id": f"mark-{i}", "ids": [i], "tokens": name} for i, name in names.items()]
+            backend.post_processor = TemplateProcessing(frame, special_tokens=marks)
         return made
 
     def room(self, tokenizer: Tokenizer) -> int:

@@ -123,7 +123,7 @@ def difference_text(difference: Interval, name: str) -> str:
     span = f"95 % interval {difference.low:+.3g} to {difference.high:+.3g}"
     if not difference.is_shown:
         return f"no difference shown ({span})"
-    is_better = (difference.mean < 0) == (name in SMALLER_IS_BETTER)
+    is_better = (difference.mean < 0) == any(part in name for part in SMALLER_IS_BETTER)
     return f"{'better' if is_better else 'worse'} by {abs(difference.mean):.3g} ({span})"
 
 

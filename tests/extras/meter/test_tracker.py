@@ -183,7 +183,10 @@ def test_what_an_operator_held_in_passing_is_workspace() -> None:
 def test_classes_are_those_of_labels_else_of_the_model_else_of_the_tokenizer() -> None:
     network: Any = nn.Linear(2, 2)
     assert (num_classes_of(network, 3, 100), num_classes_of(network, 0, 100)) == (3, 100)
+    network.config = SimpleNamespace(vocab_size=7)  # of one's own
+    assert num_classes_of(network, 0, 100) == 100
     network.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=128))
+    network._from_config = None  # of transformers
     assert (num_classes_of(network, 3, 100), num_classes_of(network, 0, 100)) == (3, 128)
 
 

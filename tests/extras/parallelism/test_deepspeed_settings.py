@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +193,29 @@ def ulysses(accelerator: Any) -> Ulysses:
     engine = Extra().wrap_step(run, Engine(accelerator, Config()))
     assert isinstance(engine, Ulysses)
     return engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"sliding_window": 16}, "a sliding_window of 16 tokens in sdpa cannot be divided"),
+        ({"sliding_window": 64}, None),
+        ({"layer_types": ["conv", "full_attention"]}, "conv cannot be divided"),
+        ({"head_dim": None}, None),
+    ],
+)
+def test_attention_that_ulysses_cannot_divide_is_refused(
+    fields: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeepSpeed, "prepare", lambda run, model: None)
+    own: Any = SimpleNamespace(hidden_size=32, num_attention_heads=4, _attn_implementation="sdpa", **fields)
+    own.get_text_config = lambda: own
+    sizes = SimpleNamespace(sp_handler=SimpleNamespace())
+    run: Any = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=sizes))
+    run.config = Config().changed(max_length=64)
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        Ulysses.prepare(run, SimpleNamespace(model=SimpleNamespace(config=own)))
+        assert sizes.sp_handler.sp_attn_implementation == "sdpa" and getattr(own, "head_dim", 8) == 8
 
 
 def test_gradients_are_scaled_by_what_deepspeed_divides_them_by() -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import config
 
+from train.config import check, from_values
 from train.extras.cache import ROWS_IN_MEMORY
 from train.extras.readers import Source, readers, tables
 from train.extras.readers.corpus import load_corpus
@@ -859,3 +860,11 @@ def test_records_read_are_those_json_reads(tmp_path: Path) -> None:
     )
     expected = {record["text"] for record in records}
     assert texts(load(tmp_path / "list.json")) == texts(load(tmp_path / "lines.jsonl")) == expected
+
+
+def test_a_run_among_its_own_documents_is_refused(tmp_path: Path) -> None:
+    """When it resumes it would read what it has written."""
+    given = {"dataset": str(tmp_path), "output_dir": str(tmp_path / "runs" / "a"), "tokenizer": "bytes", "model": "x"}
+    with pytest.raises(UsageError, match="output_dir: it lies in the dataset's folder"):
+        check(from_values(given))
+    check(from_values({**given, "output_dir": f"{tmp_path}-runs"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from test_checkpoint import save, training_state
 from train.config import Config
 from train.extras.selection import Extra
 from train.records import Evaluation, Progress, Run, UserError
-from train.tasks import load_task
+from train.tasks import causal_lm, load_task
 
 
 def prepared(**changes: Any) -> tuple[Extra, Run]:
@@ -49,6 +50,20 @@ def test_what_counts_as_best(changes: dict[str, Any], metric: str, best: list[in
         progress = extra.evaluated(run, at, Evaluation("validation", step, {metric: value}))
         found.append(progress.best_step)
     assert (found, progress.best_of) == (best, best_of)
+
+
+def test_an_error_of_a_tasks_own_is_better_the_smaller_it_is() -> None:
+    class Task(causal_lm.Task):
+        default_metric = "mean_absolute_error"
+
+    extra, run = Extra(), run_for(Config())
+    data: Any = SimpleNamespace(task=Task(run.config), validation_digest="abc", examples=None)
+    extra.prepared(run, data, data)
+    progress = Progress()
+    for step, value in enumerate((0.5, 0.3, 0.4)):
+        progress = replace(progress, step=step)
+        progress = extra.evaluated(run, progress, Evaluation("validation", step, {"mean_absolute_error": value}))
+    assert (progress.best_step, progress.best_metric) == (1, 0.3)
 
 
 def test_a_metric_that_the_task_does_not_have_is_told_before_the_first_step() -> None:

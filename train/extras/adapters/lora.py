@@ -249,7 +249,7 @@ class AdapterState(TrainingState):
     def _plain_model(self) -> nn.Module:
         """The model that the merged weights belong to, itself without any."""
         model: Any = self.model
-        if not hasattr(model, "config"):
+        if not hasattr(model, "_from_config"):
             return model
         config = copy.deepcopy(model.config)
         if hasattr(config, "quantization_config"):

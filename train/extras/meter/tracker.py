@@ -207,8 +207,8 @@ class StorageTracker(TorchDispatchMode):
 
 def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:
     """C of logits (..., C): a model's own ``vocabulary`` may have more entries than the tokenizer's."""
-    config: Any = getattr(network, "config", None)
-    return num_labels or getattr(config and config.get_text_config(), "vocab_size", None) or vocabulary
+    config: Any = network.config.get_text_config() if hasattr(network, "_from_config") else None  # pyright: ignore
+    return num_labels or getattr(config, "vocab_size", None) or vocabulary
 
 
 def tag_held(tracker: StorageTracker, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -82,8 +82,7 @@ class DeepSpeedState(TrainingState):
                 else:
                     stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
         for buffer, state in zip(self._buffers(), states, strict=True):
-            if state:
-                self.optimizer.state[buffer] = state
+            self.optimizer.state[buffer] = state
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 

@@ -135,6 +135,14 @@ class Ulysses(DeepSpeed):
         DeepSpeed.prepare(run, model)
         sizes: Any = run.accelerator.parallelism_config
         model.config = model.model.config  # where accelerate looks for it
+        text: Any = model.config.get_text_config()
+        other = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+        window = text._attn_implementation == "sdpa" and getattr(text, "sliding_window", None)
+        if other or (window and window < run.config.data.max_length):
+            what = ", ".join(other) or f"a sliding_window of {window} tokens in sdpa"
+            raise UserError(f"parallelism_config_sp_size in the launch file: {what} cannot be divided. Use fsdp2.yaml.")
+        if getattr(text, "head_dim", 0) is None:  # which DeepSpeed takes for the size
+            text.head_dim = text.hidden_size // text.num_attention_heads
         sizes.sp_handler.sp_attn_implementation = model.config._attn_implementation
 
     @property

@@ -128,7 +128,9 @@ def _plain(text: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    return Path(name).is_absolute() or name.startswith((".", "~")) or "\\" in name or Path(name).exists()
+    return (
+        Path(name).is_absolute() or name.startswith((".", "~")) or "\\" in name or ".py:" in name or Path(name).exists()
+    )
 
 
 def _hub_name(name: str | None) -> str | None:
@@ -137,5 +139,4 @@ def _hub_name(name: str | None) -> str | None:
 
 def _public(name: str) -> str:
     name = " ".join(name.replace("`", "'").split())  # it stands between backticks, where HTML is only text
-    is_local = _is_local(name) or ".py:" in name
-    return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if is_local else name
+    return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if _is_local(name) else name

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from train.batching import Batches
     from train.data import PreparedData
 
-SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "mae", "mse")  # in the name of a metric
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Options:
     """Which evaluated step is the best, and what follows from it."""
 
     metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
-    greater_is_better: bool | None = option(None, "Default: yes, except for loss, perplexity and bits_per_byte.")
+    greater_is_better: bool | None = option(None, "Default: not for losses, errors, perplexity and bits_per_byte.")
     load_best_model_at_end: bool = option(False, "final/ holds the best evaluated weights instead of the last.")
     early_stopping_patience: int | None = option(None, "Stop after this many evaluations without a better one.", ge=1)
 
@@ -48,7 +48,7 @@ class Extra(extras.Extra):
 
         options, examples = run.config.of(Options), data.examples
         self._metric = options.metric_for_best or data.task.default_metric
-        by_name = self._metric not in SMALLER_IS_BETTER
+        by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
         self._data = data.validation_digest
         self._best_of = f"{self._metric} on data {self._data}"
