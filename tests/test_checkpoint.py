@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
@@ -342,7 +342,7 @@ def test_final_of_a_module_with_a_way_of_its_own_to_save(tmp_path: Path) -> None
 
 def test_a_model_that_has_grown_is_named(two: Path) -> None:
     state = training_state()
-    state.model.append(nn.Linear(2, 2))
+    cast("nn.Sequential", state.model).append(nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"has no 3\.weight of 2 dimensions: it is of another model"):
         checkpoint.restore(two / "step-00000002", state)
 
