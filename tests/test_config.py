@@ -238,6 +238,7 @@ def test_clipping_by_value_takes_the_place_of_clipping_by_norm(tmp_path: Path) -
         found = parse(["--config", str(tmp_path / "recipe.yaml"), "--max_grad_value", "0.5"]).optimization
         assert (found.max_grad_norm, found.max_grad_value) == (None, 0.5)
     assert parse(["--max_grad_value", "0.5"]).optimization.max_grad_norm is None
+    assert parse(["--max_grad_value", "None"]).optimization.max_grad_norm == 1.0
 
 
 def test_numbers_are_decimal() -> None:
