@@ -579,7 +579,7 @@ IN_BACKWARD_FLAGS = ("--optimizer_in_backward", True, "--max_grad_norm", None)
             ("--optimizer_offload", True, "--optimizer", "sgd"),
             "optimizer_offload cannot be combined with optimizer: sgd: use adamw",
         ),
-        (("--optimizer_offload", True, "--dtype", "float16"), "dtype: float16: use bfloat16"),
+        (("--optimizer_offload", True, "--dtype", "float16", "--adapter", "lora"), "dtype: float16: use bfloat16"),
         (
             ("--bf16_update", "kahan"),
             "kahan cannot be combined with dtype: float32: use bfloat16, or nearest",
