@@ -101,6 +101,8 @@ class Extra(extras.Extra):
             torch.backends.cuda.enable_cudnn_sdp(not vary)
 
     def starting(self, run: Run, parts: Parts) -> None:
+        is_stream = parts.batches.steps_per_epoch is None
+        self._longest = run.config.data.max_length if is_stream else int(parts.batches.lengths.max())
         steps, warmup = parts.total_steps, run.config.of(Options).sequence_length_warmup_steps
         if warmup > steps:
             run.outputs.note(f"sequence length: each step is cut: warm-up takes {warmup:,} steps of a run of {steps:,}")
@@ -111,7 +113,7 @@ class Extra(extras.Extra):
         from train.extras.long_sequences.length_warmup import cut, sequence_length_at
         from train.tasks import load_task
 
-        length, causal = sequence_length_at(step, run.config), load_task(run.config.data.task).is_causal
+        length, causal = sequence_length_at(step, run.config, self._longest), load_task(run.config.data.task).is_causal
         return [cut(batch, length, causal) for batch in micro_batches]
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:

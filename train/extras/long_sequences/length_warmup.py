@@ -20,8 +20,11 @@ from train.extras.long_sequences.documents import Documents
 from train.records import IGNORE, MicroBatch
 
 
-def sequence_length_at(step: int, config: Config) -> int:
-    """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all."""
+def sequence_length_at(step: int, config: Config, longest: int) -> int:
+    """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all.
+
+    Or a little less, so that the ``longest`` row has nearly equal pieces: else nearly half of them may be padding.
+    """
     own = config.of(Options)
     steps, length = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
     if step >= steps:
@@ -29,7 +32,7 @@ def sequence_length_at(step: int, config: Config) -> int:
     stages = [length]
     while 2 * stages[-1] < config.data.max_length:
         stages.append(2 * stages[-1])
-    return stages[step * len(stages) // steps]
+    return -(-longest // -(-longest // stages[step * len(stages) // steps]))
 
 
 def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
@@ -41,7 +44,6 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     width = batch.shape[1]  # labels may be one a row
     if width <= length:
         return batch
-    length = -(-width // -(-width // length))  # as equal as can be: else nearly half may be padding
     missing = -width % length
     inputs: dict[str, Any] = dict(batch.inputs)
     documents = inputs.pop("documents", None)
