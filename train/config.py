@@ -192,7 +192,7 @@ def parse(arguments: list[str]) -> Config:
     if recipe is None and not flags.keys() & {"task", "dataset", "model", "model_config", "tokenizer"}:
         recipe = str(QUICKSTART)
     values = read_recipe(Path(recipe).expanduser()) if recipe else {}
-    for name in (n for n, text in flags.items() if text not in ("None", "null")):  # of two ways to say one thing
+    for name in (n for n, text in flags.items() if text not in ("None", "null")):  # puts aside what it replaces
         for key in (known.keys() & known[name][1].metadata.get("replaces", ())) - flags.keys():
             values[key] = None if _type_problem(None, known[key][0]) is None else known[key][1].default
     values |= {name: _from_text(text, known[name][0]) for name, text in flags.items()}

@@ -194,8 +194,6 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
         tf32 = config.optimization.tf32 and torch.cuda.get_device_capability() >= (8, 0)
         # With backends.cuda.matmul.fp32_precision alone, the older switch would raise when torch.compile reads it.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    if config.architecture.is_function:  # accelerate would untie its weights, and fails on persistent buffers
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     # Next to a card, too: optimizers whose state is in host memory update there.
     asked = config.optimization.cpu_threads
     if asked or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # which accelerate launch sets where nobody chose
@@ -260,6 +258,8 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
     # Gradients kept whole on every rank between micro-batches would undo what sharding saved.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     plugin = accelerator.state.fsdp_plugin
+    if not hasattr(network, "_from_config"):  # not of transformers: it would be untied, and may have no buffers
+        plugin.cpu_ram_efficient_loading = False
     if not plugin.transformer_cls_names_to_wrap:
         uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))  # an embedding and the head
         found = {type(m).__name__ for m in network.modules() if all(uses[id(p)] == 1 for p in m.parameters())}

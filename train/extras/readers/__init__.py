@@ -98,7 +98,7 @@ class Extra(extras.Extra):
         if kind == "train" and (not size.isdecimal() or int(size) < 300):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
         if Path(name).is_dir() and Path(name).resolve() in Path(config.output.output_dir).resolve().parents:
-            raise UsageError(f"output_dir: it lies in the dataset's folder {name}, whose documents it would become.")
+            raise UsageError(f"output_dir: it lies in the dataset {name}: its files would be read as documents.")
         _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
 
     def identity(self, config: Config) -> dict[str, Any]:
