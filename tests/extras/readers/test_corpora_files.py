@@ -865,6 +865,6 @@ def test_records_read_are_those_json_reads(tmp_path: Path) -> None:
 def test_a_run_among_its_own_documents_is_refused(tmp_path: Path) -> None:
     """When it resumes it would read what it has written."""
     given = {"dataset": str(tmp_path), "output_dir": str(tmp_path / "runs" / "a"), "tokenizer": "bytes", "model": "x"}
-    with pytest.raises(UsageError, match="output_dir: it lies in the dataset .*read as documents"):
+    with pytest.raises(UsageError, match=r"output_dir: it lies in the dataset .*read as documents"):
         check(from_values(given))
     check(from_values({**given, "output_dir": f"{tmp_path}-runs"}))
