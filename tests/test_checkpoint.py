@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 import safetensors.torch
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
@@ -37,7 +36,7 @@ def training_state(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim
 
 def save(folder: Path, state: TrainingState, progress: Progress) -> Path:
     """Writes a checkpoint as a run of one process does, and returns its folder."""
-    checkpoint.write(folder, state, progress, Accelerator(cpu=True))
+    checkpoint.write(folder, state, progress, rank=0)
     return folder / f"step-{progress.step:08d}"
 
 

@@ -347,6 +347,15 @@ def test_a_length_beyond_the_models_positions_is_told_before_anything_is_tokenis
     assert "max_length: 61 is more than the model's 16 positions" in said and "Tokenising" not in said
 
 
+def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(recipe, tmp_path / "run", "--task", "masked_lm") == EXIT_ERROR
+    said = capfd.readouterr().err
+    assert "model: transformers has no gpt2 for masked_lm: give another model or task." in said
+    assert "Tokenising" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -30,8 +30,6 @@ from train.figures import make_folder, sync
 from train.records import Progress, UserError, exchange, one_line
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from train.state import Block, TrainingState
 
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -201,33 +199,32 @@ def digest(path: Path, kind: Callable[[], Any] = hashlib.sha256) -> str:
     return found.hexdigest()
 
 
-def write(folder: Path, state: TrainingState, progress: Progress, accelerator: Accelerator) -> None:
+def write(folder: Path, state: TrainingState, progress: Progress, rank: int) -> None:
     """Writes the checkpoint ``folder/step-NNNNNNNN``; it appears only when it is complete. Called by all ranks.
 
     Raises UserError on every rank, if one could not write its part; earlier checkpoints are untouched then.
     """
-    final, rank = folder / f"step-{progress.step:08d}", accelerator.process_index
+    final = folder / f"step-{progress.step:08d}"
     partial = folder / f"{PARTIAL}{final.name}"
     try:
-        together(accelerator, lambda: make_empty(partial), rank == 0)
-        written = together(accelerator, lambda: write_blocks(partial, state.blocks(rank), rank))
+        together(lambda: make_empty(partial), rank == 0)
+        written = together(lambda: write_blocks(partial, state.blocks(rank), rank))
         values = {"progress": asdict(progress), **state.values()}
-        together(accelerator, lambda: complete(partial, final, values, written), rank == 0)
+        together(lambda: complete(partial, final, values, written), rank == 0)
     except (OSError, UserError) as error:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise (refusal(final, error) if isinstance(error, OSError) else error) from None
 
 
-def together(accelerator: Accelerator, action: Callable[[], Any], acts: bool = True) -> list[Any]:
+def together(action: Callable[[], Any], acts: bool = True) -> list[Any]:
     """What each rank's ``action`` gave; an OSError or UserError of one is raised on all: none waits for another."""
     try:
         outcome = action() if acts else None
     except Exception as error:  # of safetensors, for one
         other = OSError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
         outcome = error if isinstance(error, OSError | UserError) else other
-    outcomes = exchange(outcome, accelerator.num_processes)
-    for failed in outcomes:
+    for failed in (outcomes := exchange(outcome)):
         if isinstance(failed, OSError | UserError):
             raise failed
     return outcomes

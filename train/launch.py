@@ -55,11 +55,6 @@ class Launch:
         return self.rank // self.copies
 
     @property
-    def seed_rank(self) -> int:
-        """By what dropout is drawn: ranks that compute the same activations have to drop the same of them."""
-        return self.rank // self.tp_size
-
-    @property
     def has_whole_weights(self) -> bool:
         """Whether every rank holds all weights, and can use the model by itself."""
         return self.engine == "ddp" and self.tp_size == 1

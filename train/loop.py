@@ -68,8 +68,9 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     while not stops and not is_done(run, total_steps, progress):
         for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
             micro_batches = run.extras.pipe("change_micro_batches", run, micro_batches, progress.step)
-            # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither.
-            seed_step(optim.seed, progress.step, run.launch.seed_rank)
+            # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither. Ranks that
+            # share tensors compute the same activations, and have to drop the same of them.
+            seed_step(optim.seed, progress.step, run.launch.rank // run.launch.tp_size)
             rate = learning_rate_at(progress.step, total_steps, optim)
             for group in parts.optimizer.param_groups:
                 group["lr"] = rate
@@ -173,7 +174,7 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
     """Logs a step without a finite gradient, and its examples; an extra may end the run."""
     own = [i for batch in micro_batches for i in batch.example_ids]
-    examples = {i for ids in exchange(own, run.accelerator.num_processes) for i in ids}
+    examples = {i for ids in exchange(own) for i in ids}
     scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
     values = {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
     run.outputs.record(run, "skipped", progress.step, values)

@@ -114,7 +114,7 @@ def train(run: records.Run) -> int:
     # Data: documents -> examples -> micro-batches; what step k sees is a function of (seed, k).
     with joined.inside("preparing"):
         data = prepare_data(run)
-    if len(set(records.exchange((data.training_digest, data.validation_digest), accelerator.num_processes))) > 1:
+    if len(set(records.exchange((data.training_digest, data.validation_digest)))) > 1:
         raise records.UserError(f"{data.corpus.name} gives each process other data: seed shuffles, and sort sets.")
     run.config = outputs.config = joined.pipe("change_config", run, run.config, data)
     arithmetic = arithmetic_of(run.config, run.launch.dp_size)

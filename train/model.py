@@ -123,6 +123,9 @@ def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[Pr
         config = _new_config(own, task, tokenizer, max_length)
     elif not own.is_function:
         config = stored_config(own)
+    known, brought = getattr(transformers, task.auto_class)._model_mapping, getattr(config, "auto_map", None) or {}
+    if config is not None and type(config) not in known and task.auto_class not in brought:
+        raise UserError(f"model: transformers has no {config.model_type} for {task.name}: give another model or task.")
     changes = run.extras.merged("change_model_config", run, config)
     _check_fit(config, tokenizer, max_length)
     return config, changes

@@ -33,11 +33,11 @@ class Outputs:
     """The output folder, the metrics log and the progress bar; silent on all ranks but the first."""
 
     def __init__(self, config: Config, accelerator: Accelerator, is_silent: bool = False) -> None:
-        self.config, self._accelerator = config, accelerator
+        self.config, self._is_first = config, accelerator.is_main_process
         self.folder = Path(config.output.output_dir)
         self.checkpoints, self.final = self.folder / "checkpoints", self.folder / "final"
         self.notes: list[str] = []
-        self.is_main = accelerator.is_main_process and not is_silent
+        self.is_main = self._is_first and not is_silent
         self.bar: tqdm[Any] = tqdm(disable=True)
         self.metrics = self.folder / "metrics.jsonl"
         self.seconds_to_first_step: float | None = None
@@ -98,7 +98,7 @@ class Outputs:
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
         """What ``choose`` gives on the main process, or the UserError that it raises, on every rank."""
-        return checkpoint.together(self._accelerator, choose, self._accelerator.is_main_process)[0]
+        return checkpoint.together(choose, self._is_first)[0]
 
     def steps(self) -> dict[int, Path]:
         """The checkpoints in this folder by step, oldest first."""
@@ -108,7 +108,7 @@ class Outputs:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
         self._sync_rows()
         if not any(run.extras.each("save", run, state, progress, wait)):
-            checkpoint.write(self.checkpoints, state, progress, self._accelerator)
+            checkpoint.write(self.checkpoints, state, progress, run.accelerator.process_index)
             self.rotate(run, progress)
 
     def rotate(self, run: Run, progress: Progress) -> None:

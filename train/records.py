@@ -221,10 +221,8 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def exchange(value: Any, num_processes: int) -> list[Any]:
+def exchange(value: Any) -> list[Any]:
     """``value`` of every rank in the order of ranks; called by all ranks together."""
-    if num_processes == 1:
-        return [value]
-    from accelerate.utils import gather_object
+    from accelerate.utils import gather_object  # here: --help does not wait for it
 
     return gather_object([value])

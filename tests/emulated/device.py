@@ -124,6 +124,7 @@ def _install_cuda(settings: Settings) -> None:
     cuda.reset_peak_memory_stats = reset_peak
     cuda.memory._record_memory_history, cuda.memory._dump_snapshot = record_history, dump_snapshot
     torch._C._cuda_attach_out_of_memory_observer = card.observers.append  # pyright: ignore
+    cuda._is_in_bad_fork = lambda: False  # builds for CUDA do not seed a process that was forked
     cuda.manual_seed = cuda.manual_seed_all = lambda seed: card.random.manual_seed(seed)
     cuda.get_rng_state = lambda device=None: card.random.get_state()
     cuda.set_rng_state = lambda state, device=None: card.random.set_state(state)

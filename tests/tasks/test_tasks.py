@@ -333,7 +333,12 @@ def classified(corpus: Corpus, **data: Any) -> Examples:
 
 @pytest.mark.parametrize(
     ("labels", "names"),
-    [(["spam", "ham", "spam"], ("ham", "spam")), ([10, 2, 1], ("1", "2", "10")), ([0, 1, 0], ("0", "1"))],
+    [
+        (["spam", "ham", "spam"], ("ham", "spam")),
+        ([10, 2, 1], ("1", "2", "10")),
+        ([0, 1, 0], ("0", "1")),
+        (["10", "2", "-1.5"], ("-1.5", "2", "10")),
+    ],
 )
 def test_classification_numbers_text_and_integer_labels(labels: list[Any], names: tuple[str, ...]) -> None:
     corpus = corpus_of(list(zip("abc", labels, strict=True)), [("a", labels[0])])

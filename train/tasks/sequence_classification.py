@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ class Task(tasks.Task):
                 f"{self.config.get('label_column', 'label')!r}; classification needs two or more. Is it the right "
                 "--label_column?"
             )
-        names, architecture = tuple(str(label) for label in sorted(labels)), self.config.architecture
+        names, architecture = tuple(sorted(map(str, labels), key=_place)), self.config.architecture
         if architecture.model is None or architecture.is_function:
             return names
         # Its head is trained for these numbers; under others it would be a permuted one.
@@ -153,6 +154,11 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> list[Any]:
                 "connection; accuracy, macro F1 and the confusion matrix are computed without one."
             ) from None
     return loaded
+
+
+def _place(name: str) -> tuple[float, str]:
+    """By what names are sorted: numbers by value, whether a file gives them as such or, like CSV, as text."""
+    return (float(name) if re.fullmatch(r"-?\d+(\.\d+)?", name) else math.inf), name
 
 
 def _plain(name: str) -> str:

@@ -501,7 +501,7 @@ def test_utilization_of_different_cards_is_told_where_all_are_known(
     """Ranks that know their card would else wait for one that does not."""
     batch = MicroBatch({"input_ids": torch.zeros(1, 256)}, torch.zeros(1, 256), 256, (0,), 256)
     alone = _mfu_of([batch], monkeypatch)
-    monkeypatch.setattr("train.extras.meter.exchange", lambda own, ranks: [own, other if own == 1e12 else own])
+    monkeypatch.setattr("train.extras.meter.exchange", lambda own: [own, other if own == 1e12 else own])
     extra, values = Extra(), dict[str, Any](tokens_per_second=1000.0)
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, mixed_precision="no")
     run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator, config=Config().changed(max_length=4096))

@@ -94,7 +94,7 @@ class Training:
 
     def save(self, folder: Path, step: int) -> Path:
         """The folder of a checkpoint."""
-        checkpoint.write(folder, self.checkpointed(), Progress(step=step), self.accelerator)
+        checkpoint.write(folder, self.checkpointed(), Progress(step=step), 0)
         return folder / f"step-{step:08d}"
 
     @property

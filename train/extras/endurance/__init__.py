@@ -145,7 +145,7 @@ class Extra(extras.Extra):
 
         run.outputs.note(*[WITHOUT] * self._is_unlocked)
         if run.launch.world_size > 1 and run.launch.has_whole_weights:
-            self._compare_replicas = Replicas(parts.state.model, run.launch.world_size).compare
+            self._compare_replicas = Replicas(parts.state.model).compare
         gc.collect()
         gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
 

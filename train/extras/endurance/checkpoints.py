@@ -58,7 +58,7 @@ class Saving:
         in_background = self._in_background and not (wait or self._last_failed)
         if not in_background or not self._begin(run, state, progress):
             refuse_nonfinite(run, state, progress, state.blocks(run.accelerator.process_index))
-            checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator)
+            checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator.process_index)
             self._last_failed = False
             run.outputs.rotate(run, progress)
         if not wait:
@@ -71,10 +71,10 @@ class Saving:
             return
         try:
             # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
-            checkpoint.together(run.accelerator, self._own_part_is_done.wait)
+            checkpoint.together(self._own_part_is_done.wait)
             if thread.is_alive():
                 thread.join()
-            checkpoint.together(run.accelerator, self._raise_error)
+            checkpoint.together(self._raise_error)
         except OSError as error:
             if run.accelerator.process_index == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -90,12 +90,11 @@ class Saving:
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
         """Whether every rank has room for a copy of its part; then it is on its way, or that has failed."""
-        accelerator, rank = run.accelerator, run.accelerator.process_index
-        blocks = state.blocks(rank)
+        blocks = state.blocks(rank := run.accelerator.process_index)
         tensors = [block.tensor for named in blocks.values() for block in named.values()]
         size_bytes, held = sum(map(_place_bytes, tensors)), len(self._buffer)
         has_room = size_bytes <= held or size_bytes < SHARE_FOR_A_COPY * (free_host_bytes() + held)
-        if not all(exchange(has_room, accelerator.num_processes)):
+        if not all(exchange(has_room)):
             if NO_ROOM not in run.outputs.notes:
                 run.outputs.note(NO_ROOM)
             return False
@@ -105,7 +104,7 @@ class Saving:
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
         self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
         try:
-            checkpoint.together(accelerator, lambda: checkpoint.make_empty(self._partial), rank == 0)
+            checkpoint.together(lambda: checkpoint.make_empty(self._partial), rank == 0)
         except OSError as error:
             self._forgive(run, error)
             return True
@@ -169,7 +168,7 @@ def refuse_nonfinite(
     # Tensors of bytes are integers, or of a type that cannot be added.
     sums = sums or {name: tensor.sum() for name, tensor in held.items() if tensor.itemsize > 1}
     found = [n for n in held if n in sums and not sums[n].isfinite() and not held[n].isfinite().all()]
-    if names := list(itertools.chain(*exchange(found, run.accelerator.num_processes))):
+    if names := list(itertools.chain(*exchange(found))):
         what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
         remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."
         sound = progress.step - progress.consecutive_nonfinite_steps - 1

@@ -17,14 +17,14 @@ BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # integ
 class Replicas:
     """The weights that every rank holds as a whole."""
 
-    def __init__(self, model: nn.Module, num_processes: int) -> None:
-        self._model, self._num_processes, self._compared = model, num_processes, 0
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._compared = model, 0
 
     def compare(self, step: int, is_saved: bool) -> None:
         """Raises UserError, on all ranks together, if one differs; looks before each save, and now and then."""
         if not is_saved and step - self._compared < EVERY_STEPS:
             return
-        self._compared, digests = step, exchange(digest(self._model.parameters()), self._num_processes)
+        self._compared, digests = step, exchange(digest(self._model.parameters()))
         usual, count = Counter(digests).most_common(1)[0]
         others = [rank for rank, own in enumerate(digests) if own != usual or 2 * count <= len(digests)]
         if others:

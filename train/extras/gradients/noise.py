@@ -70,7 +70,7 @@ class NoiseScale:
     def examples(self) -> float | None:
         """The noise scale as a number of examples; None: no step since the last call tells. By all ranks together."""
         before, ratios = self._means, torch.stack([self._unknown, *self._ratios]).tolist()[1:]
-        for step in zip(*exchange(list(zip(self._counts, ratios, strict=True)), self._ranks), strict=True):
+        for step in zip(*exchange(list(zip(self._counts, ratios, strict=True))), strict=True):
             total, examples = (sum(counts[i] for counts, _ in step) for i in (1, 2))
             # A rank's gradient is that of its sum of losses × ranks ÷ total, until it is averaged over ranks.
             found = [

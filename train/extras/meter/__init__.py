@@ -46,9 +46,8 @@ class Extra(extras.Extra):
             from train.extras.meter.flops import count_flops
             from train.launch import device_name, precision_in_use
 
-            device, ranks = run.accelerator.device, run.accelerator.num_processes
-            own = peak_flops_per_second(device_name(device), precision_in_use(run.accelerator))
-            if all(peaks := exchange(own, ranks)):  # counted only where it is of use, and then on every rank
+            own = peak_flops_per_second(device_name(run.accelerator.device), precision_in_use(run.accelerator))
+            if all(peaks := exchange(own)):  # counted only where it is of use, and then on every rank
                 self._peak_flops_per_second = sum(peaks)  # of all devices together
                 self._flops = count_flops(network, run.config.data.max_length, task.is_causal)
 
@@ -93,7 +92,7 @@ class Extra(extras.Extra):
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         values["mfu"] = None
         if self._flops is not None:  # of all ranks: the first has the longest texts
-            flops, tokens = map(sum, zip(*exchange(self._work, run.accelerator.num_processes), strict=True))
+            flops, tokens = map(sum, zip(*exchange(self._work), strict=True))
             self._work = [0.0, 0.0]
             if tokens:
                 values["mfu"] = values["tokens_per_second"] * flops / tokens / self._peak_flops_per_second
