@@ -57,15 +57,15 @@ def is_fixed_by_a_library(name: str, function: ast.FunctionDef | ast.AsyncFuncti
 def test_the_core_grows_no_larger() -> None:
     """The goal is 3000 lines in 20 files; these limits go down with what is reached and never up."""
     sizes = {name: len(lines(name)) for name in CORE}
-    assert sum(sizes.values()) <= 3772, sizes
-    assert len(CORE) <= 21, CORE
+    assert sum(sizes.values()) <= 3747, sizes
+    assert len(CORE) <= 20, CORE
 
 
 def test_the_product_grows_no_larger() -> None:
     """The goal is 16000 lines; this limit goes down with what is reached."""
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh")]
     sizes = [len(lines(name)) for name in FILES] + [len(path.read_text().splitlines()) for path in scripts]
-    assert sum(sizes) <= 17895
+    assert sum(sizes) <= 17870
 
 
 def test_the_heart_of_the_core_has_at_most_900_lines() -> None:
@@ -189,11 +189,10 @@ ALLOWED = {
     "train.records": set(),
     "train.config": {"train.extras", "train.records"},
     "train.launch": {"train.extras", "train.records"},
-    "train.loss": {"train.records"},
     "train.batching": {"train.records"},
     "train.step": {"train.records"},
     "train.optim": {"train.config", "train.records"},
-    "train.tasks": {"train.loss", "train.records"},
+    "train.tasks": {"train.records"},
 }
 
 

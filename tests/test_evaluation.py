@@ -25,11 +25,10 @@ from train.config import Config
 from train.data import PreparedData
 from train.evaluation import evaluate, score
 from train.launch import Launch
-from train.loss import ModelWithLoss, Scores
-from train.model import build_model
+from train.model import ModelWithLoss, build_model
 from train.records import IGNORE, Corpus, MicroBatch, Run, StopAtOnce, UserError
 from train.step import Engine
-from train.tasks import load_task, pad_token_id, tokenize
+from train.tasks import Scores, load_task, pad_token_id, tokenize
 from train.tasks.sequence_classification import class_metrics
 
 BYTES = tokenizer_of("bytes")

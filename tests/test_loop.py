@@ -22,7 +22,7 @@ from train.extras import Extra, Extras
 from train.extras.endurance import Extra as Endurance
 from train.extras.selection import Extra as Selection
 from train.loop import Parts, fit
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.outputs import Outputs
 from train.records import Evaluation, MicroBatch, Progress, Run, StepOutcome, UserError
 from train.step import Engine, optimizer_step

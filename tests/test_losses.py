@@ -27,15 +27,9 @@ from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, choose_loss, obstacle_to_chunks, use_loss_in_head
 from train.extras.losses.objective import PLAIN, Objective
-from train.loss import (
-    ModelWithLoss,
-    Scores,
-    cross_entropy,
-    cross_entropy_sum,
-    logits_of,
-)
+from train.model import ModelWithLoss, logits_of
 from train.records import IGNORE, UserError
-from train.tasks import Task
+from train.tasks import Scores, Task, cross_entropy, cross_entropy_sum
 
 
 def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

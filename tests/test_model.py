@@ -19,8 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from train.config import Config
 from train.extras.activations.recompute import enable_checkpointing
-from train.loss import ModelWithLoss
-from train.model import build_model
+from train.model import ModelWithLoss, build_model
 from train.records import IGNORE, UserError
 from train.tasks import Task, load_task, pad_token_id
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import train.step
 from train.config import Config
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import MicroBatch
 from train.step import Engine, optimizer_step
 

@@ -155,7 +155,7 @@ import numpy as np
 import torch
 
 from train import tasks
-from train.loss import Scores
+from train.tasks import Scores
 
 
 class Task(tasks.Task):

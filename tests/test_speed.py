@@ -19,7 +19,7 @@ from train.extras.activations.recompute import enable_checkpointing
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch, precision_in_use, set_up_device
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import MicroBatch
 from train.step import Engine, optimizer_step

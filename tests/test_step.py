@@ -12,7 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from train.config import Config, Optimization
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import IGNORE, MicroBatch, StepOutcome, UserError
 from train.step import Engine, optimizer_step, seed_step
 

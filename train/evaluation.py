@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from train.loss import Scores
 from train.records import IGNORE, Evaluation, MicroBatch, Run, StopAtOnce, exchange
+from train.tasks import Scores
 
 if TYPE_CHECKING:
     from train.loop import Parts

@@ -31,7 +31,7 @@ class Parts:
 
     data: PreparedData
     batches: Batches
-    model: nn.Module  # prepared train.loss.ModelWithLoss
+    model: nn.Module  # prepared train.model.ModelWithLoss
     sizes: tuple[int, int]  # (trained, all) parameters, before sharding
     optimizer: AcceleratedOptimizer
     engine: Engine
@@ -173,8 +173,7 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
 
 def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
     """Logs a step without a finite gradient, and its examples; an extra may end the run."""
-    own = [i for batch in micro_batches for i in batch.example_ids]
-    examples = {i for ids in exchange(own) for i in ids}
+    examples = {i for ids in exchange([i for batch in micro_batches for i in batch.example_ids]) for i in ids}
     scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
     values = {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
     run.outputs.record(run, "skipped", progress.step, values)
@@ -204,6 +203,4 @@ def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any])
     run.outputs.record(run, "train", progress.step, values)
     seconds = progress.training_seconds + sums.seconds
     progress = replace(progress, training_seconds=seconds, interval=IntervalSums(since_step=progress.step))
-    if loss is None:
-        return progress
-    return run.extras.pipe("logged", run, progress, loss, sums.since_step)
+    return progress if loss is None else run.extras.pipe("logged", run, progress, loss, sums.since_step)

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if not __package__:  # run as a script: the folder of this file must not shadow other packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -128,8 +128,7 @@ def train(run: records.Run) -> int:
     sizes = parameter_counts(with_loss.model)
 
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.
-    prepared: Any = accelerator.prepare(with_loss, build_optimizer(run, with_loss.model))
-    model, optimizer = prepared
+    model, optimizer = cast("Any", accelerator.prepare(with_loss, build_optimizer(run, with_loss.model)))
     identity = run_identity(run, data.tokenizer, data.training_digest, arithmetic.global_batch_size)
     unwrapped: Any = accelerator.unwrap_model(model)
     contents = unwrapped.model, optimizer.optimizer, identity, accelerator.scaler  # of a checkpoint

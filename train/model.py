@@ -4,23 +4,73 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.config import Architecture
 from train.data import load_function
-from train.loss import ModelWithLoss
-from train.records import Run, UserError, one_line
-from train.tasks import Task, pad_token_id, stored_config
+from train.records import IGNORE, Run, UserError, one_line
+from train.tasks import Scores, Task, cross_entropy_scores, cross_entropy_sum, pad_token_id, stored_config
 
 LIMIT = "max_position_embeddings"  # transformers' name for it; -1: none
+
+
+class ModelWithLoss(nn.Module):
+    """``model`` and the loss of its logits (its task's, or cross-entropy) as the module that is prepared."""
+
+    def __init__(self, model: nn.Module, task: type[Task] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_sum = task.loss_sum if task else cross_entropy_sum
+        self.scores = task.scores if task else cross_entropy_scores
+        # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
+        self.loss_in_head: Callable[..., Any] | None = None
+
+    def tie_weights(self) -> None:
+        """Ties weights that the model shares between layers, after these were put in one by one."""
+        if hasattr(self.model, "tie_weights"):
+            self.model.tie_weights()  # pyright: ignore[reportCallIssue]
+
+    def forward(
+        self, inputs: dict[str, Any], labels: Tensor, scored: bool = False, num_targets: int | None = None
+    ) -> Tensor | Scores:
+        """The summed loss (); ``scored``: each example's plain cross-entropy, and predictions.
+
+        ``inputs`` are keyword arguments of the model; ``labels`` (B, S) or (B,) are aligned with its logits. A caller
+        who knows how many labels are targets says so: counting them here would wait for the device.
+        """
+        if self.loss_in_head is not None:
+            return self.loss_in_head(self, inputs, labels, scored, num_targets)
+        logits = logits_of(output := self.model(**inputs))
+        if scored:
+            return self.scores(logits, labels)
+        return balanced(self.loss_sum(logits, labels), output, labels, self.model)
+
+
+def logits_of(output: Any) -> Any:
+    """The logits of a model's output: a tensor, a mapping or an object that has them."""
+    if isinstance(output, Tensor | Scores):
+        return output
+    return output["logits"] if isinstance(output, dict) else output.logits
+
+
+def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tensor:
+    """``loss_sum`` and, for each target, the load balancing loss of a mixture of experts (arXiv 2101.03961, eq. 4).
+
+    As in transformers, a model computes it where its configuration has ``output_router_logits: true``.
+    """
+    if (balance := getattr(output, "aux_loss", None)) is None:
+        return loss_sum
+    config = model.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", 0.0)
+    return loss_sum + weight * balance * (labels != IGNORE).sum()
 
 
 def build_model(
@@ -63,9 +113,8 @@ def _from_transformers(
     own: Architecture, task: type[Task], model_config: PretrainedConfig, arguments: dict[str, Any], has_weights: bool
 ) -> nn.Module:
     stored, factory = own.model is not None, getattr(transformers, task.auto_class)
-    options: dict[str, Any] = {"dtype": getattr(torch, own.dtype)}
+    options: dict[str, Any] = {"dtype": getattr(torch, own.dtype), "trust_remote_code": own.trust_remote_code}
     options |= {"attn_implementation": own.attn_implementation} if own.attn_implementation else {}
-    options |= {"trust_remote_code": own.trust_remote_code} if stored else {}
     try:
         if stored and has_weights:
             model = factory.from_pretrained(own.model, config=model_config, **options, **arguments)

@@ -86,7 +86,7 @@ def optimizer_step(
     That holds for every micro-batch size, accumulation, padding and number of ranks, and for a short last step. A
     gradient that is not finite never reaches the weights, on any rank.
 
-    ``model`` is a prepared :class:`train.loss.ModelWithLoss`; ``micro_batches`` are this rank's part of the global
+    ``model`` is a prepared :class:`train.model.ModelWithLoss`; ``micro_batches`` are this rank's part of the global
     batch, as many as on every other rank. The outcome says whether any rank has ``stop_requested``. Raises UserError
     if the global batch has no target at all.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
     from train.records import MicroBatch
 
 TASKS = {

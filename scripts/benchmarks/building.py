@@ -233,7 +233,8 @@ def finished_run(folder: Path, words: Sequence[str]) -> tuple[nn.Module, Any]:
 
 def token_losses(output: Any, labels: Tensor, positions: Tensor) -> Tensor:
     """(B, P) −log p of ``labels`` (B, P) by a model's ``output`` of all positions, or of those P alone."""
-    from train.loss import cross_entropy, logits_of
+    from train.model import logits_of
+    from train.tasks import cross_entropy
 
     logits = logits_of(output)
     logits = logits if logits.shape[1] == len(positions) else logits[:, positions]
@@ -414,7 +415,7 @@ def train_network(
     """
     import torch
 
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
     from train.optim import build_optimizer, parameter_groups
 
     run = silent_run(config_of(settings), accelerator, without=("endurance",))
@@ -472,7 +473,7 @@ def causal_lm(config: Config, length: int) -> nn.Module:
 def with_loss(network: nn.Module, loss: str) -> nn.Module:
     """``network`` with the loss named: called with (inputs, labels), it returns the sum of the token losses."""
     from train.extras.losses.in_head import use_loss_in_head
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
 
     model = ModelWithLoss(network)
     if loss != "full":
@@ -487,7 +488,7 @@ def losses() -> dict[str, Loss]:
     from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
     from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
     from train.extras.losses.objective import PLAIN
-    from train.loss import cross_entropy_sum
+    from train.tasks import cross_entropy_sum
 
     def full(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
         return cross_entropy_sum(F.linear(hidden, weight, bias), labels)

@@ -38,8 +38,7 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     from train.batching import arithmetic_of
     from train.launch import Launch
     from train.loop import Parts, fit
-    from train.loss import ModelWithLoss
-    from train.model import parameter_counts
+    from train.model import ModelWithLoss, parameter_counts
     from train.optim import build_optimizer, count_steps
     from train.records import Progress
     from train.state import TrainingState

@@ -23,7 +23,6 @@ import train.extras.long_sequences.attention
 import train.extras.long_sequences.packing
 import train.extras.parallelism.deepspeed_engine
 import train.loop
-import train.loss
 import train.main
 import train.model
 import train.outputs

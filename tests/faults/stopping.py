@@ -39,7 +39,7 @@ def moments(workers: int) -> dict[str, tuple[str, int]]:
     return {
         "loading": (f"torch.utils.data.dataloader:{loader}._next_data", 6),
         "rehearsing": ("train.memory.session:rehearse", 1),
-        "training": ("train.loss:ModelWithLoss.forward", 6),
+        "training": ("train.model:ModelWithLoss.forward", 6),
         "evaluating": ("train.loop:evaluate", 1),
         "saving": ("train.checkpoint:write_blocks", 1),
         "finishing": ("train.outputs:Outputs.write_final", 1),

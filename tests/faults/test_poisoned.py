@@ -64,7 +64,7 @@ def loss_without_bound(window: int) -> Fault:
 
 
 def _loss_without_bound(window: int, rank: int) -> None:
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
 
     now, plain = follow_windows(), ModelWithLoss.forward
 

@@ -34,7 +34,7 @@ STEPS = 6
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 MOMENTS = {
     "model": ("train.model:build_model", 1),
-    "forward": ("train.loss:ModelWithLoss.forward", 3),
+    "forward": ("train.model:ModelWithLoss.forward", 3),
     "evaluation": ("train.loop:evaluate", 1),
     "saving": ("train.checkpoint:write_blocks", 1),
     "completing": ("train.checkpoint:complete", 1),

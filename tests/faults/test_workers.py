@@ -78,7 +78,7 @@ def processes_with(output: Path) -> list[str]:
 
 def test_worker_that_is_killed_is_replaced(tmp_path: Path, whole: Path) -> None:
     its = arguments(tmp_path, tmp_path / "run", 2)
-    [end] = run(its, tmp_path / "logs", fault=at_call("train.loss:ModelWithLoss.forward", one_worker_dies, 6))
+    [end] = run(its, tmp_path / "logs", fault=at_call("train.model:ModelWithLoss.forward", one_worker_dies, 6))
     assert end.status == EXIT_DONE, end.said
     assert end.said.count("a process that loads batches ended (SIGKILL): new ones continue") == 1
     assert "--dataloader_num_workers" in end.said

@@ -93,8 +93,8 @@ def test_rehearsal_moves_no_weight_whatever_the_optimizer(
     import torch
 
     from train.config import Config
-    from train.loss import ModelWithLoss
     from train.memory.session import rehearse
+    from train.model import ModelWithLoss
     from train.optim import build_optimizer, parameter_groups
     from train.records import MicroBatch
     from train.step import Engine, seed_step

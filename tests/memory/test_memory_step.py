@@ -12,10 +12,10 @@ from test_one_step import CLIPPING, ERROR, BrokenStepError, broken, global_batch
 from test_step import TinyModel, batch
 
 from train.config import Config, to_values
-from train.loss import ModelWithLoss
 from train.memory.predict import Job, Target
 from train.memory.session import rehearse
 from train.memory.trial import predict
+from train.model import ModelWithLoss
 from train.step import Engine
 
 PHASES = ["forward", "backward", "clip", "optimizer"]

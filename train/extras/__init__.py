@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from train.data import PreparedData
     from train.launch import Launch
     from train.loop import Parts
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
     from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Progress, Run
     from train.state import TrainingState
     from train.step import Engine

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from train.config import Config
-from train.loss import cross_entropy, logits_of
+from train.model import logits_of
 from train.records import one_line
-from train.tasks import Task, load_task, pad, task_names
+from train.tasks import Task, cross_entropy, load_task, pad, task_names
 
 # Of small copies: what widths are divided by, and how many layers stay; the first that works is taken.
 SCALES = tuple((factor, layers) for layers in (8, 2, 999) for factor in (32, 16, 8, 4, 2, 1))

@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from datasets import Dataset, IterableDataset
 from datasets import config as datasets_config
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from train.loss import cross_entropy_scores, cross_entropy_sum
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, num_cores, one_line
 
 if TYPE_CHECKING:
@@ -38,6 +38,30 @@ if TYPE_CHECKING:
 BYTES_AT_ONCE = 2**20
 DOCUMENTS_AT_ONCE = 100  # whose examples are in memory together; fewer where they are more than BYTES_AT_ONCE of text
 DOCUMENTS_PER_WORKER, BYTES_PER_WORKER = 2000, 2**24
+
+
+class Scores(NamedTuple):
+    """What an evaluation needs of one batch."""
+
+    loss_sums: Tensor  # (B,) summed cross-entropy of each example
+    predictions: Tensor  # (B, S) or (B,) the most probable class of each position
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """−log p(label) of each position, flattened, in fp32 (fp64 for fp64 logits); 0 where the label is IGNORE."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORE, **{"reduction": "none", **options})
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """() the sum over targets, not their mean: a step divides once, by the targets of its whole global batch."""
+    return cross_entropy(logits, labels, reduction="sum")
+
+
+def cross_entropy_scores(logits: Tensor, labels: Tensor) -> Scores:
+    """Each example's summed cross-entropy and predictions."""
+    losses = cross_entropy(logits, labels).view(labels.shape)
+    return Scores(losses.reshape(len(labels), -1).sum(1), logits.argmax(-1))
 
 
 def task_names() -> list[str]:

@@ -17,7 +17,7 @@ from train.batching import Rounds, without_targets
 from train.config import Config, Optimization
 from train.extras.activations import recompute
 from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import BatchArithmetic
 from train.state import TrainingState
 from train.step import Engine, optimizer_step

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from train.extras.activations.compilation import Compilation, check_compiler, compile_layers
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.weightless import uncompiled
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_USAGE, UsageError, UserError
 
 DROPOUT = {**GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}

@@ -17,7 +17,7 @@ from train.config import check, from_values
 from train.extras.activations import recompute
 from train.extras.activations.recompute import OffloadedInputs, enable_checkpointing
 from train.extras.host_memory import StreamTransfers
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import UsageError
 
 DEEP = {**LLAMA, "num_hidden_layers": 4}

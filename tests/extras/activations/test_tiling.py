@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, mlps, norms, tile_mlps
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import UserError
 
 built = partial(built_for, max_length=128)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from train.batching import without_targets
 from train.config import Config, Optimization
 from train.extras.endurance.recovery import OutOfMemoryError, Recovering, can_recover
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import MicroBatch
 from train.step import Engine, seed_step
 

@@ -35,7 +35,7 @@ from train.extras.endurance.recovery import (
 )
 from train.extras.endurance.retry import reset_scaler
 from train.extras.host_memory import is_out_of_memory
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import IGNORE, MicroBatch, Run, StepOutcome
 from train.step import Engine, seed_step

@@ -26,7 +26,7 @@ from train.extras.gradients.health import Health, figures_of, gradient_of, layer
 from train.extras.gradients.illnesses import illnesses
 from train.figures import read_metrics
 from train.launch import Launch
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import EXIT_DONE, MicroBatch, UsageError
 from train.step import Engine
 

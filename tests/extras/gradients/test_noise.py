@@ -25,8 +25,8 @@ from train.extras.gradients import Extra
 from train.extras.gradients.noise import MEMORY, NoiseScale, estimated
 from train.figures import read_metrics
 from train.launch import Launch
-from train.loss import ModelWithLoss
 from train.main import main
+from train.model import ModelWithLoss
 from train.records import EXIT_DONE, BatchArithmetic, MicroBatch, UsageError
 from train.step import Engine, optimizer_step
 

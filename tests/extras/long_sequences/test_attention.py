@@ -21,7 +21,7 @@ from train.extras.activations.recompute import enable_checkpointing
 from train.extras.long_sequences import Extra, attention
 from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import collate_packed, joined
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import MicroBatch, UserError
 from train.tasks import pad
 

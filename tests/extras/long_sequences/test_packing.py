@@ -27,7 +27,7 @@ from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split, pack_stream
 from train.extras.readers.stream import StreamBatches
 from train.launch import Launch
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import (
     EXIT_DONE,
     EXIT_ERROR,

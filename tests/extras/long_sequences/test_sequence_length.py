@@ -22,7 +22,7 @@ from train.extras.long_sequences.length_warmup import cut, sequence_length_at
 from train.extras.meter.tracker import StorageTracker
 from train.figures import read_metrics
 from train.launch import Launch
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_STOPPED, IGNORE, MicroBatch, UsageError
 from train.step import Engine, optimizer_step
 

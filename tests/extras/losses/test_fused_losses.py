@@ -32,7 +32,7 @@ from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, ob
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, LossInHead, choose_loss, describe_loss, place_of
 from train.extras.losses.objective import PLAIN, Objective
 from train.launch import Launch
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import IGNORE, UsageError, UserError
 
 CPU = Place("cpu", torch.float32)

@@ -37,7 +37,7 @@ from train.extras.meter.tracker import (
     WORKSPACE,
     StorageTracker,
 )
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import MicroBatch
 from train.step import Engine, Mark, optimizer_step

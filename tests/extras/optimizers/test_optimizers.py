@@ -29,7 +29,7 @@ from train.extras.optimizers.in_backward import InBackward
 from train.extras.optimizers.offload import MASTER, DirectLink, OffloadedAdamW
 from train.figures import read_metrics
 from train.launch import Launch, check_launch
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, MicroBatch, Progress, StepOutcome, UsageError
 from train.state import TrainingState
 from train.step import Engine

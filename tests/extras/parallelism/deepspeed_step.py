@@ -21,7 +21,7 @@ from torch import Tensor
 from train.batching import Rounds, without_targets
 from train.config import Config, Optimization
 from train.launch import read_launch
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import BatchArithmetic, MicroBatch
 from train.state import TrainingState
 from train.step import Engine, optimizer_step

@@ -27,7 +27,7 @@ from train.extras.losses import chunked
 from train.extras.losses.objective import Objective, objective_of
 from train.extras.parallelism.sequences import positions_of
 from train.launch import read_launch, shard_by_layer
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import IGNORE, MicroBatch, Run
 from train.step import Engine, optimizer_step

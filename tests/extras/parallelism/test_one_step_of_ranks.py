@@ -28,7 +28,7 @@ from test_one_step import (
 from train import extras
 from train.config import Config
 from train.launch import Launch, read_launch, shard_by_layer
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.state import TrainingState
 from train.step import Engine
 

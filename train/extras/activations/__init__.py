@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.loop import Parts
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
     from train.tasks import Task
 
 

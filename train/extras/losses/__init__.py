@@ -12,7 +12,7 @@ from train.launch import Launch
 from train.records import Run, UsageError
 
 if TYPE_CHECKING:
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from train.extras.losses.objective import PLAIN, Objective
-from train.loss import Scores
 from train.records import IGNORE
+from train.tasks import Scores
 
 # fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
 CHUNK_LOGITS_BYTES = 64 * 2**20

@@ -16,8 +16,9 @@ from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, cce_sums_in_fp32, liger_sum, obstacle_to, torch_sum
 from train.extras.losses.objective import PLAIN, Objective, is_cross_entropy
 from train.extras.weightless import obstacle_on_trial
-from train.loss import ModelWithLoss, Scores, balanced, cross_entropy_scores, logits_of
+from train.model import ModelWithLoss, balanced, logits_of
 from train.records import UserError
+from train.tasks import Scores, cross_entropy_scores
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
@@ -61,7 +62,7 @@ def answering(answer: Callable[..., Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LossInHead:
-    """What :class:`train.loss.ModelWithLoss` calls in place of taking the loss of the logits."""
+    """What :class:`train.model.ModelWithLoss` calls in place of taking the loss of the logits."""
 
     kind: str
     objective: Objective = PLAIN

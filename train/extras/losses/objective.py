@@ -9,8 +9,9 @@ from torch import Tensor
 
 from train.config import Config
 from train.extras.losses import Options
-from train.loss import ModelWithLoss, cross_entropy, cross_entropy_sum
+from train.model import ModelWithLoss
 from train.records import IGNORE, UserError
+from train.tasks import cross_entropy, cross_entropy_sum
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.weightless import without_weights
-from train.loss import logits_of
+from train.model import logits_of
 from train.records import MicroBatch
 
 STRIDE = 64  # a model is counted at 1, 2 and 3 × as many tokens; linear attention works in chunks of them

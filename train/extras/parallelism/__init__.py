@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from train.batching import Batches
     from train.data import PreparedData
-    from train.loss import ModelWithLoss
+    from train.model import ModelWithLoss
     from train.state import TrainingState
     from train.step import Engine
 

@@ -25,7 +25,7 @@ from train.batching import arithmetic_of
 from train.config import Config
 from train.extras import refuse
 from train.launch import Launch
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import Run, UsageError, UserError
 from train.step import Engine
 

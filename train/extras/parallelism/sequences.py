@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from train.extras.parallelism.deepspeed_engine import DeepSpeed
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import IGNORE, MicroBatch, Run, UserError
 from train.step import Engine
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from train.loss import ModelWithLoss
+from train.model import ModelWithLoss
 from train.records import Run, UserError
 from train.step import Engine
 
