@@ -155,6 +155,13 @@ def test_run_says_predicted_beside_measured(recipe: Path, run_main: Run, tmp_pat
     assert sum(found["bytes_by_kind"].values()) == found["peak_allocated_bytes"]
 
 
+def test_short_texts_do_not_shorten_a_table_of_positions(recipe: Path, run_main: Run, tmp_path: Path) -> None:
+    flags = ("--predict_memory", True, "--max_length", 1024, "--output_dir", tmp_path / "run")  # of which 61 are used
+    assert run_main("--config", recipe, *flags).returncode == 0
+    found = summary_of(tmp_path / "run")
+    assert found["predicted_peak_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=5e-4)
+
+
 def test_the_evaluation_that_is_predicted_is_the_one_that_is_made(
     llama_recipe: Path, run_main: Run, tmp_path: Path
 ) -> None:
