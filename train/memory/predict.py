@@ -47,7 +47,7 @@ class Job:
     task: str  # the name of a file in train/tasks/
     vocab_size: int
     micro_batch_size: int
-    length: int  # S of the longest micro-batch
+    length: int  # S of the longest micro-batch; a table of positions is as long as max_length, if that is more
     accumulates: bool = True  # whether an optimizer step has several micro-batches
     num_labels: int = 0  # classes of a classifier; 0: the vocabulary is the classes
     padded: bool = False  # whether the micro-batch has an attention mask that hides something

@@ -187,9 +187,8 @@ def run_of(job: Job, config: Config) -> Run:
     if device.type == "cpu":
         init_gloo(launch)
     accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, device))
-    longest = max(job.length, config.data.max_length)  # a table of positions is that long, however short the texts are
-    outputs, config = Outputs(config, accelerator, is_silent=True), config.changed(max_length=longest)
-    return Run(config, launch, accelerator, extras.join(), outputs, [], is_planned=True)
+    outputs, longest = Outputs(config, accelerator, is_silent=True), max(job.length, config.data.max_length)
+    return Run(config.changed(max_length=longest), launch, accelerator, extras.join(), outputs, [], is_planned=True)
 
 
 def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
