@@ -63,6 +63,14 @@ def test_yarn_divides_slow_frequencies_keeps_fast_ones_and_sharpens_attention() 
     assert scaled.config.rope_parameters["original_max_position_embeddings"] == 64
 
 
+def test_yarn_scales_a_model_whose_configuration_does_not_say_the_size_of_a_head() -> None:
+    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2}
+    assert torch.equal(
+        frequencies(built(mixtral, 256, rope_scaling="yarn")),
+        frequencies(built({**mixtral, "head_dim": 16}, 256, rope_scaling="yarn")),
+    )
+
+
 def test_only_layers_that_see_everything_are_scaled() -> None:
     model = built(MODERNBERT, 128, "masked_lm", rope_scaling="yarn")
     rope = model.config.rope_parameters
