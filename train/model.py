@@ -17,19 +17,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from train.config import Architecture
 from train.data import load_function
 from train.records import IGNORE, Run, UserError, one_line
-from train.tasks import Scores, Task, cross_entropy_scores, cross_entropy_sum, pad_token_id, stored_config
+from train.tasks import Scores, Task, pad_token_id, stored_config
 
 LIMIT = "max_position_embeddings"  # transformers' name for it; -1: none
 
 
 class ModelWithLoss(nn.Module):
-    """``model`` and the loss of its logits (its task's, or cross-entropy) as the module that is prepared."""
+    """``model`` and the loss of its logits (its task's) as the module that is prepared."""
 
-    def __init__(self, model: nn.Module, task: type[Task] | None = None) -> None:
+    def __init__(self, model: nn.Module, task: type[Task] = Task) -> None:
         super().__init__()
         self.model = model
-        self.loss_sum = task.loss_sum if task else cross_entropy_sum
-        self.scores = task.scores if task else cross_entropy_scores
+        self.loss_sum, self.scores = task.loss_sum, task.scores
         # Set by an extra: in place of forward, called with this module and forward's arguments, without all logits.
         self.loss_in_head: Callable[..., Any] | None = None
 

@@ -128,7 +128,7 @@ class TrainingState:
 
             logging.disable_progress_bar()
             model.config.use_cache = True  # off in training only
-            dtype = next(iter(weights.values())).dtype
+            dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
             model.save_pretrained(folder, state_dict=weights)
             # An engine may compute with halves of these weights; whoever loads them should not halve them again.
             model.config.dtype = dtype

@@ -27,7 +27,7 @@ class OutOfMemory:
     device_index: int | None = None
     library: str | None = None  # who asked, where it was not PyTorch's allocator: the driver, cuBLAS, cuDNN or NCCL
     requested_bytes: int | None = _figure("(?:Triedtoallocate(?:morethan)?|Requested:)SIZE")
-    total_bytes: int | None = _figure("(?:totalcapacityof|Devicelimit:)SIZE")
+    total_bytes: int | None = _figure("(?:totalcapaci?tyof|Devicelimit:)SIZE")
     free_bytes: int | None = _figure(r"ofwhichSIZEisfree|accordingtoCUDA\):SIZE")
     process_bytes: int | None = _figure("thisprocesshasSIZEmemoryinuse")  # PyTorch's reserve, the context, libraries
     allocated_bytes: int | None = _figure("SIZEisallocatedbyPyTorch|Currentlyallocated:SIZE")  # in tensors

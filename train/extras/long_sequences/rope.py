@@ -38,10 +38,9 @@ def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, m
                 "out, raise max_length, or give rope_scaling_factor (a model_config may say max_position_embeddings)."
             )
     changed = {**scaled, "rope_type": kind, "factor": float(factor)}
-    if kind == "yarn":
-        changed["original_max_position_embeddings"] = positions
-        if getattr(config, "head_dim", 0) is None:  # as Mixtral's, by which transformers 5.23 would multiply
-            config.head_dim = config.hidden_size // config.num_attention_heads
+    changed |= {"original_max_position_embeddings": positions} if kind == "yarn" else {}
+    if getattr(config, "head_dim", 0) is None:  # as Mixtral's, by which transformers 5.23 would multiply for YaRN
+        config.head_dim = config.hidden_size // config.num_attention_heads
     config.max_position_embeddings = math.ceil(positions * factor)
     config.rope_parameters = {**rope, "full_attention": changed} if nested else changed
 
