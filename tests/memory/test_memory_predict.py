@@ -46,7 +46,8 @@ H100 = Target("cuda", (9, 0), False, {"bf16": 9.9e14, "fp16": 9.9e14}, 3.35e12)
 
 def job(model: dict[str, Any] = LLAMA, target: Target = CPU, **settings: Any) -> Job:
     fields = {f: settings.pop(f) for f in ("padded", "num_labels", "task", "length", "documents") if f in settings}
-    values = {**to_values(Config()), "model_config": model, "tokenizer": "bytes", "micro_batch_size": 2, **settings}
+    own = {"model_config": model, "tokenizer": "bytes", "micro_batch_size": 2, "max_length": fields.get("length", 128)}
+    values = {**to_values(Config()), **own, **settings}
     return Job(
         values=values,
         target=target,
