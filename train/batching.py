@@ -120,8 +120,8 @@ class Batches:
         return column(self.examples, "length")
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        """None: known only when the stream ends."""
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a pass over the examples."""
         return -(-len(self.examples) // self.arithmetic.global_batch_size)
 
     def longest(self) -> MicroBatch:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -59,16 +59,12 @@ def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False)
                 "run, --resume never to start from scratch here, or --allow_changes_on_resume to continue with the "
                 "new ones."
             )
-        if "optimizer" in changed:  # allowed or not
+        for name in {"optimizer", "global_batch_size"}.intersection(changed):  # allowed or not
             raise UserError(
-                f"{checkpoint} has the state of optimizer {identity.get('optimizer')}, which "
-                f"{present.get('optimizer')} cannot use. Continue with the old one, or begin a new run from the "
-                "weights in final/ (--model)."
+                f"{checkpoint} was written with {name} {identity.get(name)}; the steps that are left cannot be made "
+                f"with {present.get(name)}. Continue with the old one, or begin a new run from final/ (--model)."
             )
         state.restore(StoredBlocks(checkpoint), stored)
-        if "global_batch_size" in changed:  # as many steps of another size would be other examples
-            done = progress.step_in_epoch * identity["global_batch_size"] // present["global_batch_size"]
-            progress = replace(progress, step_in_epoch=done, counted_from=(progress.step, progress.epoch, done))
         return progress
     except torch.OutOfMemoryError:
         raise

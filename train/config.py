@@ -117,9 +117,7 @@ class Optimization:
     grad_norm_type: Literal["1", "2", "inf"] = option("2", "Which norm is clipped.")
     max_grad_value: float | None = option(None, "Or clip each element to ±.", gt=0, replaces=("max_grad_norm",))
     mixed_precision: Literal["no", "fp16", "bf16"] | None = everyday(None, "Default: the launcher's.")
-    tf32: bool = option(True, "Multiply fp32 matrices in TF32 on CUDA since Ampere: 10 bits of mantissa, much faster.")
     seed: int = option(42, "Of weights, order and dropout.", ge=0)
-    cpu_threads: int | None = option(None, "Threads of a process on the host; default: its share of the cores.", ge=1)
     distributed_timeout_seconds: int = option(1800, "How long to wait for a rank that does not answer.", ge=1)
 
 

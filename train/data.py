@@ -150,5 +150,4 @@ def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:
     named = {"training": splits.train, "validation": splits.validation, "test": splits.test}
-    counts = {k: f"{len(v):,}" if isinstance(v, datasets.Dataset) else "a stream" for k, v in named.items() if v}
-    return f"{what} {', '.join(f'{count} for {name}' for name, count in counts.items())}"
+    return f"{what} {', '.join(f'{len(split):,} for {name}' for name, split in named.items() if split)}"

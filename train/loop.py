@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -15,14 +15,12 @@ from train.batching import Batches
 from train.data import PreparedData
 from train.evaluation import evaluate
 from train.optim import learning_rate_at
-from train.records import DivergenceError, IntervalSums, Progress, Run, StepError, StopAtOnce, UserError, exchange
+from train.records import DivergenceError, Progress, Run, StepError, StopAtOnce, UserError, exchange
 from train.state import TrainingState
 from train.step import Engine, seed_step
 
 if TYPE_CHECKING:
     from train.records import MicroBatch, StepOutcome
-
-T = TypeVar("T", Progress, IntervalSums)
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,9 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
-    # The loss stays on the device until it is logged or saved: reading it would wait for the device.
-    saved, loss_sum = progress.step, torch.zeros((), device=run.accelerator.device)
+    saved, interval = progress.step, Interval(run, progress.step)
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
     progress, stops = evaluate_if_due(run, parts, progress)
-    if run.outputs.is_foreign and progress.best_step == progress.step:  # the best so far belongs in this folder
-        progress = save(run, parts, progress, loss_sum, wait=True)
     started = time.perf_counter()
     while not stops and not is_done(run, total_steps, progress):
         for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
@@ -79,31 +74,32 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                     outcome = parts.engine.step(parts.model, parts.optimizer, micro_batches, bool(run.stop))
             except StepError as error:
                 if error.weights_intact and progress.step > saved:  # nothing of the steps before is lost
-                    save(run, parts, progress, loss_sum, wait=True)
+                    run.outputs.save(run, parts.state, progress, wait=True)
                 raise
-            progress = advance(progress, outcome, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            progress = advance(progress, outcome, seconds)
+            interval.add(outcome, seconds)
             run.outputs.tick(progress.step)
-            if outcome.skipped:  # a loss that is not finite would hide the others
+            if outcome.skipped:
                 report_skipped(run, progress, outcome, micro_batches)
-            else:
-                loss_sum += outcome.loss_sum
 
             # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
-            is_last = progress.step >= total_steps
-            if is_last or is_due(output.log_every_steps, progress):
-                progress = log(run, progress, loss_sum, of_step)
-            stops = outcome.stop_requested
-            if (ends := is_last or stops) or is_due(output.save_every_steps, progress):
-                saved = (progress := save(run, parts, progress, loss_sum, wait=ends)).step
+            is_last, stops = progress.step >= total_steps, outcome.stop_requested
+            if (ends := is_last or stops) or is_due(output.log_every_steps, progress):
+                progress, interval = log(run, progress, interval, of_step)
+            if ends or is_due(output.save_every_steps, progress):
+                run.outputs.save(run, parts.state, progress, wait=ends)
+                saved = progress.step
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
-            if (done := is_done(run, total_steps, progress)) and progress.interval.steps:
-                progress = log(run, progress, loss_sum, of_step)
+            if (done := is_done(run, total_steps, progress)) and interval.steps:
+                progress, interval = log(run, progress, interval, of_step)
             # Again where the evaluation has ended the run: its result belongs in. Or first, for a new best step.
             if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
-                saved = (progress := save(run, parts, progress, loss_sum, wait=done or stops)).step
+                run.outputs.save(run, parts.state, progress, wait=done or stops)
+                saved = progress.step
             started = time.perf_counter()  # evaluating and saving do not count as training
             if done or stops:
                 if stops:  # said before the processes that load batches end, for which a launcher may not wait
@@ -114,13 +110,6 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
         progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
     if stops:
         run.outputs.stopped(run.stop, progress.step)
-    return progress
-
-
-def save(run: Run, parts: Parts, progress: Progress, loss_sum: Tensor, wait: bool) -> Progress:
-    """Writes a checkpoint, unless ``wait`` in the background; returns ``progress`` with the loss so far."""
-    progress = with_loss(run, progress, loss_sum)
-    run.outputs.save(run, parts.state, progress, wait)
     return progress
 
 
@@ -135,27 +124,38 @@ def is_done(run: Run, total_steps: int, progress: Progress) -> bool:
 
 
 def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progress:
-    """``progress`` after one more step, which took ``seconds``; its loss is added by :func:`with_loss`."""
-    tokens, positions, skipped = outcome.num_tokens, outcome.num_positions, outcome.skipped
-    targets = 0 if skipped else outcome.num_targets
-    sums = {"steps": 1, "targets": targets, "tokens": tokens, "positions": positions, "clipped": outcome.clipped}
-    interval = plus(progress.interval, **sums, seconds=seconds)
-    in_a_row = progress.consecutive_nonfinite_steps + 1 if skipped else 0
-    more = {"tokens_seen": tokens, "positions_seen": positions, "nonfinite_steps": skipped}
-    progress = plus(progress, step=1, step_in_epoch=1, **more)
-    return replace(progress, consecutive_nonfinite_steps=in_a_row, interval=interval)
+    """``progress`` after one more step, which took ``seconds``."""
+    return replace(
+        progress,
+        step=progress.step + 1,
+        step_in_epoch=progress.step_in_epoch + 1,
+        tokens_seen=progress.tokens_seen + outcome.num_tokens,
+        positions_seen=progress.positions_seen + outcome.num_positions,
+        nonfinite_steps=progress.nonfinite_steps + outcome.skipped,
+        consecutive_nonfinite_steps=progress.consecutive_nonfinite_steps + 1 if outcome.skipped else 0,
+        training_seconds=progress.training_seconds + seconds,
+    )
 
 
-def plus(record: T, **more: float) -> T:
-    """``record`` with its fields increased."""
-    return replace(record, **{name: getattr(record, name) + value for name, value in more.items()})  # pyright: ignore
+class Interval:
+    """Sums over the steps since the last line of the log."""
 
+    def __init__(self, run: Run, since_step: int) -> None:
+        self.since_step, self.steps, self.targets, self.clipped = since_step, 0, 0, 0
+        self.tokens, self.positions, self.seconds = 0, 0, 0.0
+        # Of this rank; it stays on the device until it is logged, because reading it would wait for the device.
+        self.loss_sum = torch.zeros((), device=run.accelerator.device)
 
-def with_loss(run: Run, progress: Progress, loss_sum: Tensor) -> Progress:
-    """``progress`` with all ranks' ``loss_sum``, which is set to zero. Called by all ranks together."""
-    summed = cast("Tensor", run.accelerator.reduce(loss_sum, reduction="sum")).item()
-    loss_sum.zero_()
-    return replace(progress, interval=replace(progress.interval, loss_sum=progress.interval.loss_sum + summed))
+    def add(self, outcome: StepOutcome, seconds: float) -> None:
+        """Adds a step; the loss of one that was skipped, which may not be finite, would hide the others."""
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += outcome.num_tokens
+        self.positions += outcome.num_positions
+        if not outcome.skipped:
+            self.clipped += outcome.clipped
+            self.targets += outcome.num_targets
+            self.loss_sum += outcome.loss_sum
 
 
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progress, bool]:
@@ -180,13 +180,13 @@ def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_bat
     run.extras.each("skipped", run, progress, scale)
 
 
-def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any]) -> Progress:
+def log(run: Run, progress: Progress, sums: Interval, of_step: dict[str, Any]) -> tuple[Progress, Interval]:
     """Records the figures of the last step and of all since the last line, and begins the next interval.
 
     Raises DivergenceError if an extra finds the loss too far above the usual.
     """
-    sums, scaler = with_loss(run, progress, loss_sum).interval, run.accelerator.scaler
-    loss = sums.loss_sum / sums.targets if sums.targets else None
+    loss_sum = cast("Tensor", run.accelerator.reduce(sums.loss_sum, reduction="sum")).item()  # of all ranks
+    loss = loss_sum / sums.targets if sums.targets else None
     values: dict[str, Any] = {
         "epoch": progress.epoch,
         "loss": loss,
@@ -196,11 +196,11 @@ def log(run: Run, progress: Progress, loss_sum: Tensor, of_step: dict[str, Any])
         "tokens_per_second": sums.tokens / sums.seconds,
         "seconds_per_step": sums.seconds / sums.steps,
         "padding_share": 1 - sums.tokens / sums.positions,
-        "loss_scale": scaler.get_scale() if scaler is not None else None,
+        "loss_scale": run.accelerator.scaler and run.accelerator.scaler.get_scale(),
         "tokens_seen": progress.tokens_seen,
     }
     run.extras.each("measured", run, values)
     run.outputs.record(run, "train", progress.step, values)
-    seconds = progress.training_seconds + sums.seconds
-    progress = replace(progress, training_seconds=seconds, interval=IntervalSums(since_step=progress.step))
-    return progress if loss is None else run.extras.pipe("logged", run, progress, loss, sums.since_step)
+    if loss is not None:
+        progress = run.extras.pipe("logged", run, progress, loss, sums.since_step)
+    return progress, Interval(run, progress.step)

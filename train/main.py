@@ -75,10 +75,10 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
     from train.batching import arithmetic_of
     from train.outputs import Outputs
 
-    device = launching.target_device()
-    launch, substitution = launching.settle_precision(launch, config, device)
-    launching.set_up_device(device, launch, config)
-    options = launching.accelerator_options(launch, device, config.optimization.distributed_timeout_seconds)
+    launch = replace(launch, precision=config.optimization.mixed_precision or launch.precision)
+    launch = joined.pipe("change_launch", config, launch)
+    device, timeout_seconds = launching.target_device(), config.optimization.distributed_timeout_seconds
+    options = launching.accelerator_options(launch, device, timeout_seconds)
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
         mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
@@ -91,8 +91,8 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
         )
     run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.from_main(run.outputs.prepare)
-    described = launching.describe_device(accelerator, launch)
-    run.outputs.note(described, substitution, f"extras: {', '.join(joined.by_name) or 'none'}")
+    joined.each("started", run)
+    run.outputs.note(f"extras: {', '.join(joined.by_name) or 'none'}")
     return run
 
 
@@ -140,8 +140,7 @@ def train(run: records.Run) -> int:
     outputs.describe(run, parts)
     joined.each("ready", run, parts)
     progress = outputs.resume(run, state)
-    parts = replace(parts, total_steps=(total_steps := count_steps(run.config.optimization, batches, progress)))
-    if is_done(run, total_steps, progress) and outputs.is_written(run, progress, total_steps):
+    if is_done(run, parts.total_steps, progress) and outputs.is_written(run, progress):
         return records.EXIT_DONE
     outputs.begin(run, parts, progress)
     joined.each("starting", run, parts)
@@ -149,7 +148,7 @@ def train(run: records.Run) -> int:
     outputs.bar.close()
 
     # Finish: final/ for from_pretrained, the summary, and what extras make of them.
-    return finish(run, parts, progress) if is_done(run, total_steps, progress) else records.EXIT_STOPPED
+    return finish(run, parts, progress) if is_done(run, parts.total_steps, progress) else records.EXIT_STOPPED
 
 
 def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:

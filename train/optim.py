@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from train.config import Optimization
-from train.records import Progress, Run, UserError
+from train.records import Run, UserError
 
 if TYPE_CHECKING:
     from train.batching import Batches
@@ -45,11 +45,9 @@ def parameter_groups(model: nn.Module, config: Optimization) -> list[dict[str, A
     return [group for group in groups if group["params"]]
 
 
-def count_steps(config: Optimization, batches: Batches, progress: Progress = Progress()) -> int:  # noqa: B008
-    """How many steps a run at ``progress`` has; those left of its epochs at a change of the batch size are new ones."""
-    (step, epoch, done), size = progress.counted_from, batches.steps_per_epoch or 1
-    left = ((config.num_epochs or 1) - epoch) * size - min(done, size)  # a short last step counted as a whole one
-    return config.max_steps or step + left
+def count_steps(config: Optimization, batches: Batches) -> int:
+    """How many optimizer steps the whole run has; a short last step of an epoch counts as a whole one."""
+    return config.max_steps or (config.num_epochs or 1) * batches.steps_per_epoch
 
 
 def num_warmup_steps(total_steps: int, config: Optimization) -> int:

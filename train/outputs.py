@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from train.records import STARTED, Evaluation, Progress, Run, UserError
 from train.state import TrainingState
 
 # What a run leaves in its folder, in which a person may keep other things.
-MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "stream.jsonl", "summary.json", "report.html", "wandb")
+MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "wandb")
 MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapshot-*.pickle")
 
 
@@ -42,7 +41,6 @@ class Outputs:
         self.metrics = self.folder / "metrics.jsonl"
         self.seconds_to_first_step: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
-        self.is_foreign = False  # whether the checkpoint that was resumed from lies in another folder
         self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
         self.finishing = ""  # what is being made after the last step
 
@@ -61,12 +59,11 @@ class Outputs:
     def prepare(self) -> None:
         """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first. By one rank."""
         with figures.writable(self.folder / "config.yaml"):
-            earlier = [path for pattern in MADE for path in self.folder.glob(pattern)]
-            if self.config.output.resume == "never" and earlier:
-                self.say(f"resume: never: the earlier run's files are in {self._move_aside(earlier)}")
+            if self.config.output.resume == "never":
+                self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
 
-    def _move_aside(self, paths: Sequence[Path]) -> Path:
-        """Moves files of this folder to ``previous-N``, with their places in it."""
+    def _move_aside(self, paths: Sequence[Path], whose: str) -> None:
+        """Moves files of this folder to ``previous-N``, with their places in it, and says so."""
         number = 1 + max((int(p.name[9:]) for p in self.folder.glob("previous-*") if p.name[9:].isdigit()), default=0)
         aside = self.folder / f"previous-{number}"
         for path in paths:
@@ -74,7 +71,8 @@ class Outputs:
             figures.make_folder(to.parent)
             path.rename(to)
             figures.sync(to.parent)
-        return aside
+        if paths:
+            self.say(f"{whose} files are in {aside}")
 
     def resume(self, run: Run, state: TrainingState) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one; UserError if it is damaged or foreign."""
@@ -82,7 +80,6 @@ class Outputs:
             return Progress()
         progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
         self.say(f"resumed from {found} at step {progress.step}")
-        self.is_foreign = found.resolve().parent != self.checkpoints.resolve()
         return run.extras.pipe("resumed", run, progress)
 
     def _checkpoint_to_resume(self) -> Path | None:
@@ -94,6 +91,8 @@ class Outputs:
         named = None if resume == "never" else Path(resume).resolve()  # what a link leads to is meant
         if named is not None and (problem := checkpoint.verify(named)) is not None:
             raise UserError(f"resume: {resume} is not an intact checkpoint: {problem}.")
+        if named is not None and named.parent != self.checkpoints.resolve() and self.steps():
+            raise UserError(f"resume: {resume} is of another run than {self.folder}: give a new --output_dir.")
         return named
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
@@ -123,42 +122,33 @@ class Outputs:
     def begin(self, run: Run, parts: Parts, progress: Progress) -> None:
         """Training is about to start: says how long, keeps what belongs to this run, opens configuration and bar."""
         optim, total = run.config.optimization, parts.total_steps
-        batches, per_epoch = parts.batches, parts.batches.steps_per_epoch
-        epochs = f"{total / per_epoch:.2f} epochs" if per_epoch else "of a stream"
-        batch = batches.loading.rounds.describe(batches.arithmetic)
-        self.note(f"batch: {batch}; {figures.several(total, 'step')} ({epochs})")
+        batch = parts.batches.loading.rounds.describe(parts.batches.arithmetic)
+        epochs = total / parts.batches.steps_per_epoch
+        self.note(f"batch: {batch}; {figures.several(total, 'step')} ({epochs:.2f} epochs)")
         if (warmup := num_warmup_steps(total, optim)) > total:
             highest, peak = learning_rate_at(total - 1, total, optim), optim.learning_rate
             self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
         if self.is_main:
-            self._move_other_steps_aside(progress.step)
+            # Checkpoints from later steps, damaged or of a run that was rewound, would be resumed from instead.
+            later = [path for at, path in self.steps().items() if at > progress.step]
+            if later or self._earlier_summary.get("steps", 0) > progress.step:
+                made = [self.folder / name for name in ("final", "summary.json", "report.html")]
+                self._move_aside([*later, *filter(Path.exists, made)], f"from steps after {progress.step}:")
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
             (self.folder / "stopped.json").unlink(missing_ok=True)
             self.bar = tqdm(total=total, initial=progress.step, unit="step", smoothing=0.1, **_bar_size())
-        self.keep_log(progress, progress.rollbacks)
+        self.keep_log(progress)
 
-    def keep_log(self, progress: Progress, rollbacks: float = math.inf) -> None:
-        """Drops the rows of the log from after ``progress`` or after more ``rollbacks``: they are written again."""
+    def keep_log(self, progress: Progress) -> None:
+        """Drops the rows of the log from after ``progress``, which are written again."""
         evaluated = progress.evaluated_step == progress.step
 
         def belongs(row: Mapping[str, Any]) -> bool:
             is_here = row["step"] == progress.step and row["kind"] == "evaluation" and row.get("split") == "validation"
-            is_earlier = row["step"] <= progress.step and row.get("rollbacks", 0) <= rollbacks
-            return evaluated if is_here else is_earlier and row.get("split") != "test"
+            return evaluated if is_here else row["step"] <= progress.step and row.get("split") != "test"
 
         if self.is_main and (damaged := figures.keep_rows(self.metrics, belongs)):
             self.note(f"{self.metrics}: a crash has damaged {figures.several(damaged, 'line')}, left out from now on")
-
-    def _move_other_steps_aside(self, step: int) -> None:
-        """Moves aside checkpoints from later steps, damaged or of a run that was rewound, and the files made from them.
-
-        Left in place they would push out the new ones and be resumed from instead.
-        """
-        later = [path for at, path in self.steps().items() if self.is_foreign or at > step]
-        if later or self._earlier_summary.get("steps", 0) > step:
-            made = ["final", "summary.json", "report.html", *(["metrics.jsonl"] if self.is_foreign else [])]
-            aside = self._move_aside([*later, *(self.folder / name for name in made if (self.folder / name).exists())])
-            self.say(f"what was here from other steps than those up to {step} is in {aside}")
 
     def tick(self, step: int) -> None:
         """One more step is done."""
@@ -264,7 +254,7 @@ class Outputs:
     def summary(self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         """What ``summary.json`` holds; extras add to it."""
         config, data, batches = run.config, parts.data, parts.batches
-        arithmetic, per_epoch = batches.arithmetic, batches.steps_per_epoch
+        arithmetic = batches.arithmetic
         found, metric = evaluations[0].metrics, config.get("metric_for_best") or data.task.headline_metric
         metric = metric if metric in found else "loss"
         return {
@@ -275,7 +265,7 @@ class Outputs:
             "num_parameters": parts.sizes[1],
             "num_trained_parameters": parts.sizes[0],
             "steps": progress.step,
-            "epochs": progress.epoch + progress.step_in_epoch / per_epoch if per_epoch else None,
+            "epochs": progress.epoch + progress.step_in_epoch / batches.steps_per_epoch,
             "tokens": progress.tokens_seen,
             "padding_share": 1 - progress.tokens_seen / max(1, progress.positions_seen),
             "metric_name": metric,
@@ -299,19 +289,14 @@ class Outputs:
             "extras": list(run.extras.by_name),
         }
 
-    def is_written(self, run: Run, progress: Progress, total_steps: int) -> bool:
+    def is_written(self, run: Run, progress: Progress) -> bool:
         """Whether a finished run of this length is in the folder already; says so."""
-        step = progress.step
-        wanted = run.extras.first("final_step", run, progress) or step
-        # Where the best weights cannot be used, final/ has the last ones.
-        if not (self.is_complete(step, wanted) or (self.is_complete(step, step) and not self.is_usable(wanted))):
-            return False
-        longer = "--max_steps" if step >= total_steps else "--early_stopping_patience"
-        self.say(
-            f"nothing to do: {self.folder} already holds this run, up to step {step}. For a new run give "
-            f"--resume never or another --output_dir; for a longer one a higher {longer}."
-        )
-        return True
+        if written := self.is_complete(progress.step, run.extras.first("final_step", run, progress) or progress.step):
+            self.say(
+                f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. For a new run give "
+                "--resume never or another --output_dir; for a longer one a higher --max_steps (or patience)."
+            )
+        return written
 
     def is_complete(self, step: int, final_step: int | None = None) -> bool:
         """Whether a run of ``step`` steps, with ``final/`` of ``final_step`` (None: any), has written everything."""

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Corpus:
     """Documents by split, before tokenisation: columns ``text``, ``source`` and, for classification, ``label``."""
 
     name: str
-    train: datasets.Dataset | datasets.IterableDataset
+    train: datasets.Dataset
     validation: datasets.Dataset
     test: datasets.Dataset | None = None
     notes: tuple[str, ...] = ()  # what a person should know: records skipped, and where
@@ -92,7 +92,7 @@ class Corpus:
 class Examples:
     """Tokenised examples by split, for a task's ``collate``; batching groups them by their column ``length``."""
 
-    train: datasets.Dataset | datasets.IterableDataset
+    train: datasets.Dataset
     validation: datasets.Dataset
     test: datasets.Dataset | None = None
     label_names: tuple[str, ...] = ()
@@ -156,20 +156,6 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class IntervalSums:
-    """Sums since the last line of the log, over all ranks."""
-
-    since_step: int = 0
-    steps: int = 0
-    loss_sum: float = 0.0
-    targets: int = 0
-    tokens: int = 0
-    positions: int = 0  # tokens and padding
-    clipped: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Progress:
     """Where a run stands; with (seed, config) it determines everything that follows."""
 
@@ -188,14 +174,11 @@ class Progress:
     training_seconds: float = 0.0
     usual_loss: float | None = None  # a moving mean over the logging intervals
     rollbacks: int = 0
-    counted_from: tuple[int, int, int] = (0, 0, 0)  # step, epoch and step in it at which the batch was last changed
-    interval: IntervalSums = IntervalSums()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Progress:
-        """From what ``dataclasses.asdict`` made of one."""
-        since = tuple(values.get("counted_from", (0, 0, 0)))
-        return cls(**{**values, "counted_from": since, "interval": IntervalSums(**values["interval"])})
+        """From what ``dataclasses.asdict`` made of one, of this version or an earlier one with more fields."""
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

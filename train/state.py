@@ -6,11 +6,8 @@ ranks, sharded or not.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from train.checkpoint import StoredBlocks
 from train.config import to_values
-from train.figures import write_whole
 from train.records import Run, UserError
 from train.tasks import tokenizer_digest
 
 ROWS_AT_ONCE = 64  # of long sequences
 LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
-STREAMED = 64  # examples of a stream that are compared: the rest is not known before it is trained on
 
 
 @dataclass(frozen=True)
@@ -196,28 +191,10 @@ def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_si
     }
 
 
-def examples_digest(examples: datasets.Dataset | datasets.IterableDataset) -> str:
-    """Equal for equal examples in equal order, wherever the files lie that they were made from.
-
-    Of a stream it is the digest of the first ``STREAMED`` examples. Of a dataset on disk it is kept next to its cache,
-    whose fingerprint it shares, so that further ranks and runs need not read all examples.
-    """
-    if isinstance(examples, datasets.IterableDataset):
-        return "stream " + _digest(pa.Table.from_pylist([row]) for row in itertools.islice(examples, STREAMED))
-    files = examples.cache_files
-    kept = Path(files[0]["filename"]).parent / f"examples-{examples._fingerprint}.sha256" if files else None
-    if kept is not None and kept.is_file() and re.fullmatch("[0-9a-f]{16}", found := kept.read_text(encoding="utf-8")):
-        return found
-    tables: Any = examples.with_format("arrow").iter(ROWS_AT_ONCE)
-    digest = _digest(tables)
-    if kept is not None:
-        with contextlib.suppress(UserError):  # a cache that cannot be written must not prevent training
-            write_whole(kept, digest)
-    return digest
-
-
-def _digest(tables: Iterable[pa.Table]) -> str:
+def examples_digest(examples: datasets.Dataset) -> str:
+    """Equal for equal examples in equal order, wherever the files lie that they were made from."""
     digest = hashlib.sha256()
+    tables: Any = examples.with_format("arrow").iter(ROWS_AT_ONCE)
     for table in tables:
         for name in table.column_names:
             digest.update(name.encode())

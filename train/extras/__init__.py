@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from train.step import Engine
     from train.tasks import Task
 
-NAMES = "readers long_sequences adapters activations losses parallelism optimizers meter gradients "
+NAMES = "hardware readers long_sequences adapters activations losses parallelism optimizers meter gradients "
 NAMES += "memory endurance selection report"
 ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
 """Where each is, in the order in which they change a run."""
@@ -57,6 +57,9 @@ class Extra:
 
     def open(self, config: Config, launch: Launch, stop: list[str]) -> AbstractContextManager[None]:
         """Surrounds the whole run, from before the processes meet; may ask it to ``stop``, by the name of a signal."""
+
+    def change_launch(self, config: Config, launch: Launch) -> Launch:
+        """``launch`` with another precision; the last moment to set up device and processes before accelerate does."""
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         """Further arguments of ``Accelerator``."""
@@ -112,6 +115,9 @@ class Extra:
         """Another engine in place of, or around, ``engine``."""
 
     # Seam 4: events
+
+    def started(self, run: Run) -> None:
+        """The processes have met; the data comes next."""
 
     def preparing(self) -> AbstractContextManager[None]:
         """Surrounds the preparation of the data."""
@@ -198,10 +204,10 @@ class Extras:
         """The first result that is not None, and with it the end of asking."""
         return next((found for call in self._methods(method) if (found := call(*args)) is not None), None)
 
-    def pipe(self, method: str, run: Run, value: Any, *args: Any) -> Any:
-        """``value``, passed behind ``run``, as each extra in turn returns it."""
+    def pipe(self, method: str, first: Any, value: Any, *args: Any) -> Any:
+        """``value``, passed behind ``first`` (mostly the run), as each extra in turn returns it."""
         for call in self._methods(method):
-            value = call(run, value, *args)
+            value = call(first, value, *args)
         return value
 
     @contextmanager

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.meter.flops import attended
-from train.launch import cpu_has_fast_bf16
+from train.extras.hardware import cpu_has_fast_bf16
 
 
 def module_of(extra: str, name: str) -> Any:

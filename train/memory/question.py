@@ -9,7 +9,8 @@ from typing import Any
 
 from train.config import Config, to_values
 from train.extras.meter.cards import peak_flops_per_second
-from train.launch import Launch, automatic_precision, check_launch
+from train.extras.hardware import automatic_precision
+from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on
 from train.memory.predict import HALF, STAGE, Job, Target

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from datasets import config as datasets_config
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
@@ -229,30 +229,29 @@ def tokenize(
     corpus: Corpus, task: Task, tokenizer: Tokenizer, change_caching: Callable[..., Any] = lambda make, cache: make
 ) -> Examples:
     """All splits of ``corpus`` as examples; UserError for an empty one. ``change_caching``: see the seam of extras."""
-    label_names = task.label_names(corpus)
-    encode = partial(task.encode, tokenizer=tokenizer, label_names=label_names)
+    label_names, notes, splits = task.label_names(corpus), list[str](), dict[str, Dataset]()
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
     source = [f"{c} {inspect.getsource(sys.modules[c.__module__])}" for c in type(task).__mro__ if issubclass(c, Task)]
     recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"  # a fork changes the source
-    notes: list[str] = []
-    splits: dict[str, Any] = {"train": corpus.train, "validation": corpus.validation, "test": corpus.test}
-    for name, documents in splits.items():
-        if isinstance(documents, IterableDataset):
-            splits[name] = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
-        if not isinstance(documents, Dataset):
-            continue
-        documents, split_notes = task.accepted(documents, label_names)
+    for name in [name for name in ("train", "validation", "test") if getattr(corpus, name) is not None]:
+        documents, split_notes = task.accepted(getattr(corpus, name), label_names)
         notes += split_notes
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
         workers = task.data.preprocessing_num_workers or min(num_cores(), useful)
-        size = min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE)
         # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
         known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
-        options = {"num_proc": workers if workers > 1 else None, "new_fingerprint": known, "desc": f"Tokenising {name}"}
-        options |= {"batched": True, "batch_size": size, "remove_columns": documents.column_names}
-        make = partial(documents.map, encode, **options)
+        make = partial(
+            documents.map,
+            partial(task.encode, tokenizer=tokenizer, label_names=label_names),
+            batched=True,
+            batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
+            remove_columns=documents.column_names,
+            num_proc=workers if workers > 1 else None,
+            new_fingerprint=known,
+            desc=f"Tokenising {name}",
+        )
         if documents.cache_files:
             cache = Path(datasets_config.HF_DATASETS_CACHE, f"examples-{known}")
             make = change_caching(partial(make, cache_file_name=f"{cache}.arrow"), cache)
@@ -260,9 +259,7 @@ def tokenize(
         if len(splits[name]) == 0:
             raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
     examples = Examples(**splits, label_names=label_names)
-    if isinstance(examples.train, Dataset):
-        notes += task.describe(examples)
-    return replace(examples, notes=tuple(notes))
+    return replace(examples, notes=(*notes, *task.describe(examples)))
 
 
 def stored_config(config: Architecture) -> PretrainedConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from train.figures import several
 from train.records import Corpus, Examples, UserError, column, one_line
 
 MATRIX_CLASSES = 100  # up to this many have a confusion matrix
-CONFUSIONS = 20  # named where there is none
 
 
 class Task(tasks.Task):
@@ -37,7 +35,7 @@ class Task(tasks.Task):
 
         Raises UserError for fewer than two.
         """
-        labels = set(corpus.train["label"])  # of a stream, too: it is read once for this
+        labels = set(corpus.train["label"])
         if len(labels) < 2:
             raise UserError(
                 f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in column "
@@ -52,11 +50,8 @@ class Task(tasks.Task):
         return known if set(names) <= set(known) else names
 
     def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
-        """By the label's name, or by its plain name where only one class has that."""
-        shared = Counter(map(_plain, label_names))
-        exact = {name: i for i, name in enumerate(label_names)}
-        plain = {_plain(name): i for name, i in exact.items() if shared[_plain(name)] == 1}
-        return [exact.get(str(label), plain.get(_plain(str(label)))) for label in labels]
+        numbers = {name: number for number, name in enumerate(label_names)}
+        return [numbers.get(str(label)) for label in labels]
 
     def accepted(self, documents: Dataset, label_names: Sequence[str]) -> tuple[Dataset, tuple[str, ...]]:
         """The documents that have a class; raises UserError for any other, unless ``on_bad_record`` is skip."""
@@ -102,7 +97,6 @@ class Task(tasks.Task):
 
     def describe(self, examples: Examples) -> tuple[str, ...]:
         """How much of the text was cut."""
-        assert isinstance(examples.train, Dataset)
         kept, before = column(examples.train, "length"), column(examples.train, "document_length")
         classes = f"{len(examples.label_names)} classes: {', '.join(examples.label_names[:20])}"
         if not (cut := int((before > kept).sum())):
@@ -114,11 +108,7 @@ class Task(tasks.Task):
 
 
 def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: int) -> dict[str, Any]:
-    """Accuracy, macro F1 and the confusion matrix ``[reference][prediction]``; arguments (examples,).
-
-    Many classes have their most frequent confusions in its place: nobody reads a matrix of millions, and every
-    evaluation would write it.
-    """
+    """Accuracy, macro F1 and, of few classes, ``confusion_matrix[reference][prediction]``; arguments (examples,)."""
     right = references == predictions
     num_classes = max(num_classes, predictions.max() + 1)  # a model of one's own may have outputs to spare
     hits = np.bincount(references[right], minlength=num_classes)
@@ -127,11 +117,8 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
     metrics: dict[str, Any] = {"accuracy": float(right.mean()), "macro_f1": float(f1.mean())}
     if num_classes <= MATRIX_CLASSES:
         counts = np.bincount(references * num_classes + predictions, minlength=num_classes**2)
-        return {**metrics, "confusion_matrix": counts.reshape(num_classes, num_classes).tolist()}
-    wrong = Counter(sorted(zip(references[~right].tolist(), predictions[~right].tolist(), strict=True)))
-    most = wrong.most_common(CONFUSIONS)  # of equally frequent ones the first in order
-    rows = [{"reference": reference, "prediction": found, "count": count} for (reference, found), count in most]
-    return {**metrics, "most_frequent_confusions": rows}
+        metrics["confusion_matrix"] = counts.reshape(num_classes, num_classes).tolist()
+    return metrics
 
 
 @functools.cache
@@ -158,8 +145,3 @@ def load_metrics(names: tuple[str, ...], num_classes: int) -> list[Any]:
 def _place(name: str) -> tuple[float, str]:
     """By what names are sorted: numbers by value, whether a file gives them as such or, like CSV, as text."""
     return (float(name) if re.fullmatch(r"-?\d+(\.\d+)?", name) else math.inf), name
-
-
-def _plain(name: str) -> str:
-    """``name`` as any format of files gives it: ``true``, which JSON gives as 1, and ``1.0`` are 1."""
-    return {"true": "1", "false": "0"}.get(name.lower()) or re.sub(r"\A(-?\d+)\.0+\Z", r"\1", name)
