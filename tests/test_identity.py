@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from train.state import STREAMED, examples_digest
+from train.state import examples_digest
 
 ROWS: list[dict[str, Any]] = [
     {"tokens": [1, 2, 3], "label": 0, "members": [[1], [2, 3]]},
@@ -72,45 +72,3 @@ def test_place_pieces_and_selection_do_not_matter(tmp_path: Path) -> None:
     assert examples_digest(backwards) != digest
     assert examples_digest(backwards.select(range(199, -1, -1))) == digest
     assert examples_digest(on_disk(rows, tmp_path / "a")) == examples_digest(on_disk(rows, tmp_path / "b")) == digest
-
-
-def test_digest_is_kept_next_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = on_disk(ROWS, tmp_path)
-    digest = examples_digest(examples)
-    monkeypatch.setattr(datasets.Dataset, "iter", lambda *_: pytest.fail("read again"))
-    assert examples_digest(examples) == digest
-    [kept] = tmp_path.rglob("examples-*.sha256")
-    assert kept.read_text() == digest
-
-
-@pytest.mark.parametrize("damaged", ["", "0123"])
-def test_kept_digest_that_is_damaged_is_computed_again(tmp_path: Path, damaged: str) -> None:
-    examples = on_disk(ROWS, tmp_path)
-    digest = examples_digest(examples)
-    [kept] = tmp_path.rglob("examples-*.sha256")
-    kept.write_text(damaged)
-    assert examples_digest(examples) == digest
-    assert kept.read_text() == digest
-
-
-def test_cache_that_cannot_be_written_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = on_disk(ROWS, tmp_path)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    assert examples_digest(examples) == examples_digest(datasets.Dataset.from_list(ROWS))
-    assert not list(tmp_path.rglob("examples-*"))
-
-
-def test_of_a_stream_the_first_examples_are_compared() -> None:
-    rows = [{"tokens": [number]} for number in range(STREAMED + 2)]
-
-    def digest(rows: list[dict[str, Any]]) -> str:
-        return examples_digest(datasets.Dataset.from_list(rows).to_iterable_dataset())
-
-    assert digest(rows) == digest([dict(row) for row in rows])
-    assert digest(rows) == digest([*rows[:STREAMED], {"tokens": [0]}])
-    assert digest(rows) != digest([*rows[: STREAMED - 1], {"tokens": [0]}, *rows[STREAMED:]])
-    assert digest(rows) != examples_digest(datasets.Dataset.from_list(rows))

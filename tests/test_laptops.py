@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from train import main
 from train.config import parse
 from train.extras.activations.recompute import OffloadedInputs
+from train.extras.hardware import resolve_precision
 from train.extras.meter import Extra
 from train.extras.meter.memory import peak_bytes
-from train.launch import resolve_precision
 from train.records import EXIT_DONE, EXIT_STOPPED, UsageError
 
 # Windows

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import ACCELERATE_LAUNCH, ROOT
 
 from train.config import Config, Optimization
-from train.launch import Launch, accelerator_options, check_launch, read_launch, set_up_device, settle_precision
+from train.launch import Launch, accelerator_options, check_launch, read_launch
 from train.records import EXIT_ERROR, UsageError
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -106,43 +105,6 @@ def test_precision_of_launcher_and_recipe(asked: str, launched: str, agree: bool
             check_launch(Launch(precision=launched), config)
 
 
-@pytest.mark.parametrize(
-    ("has_bf16", "launched", "changes", "chosen", "said"),
-    [
-        (True, "no", {}, "bf16", "precision: bf16, because none was asked for (--mixed_precision no"),
-        (False, "no", {}, "fp16", "precision: fp16, because none was asked for"),
-        (True, "no", {"mixed_precision": "no"}, "no", None),
-        (True, "no", {"mixed_precision": "fp16"}, "fp16", None),
-        (True, "fp16", {}, "fp16", None),
-        (True, "no", {"dtype": "bfloat16"}, "no", None),
-        (
-            False,
-            "no",
-            {"optimizer_in_backward": True, "max_grad_norm": None, "gradient_accumulation_steps": 1},
-            "no",
-            "precision: fp32 (this card would take fp16, but optimizer_in_backward cannot be combined with",
-        ),
-    ],
-)
-def test_a_card_computes_in_half_precision_unless_asked_otherwise(
-    has_bf16: bool,
-    launched: str,
-    changes: dict[str, Any],
-    chosen: str,
-    said: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """bf16 where the card has it, fp16 elsewhere (T4, V100); ``accelerate launch`` says "no" where nobody chose."""
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: has_bf16)
-    launch, line = settle_precision(Launch(precision=launched), Config().changed(**changes), torch.device("cuda", 0))
-    assert launch.precision == chosen
-    assert line is None if said is None else line is not None and line.startswith(said)
-
-
-def test_a_cpu_computes_in_fp32_unless_asked_otherwise() -> None:
-    assert settle_precision(Launch(), Config(), torch.device("cpu")) == (Launch(), None)
-
-
 def test_the_file_of_one_gpu_leaves_cards_and_precision_to_the_user(tmp_path: Path) -> None:
     """Its own ``gpu_ids`` would replace CUDA_VISIBLE_DEVICES, and its precision the card's."""
     script = tmp_path / "shown.py"
@@ -169,31 +131,3 @@ def test_fp16_is_refused_where_shards_are_on_the_host(asked: str | None) -> None
     check_launch(read_launch({**sharded, **precision}), config)
     with pytest.raises(UsageError, match=r"fsdp_offload_params: true .* Use bf16, or no"):
         check_launch(read_launch({**sharded, **precision, "FSDP_OFFLOAD_PARAMS": "true"}), config)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    ("local_world_size", "asked", "chosen", "threads"),
-    [("1", None, "1", 8), ("2", None, "1", 4), ("16", None, "1", 1), ("2", 3, "1", 3), ("2", None, "5", None)],
-)
-def test_a_process_takes_its_share_of_the_cores(
-    local_world_size: str,
-    asked: int | None,
-    chosen: str,
-    threads: int | None,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The share counts only where nobody chose: ``cpu_threads``, or OMP_NUM_THREADS above accelerate's 1.
-
-    Next to a card, too, because optimizers whose state is in host memory update there.
-    """
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
-    monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)), raising=False)
-    set_to: list[int] = []
-    monkeypatch.setattr("torch.set_num_threads", set_to.append)
-    set_up_device(torch.device(device), Launch(), Config(optimization=Optimization(cpu_threads=asked)))
-    assert set_to == ([threads] if threads is not None else [])

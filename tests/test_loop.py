@@ -216,9 +216,9 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
         clock.now += 100
         return evaluate(*arguments, **options)
 
-    def slow_save(*arguments: Any) -> None:
+    def slow_save(*arguments: Any, **options: Any) -> None:
         clock.now += 1000
-        save(*arguments)
+        save(*arguments, **options)
 
     monkeypatch.setattr(Recorder, "engine", given)
     monkeypatch.setattr(Recorder, "evaluate", slow_evaluation)

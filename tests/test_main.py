@@ -461,7 +461,7 @@ def test_help_is_complete(run_main: Run) -> None:
 
 
 def test_fp16_on_a_cpu_is_replaced_and_told(recipe: Path, tmp_path: Path, run_main: Run) -> None:
-    from train.launch import cpu_has_fast_bf16
+    from train.extras.hardware import cpu_has_fast_bf16
 
     done = run_main("--config", recipe, "--output_dir", tmp_path, "--mixed_precision", "fp16", "--max_steps", 1)
     assert done.returncode == EXIT_DONE, done.stderr

@@ -16,7 +16,6 @@ from torch import nn
 from train import optim
 from train.config import Config, Optimization
 from train.optim import count_steps, learning_rate_at
-from train.records import Progress
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 OPTIMIZERS = [
@@ -166,36 +165,15 @@ def test_longer_warmup_than_training_never_reaches_the_peak() -> None:
         ({"max_steps": 7}, 5, 7),
         ({"num_epochs": 3}, 5, 15),
         ({}, 5, 5),
-        ({"max_steps": 7}, None, 7),
     ],
 )
-def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int | None, total_steps: int) -> None:
+def test_steps_of_a_run(changes: dict[str, Any], steps_per_epoch: int, total_steps: int) -> None:
     assert steps_for(changes, steps_per_epoch) == total_steps
-
-
-@pytest.mark.parametrize(
-    ("progress", "total_steps"),
-    [
-        (Progress(step=7, epoch=1, step_in_epoch=2), 15),  # as many as from the start
-        (Progress(step=4, epoch=1, step_in_epoch=2), 15),  # also after a rollback, which leaves data out
-        (Progress(step=34, step_in_epoch=3, counted_from=(34, 0, 3)), 34 + 12),  # 34 smaller steps: 3 of 5 larger ones
-        (Progress(step=38, epoch=1, step_in_epoch=2, counted_from=(34, 0, 3)), 34 + 12),
-        (Progress(step=2, epoch=1, counted_from=(2, 1, 0)), 2 + 10),
-        (
-            Progress(step=3, counted_from=(3, 0, 6)),
-            3 + 10,
-        ),  # a short step that ended the epoch counts whole
-    ],
-)
-def test_what_is_left_of_the_epochs_decides_after_a_change_of_the_batch(progress: Progress, total_steps: int) -> None:
-    assert steps_for({"num_epochs": 3}, 5, progress) == total_steps
-    assert steps_for({"max_steps": 9}, 5, progress) == 9
 
 
 def steps_for(
     changes: dict[str, Any],
-    steps_per_epoch: int | None = 5,
-    progress: Progress = Progress(),  # noqa: B008
+    steps_per_epoch: int,
 ) -> int:
     batches: Any = SimpleNamespace(steps_per_epoch=steps_per_epoch)
-    return count_steps(Config().changed(**changes).optimization, batches, progress)
+    return count_steps(Config().changed(**changes).optimization, batches)

@@ -18,7 +18,6 @@ from train.config import Config, Optimization
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.meter.cards import peak_flops_per_second
-from train.launch import Launch, precision_in_use, set_up_device
 from train.model import ModelWithLoss
 from train.optim import build_optimizer
 from train.records import MicroBatch
@@ -116,25 +115,6 @@ def test_micro_batches_do_not_wait_for_the_card() -> None:
         optimizer_step(engine, model, optimizer, batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_tf32_is_switched_on_and_off_on_a_card() -> None:
-    device, accelerator = torch.device("cuda"), Accelerator()
-    set_up_device(device, Launch(), Config().changed(tf32=False))
-    assert precision_in_use(accelerator) == "no"
-    assert torch.get_float32_matmul_precision() == "highest"
-    expected = "tf32" if torch.cuda.get_device_capability() >= (8, 0) else "no"
-    set_up_device(device, Launch(), Config().changed(tf32=True))
-    assert precision_in_use(accelerator) == expected
-    assert (torch.get_float32_matmul_precision() == "high") == (expected == "tf32")
-
-
-def test_tf32_changes_nothing_on_a_cpu() -> None:
-    before = torch.get_float32_matmul_precision()
-    set_up_device(torch.device("cpu"), Launch(), Config().changed(tf32=True, cpu_threads=torch.get_num_threads()))
-    assert precision_in_use(Accelerator(cpu=True)) == "no"
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_rate_of_tf32_is_that_of_the_data_sheets() -> None:

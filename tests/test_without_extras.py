@@ -64,8 +64,10 @@ def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[li
         The standard output's lines, and the errors.
     """
     copy, recipe = copy_without(names, folder / "copy"), write_recipe(folder)
-    if {"memory", "meter"} & set(names):  # without the meter, memory counts as missing
+    if {"memory", "meter", "hardware"} & set(names):  # without these two, memory counts as missing
         recipe.write_text(recipe.read_text().replace("predict_memory: false\n", ""))
+    if "hardware" in names:
+        recipe.write_text(recipe.read_text().replace("cpu_threads: 1\n", ""))
     run = ["--config", str(recipe), "--max_steps", "3", "--output_dir", str(folder / "run")]
     if "readers" in names:  # then data is a function's, and the tokenizer that of a folder
         build_tokenizer("bytes", ()).save_pretrained(folder / "tokenizer")
@@ -139,13 +141,14 @@ def ask_the_planner(names: Sequence[str], folder: Path, *words: str) -> subproce
     return script(words, 1, {**os.environ, "PYTHONPATH": str(copy)}, copy, alone=True)
 
 
-def test_plans_with_no_extra_but_the_one_that_measures(tmp_path: Path) -> None:
-    asked = ask_the_planner([name for name in extras.ORDER if name not in ("memory", "meter")], tmp_path)
+def test_plans_with_no_extra_but_the_two_that_it_needs(tmp_path: Path) -> None:
+    asked = ask_the_planner([name for name in extras.ORDER if name not in ("memory", "meter", "hardware")], tmp_path)
     assert asked.returncode == 0, asked.stderr
     assert "checkpointing none, precision fp32, loss full" in asked.stdout  # there is nothing to choose
 
 
-def test_the_planner_names_the_extra_that_it_needs(tmp_path: Path) -> None:
-    asked = ask_the_planner(["meter"], tmp_path)
-    assert asked.returncode == EXIT_USAGE and "train/memory/ measures with train/extras/meter/" in asked.stderr
+@pytest.mark.parametrize("name", ["meter", "hardware"])
+def test_the_planner_names_the_extra_that_it_needs(tmp_path: Path, name: str) -> None:
+    asked = ask_the_planner([name], tmp_path)
+    assert asked.returncode == EXIT_USAGE and f"train/extras/{name}/" in asked.stderr
     assert "Traceback" not in asked.stderr

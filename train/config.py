@@ -127,7 +127,7 @@ class Output:
 
     output_dir: str = everyday("runs/default", "The run's folder.", is_path=True)
     resume: str = everyday("auto", "auto, never (from scratch), or a checkpoint's folder.", is_path=True)
-    allow_changes_on_resume: bool = option(False, "Resume with other data, model, batch or seed.")
+    allow_changes_on_resume: bool = option(False, "Resume with other data, model or seed.")
     save_every_steps: int | None = everyday(None, "Checkpoint also every n steps.", ge=1)
     save_total_limit: int = option(2, "Checkpoints to keep, the best one apart.", ge=1)
     eval_every_steps: int | None = everyday(None, "Evaluate also every n steps.", ge=1)

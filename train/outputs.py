@@ -291,9 +291,12 @@ class Outputs:
 
     def is_written(self, run: Run, progress: Progress) -> bool:
         """Whether a finished run of this length is in the folder already; says so."""
-        if written := self.is_complete(progress.step, run.extras.first("final_step", run, progress) or progress.step):
+        step, wanted = progress.step, run.extras.first("final_step", run, progress) or progress.step
+        # Where the best weights cannot be used, final/ has the last ones.
+        written = self.is_complete(step, wanted) or (self.is_complete(step, step) and not self.is_usable(wanted))
+        if written:
             self.say(
-                f"nothing to do: {self.folder} already holds this run, up to step {progress.step}. For a new run give "
+                f"nothing to do: {self.folder} already holds this run, up to step {step}. For a new run give "
                 "--resume never or another --output_dir; for a longer one a higher --max_steps (or patience)."
             )
         return written

@@ -142,7 +142,7 @@ def usable_precision(asked: str, device: torch.device) -> str:
     """no, bf16 or fp16: what a run makes of ``asked``; auto is bf16 or fp16 on a card, fp32 elsewhere."""
     import torch
 
-    from train.launch import resolve_precision
+    from train.extras.hardware import resolve_precision
 
     if asked == "auto" and device.type == "cuda":
         asked = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -151,7 +151,7 @@ def usable_precision(asked: str, device: torch.device) -> str:
 
 def fast_precisions(device: torch.device) -> list[str]:
     """fp32, and bf16 where the hardware is fast at it."""
-    from train.launch import cpu_has_fast_bf16
+    from train.extras.hardware import cpu_has_fast_bf16
 
     return ["no", *(["bf16"] if device.type == "cuda" or cpu_has_fast_bf16() else [])]
 
@@ -193,7 +193,8 @@ def start_accelerator(config: Config, launch: Launch, accumulation_steps: int) -
     from accelerate import Accelerator
 
     from train import extras
-    from train.launch import accelerator_options, resolve_precision, set_up_device
+    from train.extras.hardware import resolve_precision, set_up_device
+    from train.launch import accelerator_options
 
     device = training_device()
     precision, _ = resolve_precision(config.optimization.mixed_precision or launch.precision, device)

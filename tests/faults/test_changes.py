@@ -22,7 +22,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "tokenizer": ({"tokenizer": "words"}, "tokenizer", False),
     "dropout": ({"model_config": {**GPT2, "resid_pdrop": 0.3}}, "model_config", True),
     "model": ({"model_config": {**GPT2, "n_embd": 8}}, "model_config", False),
-    "global batch": ({"global_batch_size": 4}, "global_batch_size", True),
+    "global batch": ({"global_batch_size": 4}, "global_batch_size", False),
     "packing": ({"packing": True}, "packing", True),
     "precision": ({"mixed_precision": "bf16"}, "mixed_precision", True),
     "weights' type": ({"dtype": "bfloat16"}, "dtype", True),

@@ -239,12 +239,3 @@ def test_sample_that_fails_loses_nothing(tmp_path: Path) -> None:
     assert end.status == EXIT_DONE, end.said
     assert "no sample of what the model writes: IndexError: index is out of bounds" in end.said
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
-
-
-def test_other_global_batch_goes_on_at_the_same_example(tmp_path: Path) -> None:
-    assert go(tmp_path, "--num_epochs", "None", "--max_steps", 2).status == EXIT_DONE  # 16 of 20 examples
-    flags = ("--global_batch_size", 4, "--allow_changes_on_resume", True, "--save_total_limit", 100)
-    end = go(tmp_path, *flags)
-    assert end.status == EXIT_DONE and "= 4 per step; 8 steps (" in end.said  # 2 + 1 + 5
-    states = [progress_at(tmp_path / "run", step) for step in (3, 4)]
-    assert [(state["epoch"], state["step_in_epoch"]) for state in states] == [(0, 5), (1, 1)]

@@ -185,7 +185,7 @@ def test_rank_lost_before_all_have_met_is_named(
     runs: Callable[[str], Runs], victim: int, action: Callable[[], None]
 ) -> None:
     its, name = runs("2 ranks, packing"), f"never-met-{victim}-{action.__name__}"
-    fault = on_rank(victim, at_call("train.launch:set_up_device", action))
+    fault = on_rank(victim, at_call("train.extras.hardware:set_up_device", action))
     with its.started(name, fault, timeout_seconds=4) as job:
         other = job.end(60.0, of_ranks=[1 - victim])[1 - victim]
     assert other.status == EXIT_ERROR, other.said

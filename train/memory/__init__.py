@@ -42,7 +42,7 @@ class Options:
 
 class Extra(extras.Extra):
     Options = Options
-    needs = ("meter",)
+    needs = ("hardware", "meter")
 
     def __init__(self) -> None:
         self._predictor = Predictor()

@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 from train import extras
 
 if "memory" in extras.missing():
-    print("error: train/memory/ measures with train/extras/meter/, which is not in this copy.", file=sys.stderr)
+    print(
+        "error: train/memory/ needs train/extras/hardware/ and train/extras/meter/.",
+        file=sys.stderr,
+    )
     sys.exit(2)  # EXIT_USAGE
 
 from train.config import Config, argument, parse

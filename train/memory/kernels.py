@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from train.extras.meter.flops import attended
 from train.extras.hardware import cpu_has_fast_bf16
+from train.extras.meter.flops import attended
 
 
 def module_of(extra: str, name: str) -> Any:

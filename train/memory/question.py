@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from train.config import Config, to_values
-from train.extras.meter.cards import peak_flops_per_second
 from train.extras.hardware import automatic_precision
+from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch, check_launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on

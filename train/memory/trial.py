@@ -20,8 +20,8 @@ from transformers.initialization import no_init_weights
 
 from train import extras
 from train.config import Config, from_values
-from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
 from train.extras.hardware import init_gloo, resolve_precision
+from train.extras.meter.tracker import GRADIENTS, WORKSPACE, num_classes_of, tag_gradients, tag_held
 from train.launch import Launch, accelerator_options, shard_by_layer
 from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import replay

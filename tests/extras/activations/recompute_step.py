@@ -16,7 +16,8 @@ from test_step import batch, rows
 from train.batching import Rounds, without_targets
 from train.config import Config, Optimization
 from train.extras.activations import recompute
-from train.launch import accelerator_options, init_gloo, read_launch, shard_by_layer
+from train.extras.hardware import init_gloo
+from train.launch import accelerator_options, read_launch, shard_by_layer
 from train.model import ModelWithLoss
 from train.records import BatchArithmetic
 from train.state import TrainingState

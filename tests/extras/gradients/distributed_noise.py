@@ -13,7 +13,8 @@ from test_step import TinyModel, batch
 
 from train.config import Config, Optimization
 from train.extras.gradients.noise import NoiseScale
-from train.launch import accelerator_options, init_gloo, read_launch
+from train.extras.hardware import init_gloo
+from train.launch import accelerator_options, read_launch
 from train.model import ModelWithLoss
 from train.records import BatchArithmetic
 from train.step import Engine, optimizer_step

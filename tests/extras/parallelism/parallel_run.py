@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from train import extras
 from train.batching import arithmetic_of
 from train.config import Config
-from train.launch import Launch, accelerator_options, init_gloo
+from train.extras.hardware import init_gloo
+from train.launch import Launch, accelerator_options
 from train.records import Run
 
 NEEDED = ("activations", "losses", "parallelism", "optimizers")

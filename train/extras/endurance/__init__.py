@@ -70,6 +70,7 @@ class Extra(extras.Extra):
         self._config: Config | None = None
         self._saving: Saving | None = None
         self._is_unlocked = False
+        self._logged_step = 0  # up to which the loss is known
         self._recovering: Recovering | None = None
         self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
 
@@ -152,6 +153,7 @@ class Extra(extras.Extra):
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
         self._compare_replicas(progress.step, False)
+        self._logged_step = progress.step
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
@@ -191,7 +193,7 @@ class Extra(extras.Extra):
         """Also what two rollbacks would go back to: checkpoints that, as far as is known, a later step has proved."""
         options, sound = run.config.of(Options), progress.step - progress.consecutive_nonfinite_steps
         if options.loss_spike_factor is not None:
-            sound = min(sound, progress.interval.since_step)
+            sound = min(sound, self._logged_step)
         proved = [step for step in run.outputs.steps() if step < sound]
         return kept | set(proved[-2:]) if options.max_rollbacks else kept
 

@@ -80,7 +80,7 @@ class Extra(extras.Extra):
             rows = (row for row in read_metrics(outputs.metrics) if row["step"] == step)
             return [row for row in rows if row.get("data") == self._data and self._metric in row][:1]
 
-        if outputs.is_foreign or progress.evaluated_step == step or not (found := outputs.from_main(logged)):
+        if progress.evaluated_step == step or not (found := outputs.from_main(logged)):
             return progress
         metrics = {name: math.nan if value is None else value for name, value in found[0].items()}
         return self.evaluated(run, replace(progress, evaluated_step=step), Evaluation("validation", step, metrics))
