@@ -65,10 +65,12 @@ def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tenso
 
     As in transformers, a model computes it where its configuration has ``output_router_logits: true``.
     """
-    if (balance := getattr(output, "aux_loss", None)) is None:
+    balance, weight = output.get("aux_loss") if isinstance(output, dict) else getattr(output, "aux_loss", None), 1.0
+    if balance is None:
         return loss_sum
-    config = model.config.get_text_config()
-    weight = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", 0.0)
+    if isinstance(getattr(model, "config", None), PretrainedConfig):  # any other model weights it by itself
+        config = model.config.get_text_config()
+        weight = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", 0.0)
     return loss_sum + weight * balance * (labels != IGNORE).sum()
 
 
@@ -84,19 +86,21 @@ def build_model(
     # The network: a function's, or one of transformers from a configuration that extras may change.
     model_config, arguments = fitting_config(run, task, tokenizer)
     named = dict(enumerate(label_names)), {name: number for number, name in enumerate(label_names)}
-    if model_config is None:
-        network = load_function(own.name, "model")()
-        if not isinstance(network, nn.Module):
-            raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
-        if label_names and isinstance(known := getattr(network, "config", None), PretrainedConfig):  # final/ keeps it
-            known.id2label, known.label2id = named
-    else:
-        if label_names:
-            model_config.id2label, model_config.label2id = named
-            for part in (model_config, model_config.get_text_config()):
-                part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
+    network = _from_function(run, own.name) if model_config is None else None
+    if network is not None and isinstance(found := getattr(network, "config", None), PretrainedConfig):
+        model_config = found
+        if label_names and found.num_labels != len(label_names):
+            classes = f"{found.num_labels} classes; the data has {len(label_names)}: {', '.join(label_names[:20])}"
+            raise UserError(f"model {own.name!r} returned a model of {classes}. Give it num_labels={len(label_names)}.")
+    if label_names and model_config is not None:
+        model_config.id2label, model_config.label2id = named
+        for part in (model_config, model_config.get_text_config()):
+            part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
+    if network is None:
         network = _from_transformers(own, task, model_config, arguments, has_weights)
-        _check_fit(model_config, tokenizer, max_length, skipped_positions(network))
+    _check_fit(model_config, tokenizer, max_length, skipped_positions(network))
+    # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
+    torch.backends.mha.set_fastpath_enabled(False)
     run.extras.each("check_model", run, network, task, (len(tokenizer), len(label_names)))
     # In evaluation mode as from_pretrained returns it, a network would train without dropout.
     network.train()
@@ -106,6 +110,14 @@ def build_model(
     model = ModelWithLoss(network, task)
     run.extras.each("change_loss", run, model)
     return model
+
+
+def _from_function(run: Run, name: str) -> nn.Module:
+    build = load_function(name, "model")
+    network = build(run.config) if inspect.signature(build).parameters else build()
+    if not isinstance(network, nn.Module):
+        raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
+    return network
 
 
 def _from_transformers(

@@ -124,6 +124,11 @@ class TrainingState:
             logging.disable_progress_bar()
             model.config.use_cache = True  # off in training only
             dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
+            first = {id(tensor): name for name, tensor in TrainingState.model_tensors(self).items()}
+            for name, tensor in model.state_dict(keep_vars=True).items():  # a name that the class ties by hand
+                is_declared = name in (getattr(model, "all_tied_weights_keys", None) or {})
+                if name not in weights and id(tensor) in first and not is_declared:
+                    weights[name] = weights[first[id(tensor)]].clone()
             model.save_pretrained(folder, state_dict=weights)
             # An engine may compute with halves of these weights; whoever loads them should not halve them again.
             model.config.dtype = dtype

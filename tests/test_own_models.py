@@ -1,0 +1,172 @@
+"""Models of one's own (``--model file.py:build``): what they may return, and what is noticed before training."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import run_for
+from torch import Tensor, nn
+
+from train.config import Config
+from train.extras.readers.own_tokenizers import build_tokenizer
+from train.model import ModelWithLoss, build_model
+from train.records import UserError
+from train.state import TrainingState
+from train.tasks import load_task
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+MODELS = f"""
+import torch
+import transformers
+from torch import nn
+
+SIZES = {SIZES}
+
+
+def small_vocabulary():
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=20, **SIZES))
+
+
+def few_positions():
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=300, max_position_embeddings=4, **SIZES))
+
+
+def two_classes():
+    config = transformers.LlamaConfig(vocab_size=300, num_labels=2, **SIZES)
+    return transformers.LlamaForSequenceClassification(config)
+
+
+class NextByte(nn.Sequential):
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+def by_configuration(config):
+    width = config.data.max_length
+    return NextByte(nn.Embedding(300, width), nn.Linear(width, 300))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(300, 16)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
+        self.head = nn.Linear(16, 300)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.layers(self.embed(input_ids)))
+
+
+class Tied(transformers.PreTrainedModel):
+    config_class = transformers.BertConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head.weight = self.embed.weight  # by hand: transformers does not hear of it
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.embed(input_ids))
+
+
+def tied():
+    return Tied(transformers.BertConfig(vocab_size=300, **SIZES))
+"""
+BYTES = build_tokenizer("bytes", ())
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_for_test.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+
+
+def built(function: str, task: str = "masked_lm", labels: tuple[str, ...] = (), **options: Any) -> ModelWithLoss:
+    config = Config().changed(task=task, model=f"models_for_test.py:{function}", **{"max_length": 8, **options})
+    return build_model(run_for(config), load_task(task), BYTES, labels)
+
+
+def test_a_vocabulary_that_is_too_small_is_told() -> None:
+    with pytest.raises(UserError, match=r"the model has 20 embeddings, the tokenizer \d+ tokens"):
+        built("small_vocabulary")
+
+
+def test_too_few_positions_are_told() -> None:
+    with pytest.raises(UserError, match="max_length: 8 is more than the model's 4 positions"):
+        built("few_positions")
+
+
+def test_a_classifier_with_too_few_outputs_is_told() -> None:
+    with pytest.raises(UserError, match=r"returned a model of 2 classes; the data has 3"):
+        built("two_classes", "sequence_classification", ("a", "b", "c"))
+
+
+def test_a_classifier_of_a_causal_model_finds_the_last_token_of_each_row() -> None:
+    """Without a padding token transformers refuses a batch of more than one row."""
+    model = built("two_classes", "sequence_classification", ("a", "b"))
+    pad = BYTES.pad_token_id
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, pad, pad]])
+    inputs = {"input_ids": ids, "attention_mask": (ids != pad).long()}
+    scores = model(inputs, torch.tensor([0, 1]), scored=True)
+    alone = model({"input_ids": ids[1:, :2]}, torch.tensor([1]), scored=True)
+    torch.testing.assert_close(scores.loss_sums[1:], alone.loss_sums)
+
+
+def test_a_function_may_take_the_configuration() -> None:
+    model: Any = built("by_configuration", "causal_lm", max_length=24).model
+    assert model[0].embedding_dim == 24
+
+
+class Balanced(nn.Module):
+    """A mixture of experts of one's own: it weights its balancing loss itself."""
+
+    def __init__(self, as_dict: bool) -> None:
+        super().__init__()
+        self.as_dict = as_dict
+
+    def forward(self, input_ids: Tensor) -> Any:
+        found = {"logits": torch.zeros(*input_ids.shape, 4), "aux_loss": torch.tensor(0.5)}
+        return found if self.as_dict else transformers.utils.ModelOutput(**found)
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_a_balancing_loss_of_a_model_without_a_configuration_counts(as_dict: bool) -> None:
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    loss = ModelWithLoss(Balanced(as_dict))({"input_ids": ids}, ids)
+    assert loss.item() == pytest.approx(3 * (torch.log(torch.tensor(4.0)).item() + 0.5))
+
+
+def test_adapters_count_in_evaluation_where_torch_has_a_fast_path() -> None:
+    """In evaluation nn.TransformerEncoderLayer reads the weights of its linear layers, past what surrounds them."""
+    model = built("Encoder", adapter="lora", lora_target_modules=("linear1", "linear2"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    ids = torch.arange(8)[None]
+    model.eval()
+    with torch.no_grad():
+        evaluated = model({"input_ids": ids}, ids, scored=True)
+        model.train()  # in which the fast path is not taken
+        expected = model({"input_ids": ids}, ids, scored=True)
+    torch.testing.assert_close(evaluated.loss_sums, expected.loss_sums)
+
+
+def test_weights_that_a_model_ties_by_hand_are_in_final(tmp_path: Path) -> None:
+    model: Any = built("tied").model
+    state = TrainingState(model, torch.optim.SGD(model.parameters()), {})
+    state.save_pretrained(tmp_path / "final", keep=True)
+    loaded = type(model).from_pretrained(tmp_path / "final")
+    for name, tensor in copy.deepcopy(model).state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor)
