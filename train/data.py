@@ -12,13 +12,13 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from train.batching import Batches, Loading, Rounds, load
 from train.config import Config
 from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError, column
 from train.state import examples_digest
-from train.tasks import Task, from_pretrained, load_task, pad_token_id, tokenize
+from train.tasks import Task, load_task, load_tokenizer, pad_token_id, tokenize
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,6 @@ def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
         order, train = np.random.default_rng(0).permutation(count), splits["train"]
         splits |= {"train": train.select(order[held_out:]), "validation": train.select(order[:held_out])}
     return Corpus(name, splits["train"], splits["validation"], splits.get("test"))
-
-
-def load_tokenizer(spec: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
-    own = "bytes, words or train:8192 (train/extras/readers/)"
-    instead = f"a folder with a tokenizer, a Hub name (and a connection), or {own}"
-    return from_pretrained(AutoTokenizer, spec, trust_remote_code, "tokenizer", instead)
 
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:

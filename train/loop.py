@@ -15,7 +15,7 @@ from train.batching import Batches
 from train.data import PreparedData
 from train.evaluation import evaluate
 from train.optim import learning_rate_at
-from train.records import DivergenceError, Progress, Run, StepError, StopAtOnce, UserError, exchange
+from train.records import DivergenceError, Progress, Run, StepError, StopAtOnce, exchange
 from train.state import TrainingState
 from train.step import Engine, seed_step
 
@@ -61,7 +61,8 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     progress, stops = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
     while not stops and not is_done(run, total_steps, progress):
-        for micro_batches in parts.batches.steps(progress.epoch, progress.step_in_epoch):
+        steps = parts.batches.steps(progress.epoch, progress.step_in_epoch)
+        for micro_batches in steps:
             micro_batches = run.extras.pipe("change_micro_batches", run, micro_batches, progress.step)
             # Randomness and learning rate are functions of the step alone, so a checkpoint needs neither. Ranks that
             # share tensors compute the same activations, and have to drop the same of them.
@@ -102,13 +103,10 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 saved = progress.step
             started = time.perf_counter()  # evaluating and saving do not count as training
             if done or stops:
-                if stops:  # said before the processes that load batches end, for which a launcher may not wait
-                    run.outputs.stopped(run.stop, progress.step)
-                return progress
-        if progress.step_in_epoch == 0:
-            raise UserError("the training data gave no batch in a whole epoch: it is empty.")
-        progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
-    if stops:
+                break
+        else:
+            progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
+    if stops:  # said while ``steps`` is open: a launcher may not wait for the processes that load its batches to end
         run.outputs.stopped(run.stop, progress.step)
     return progress
 

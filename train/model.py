@@ -86,12 +86,10 @@ def build_model(
     # The network: a function's, or one of transformers from a configuration that extras may change.
     model_config, arguments = fitting_config(run, task, tokenizer)
     named = dict(enumerate(label_names)), {name: number for number, name in enumerate(label_names)}
-    network = _from_function(run, own.name) if model_config is None else None
-    if network is not None and isinstance(found := getattr(network, "config", None), PretrainedConfig):
-        model_config = found
-        if label_names and found.num_labels != len(label_names):
-            classes = f"{found.num_labels} classes; the data has {len(label_names)}: {', '.join(label_names[:20])}"
-            raise UserError(f"model {own.name!r} returned a model of {classes}. Give it num_labels={len(label_names)}.")
+    network = None
+    if model_config is None:
+        network = _from_function(run, own.name, len(label_names))
+        model_config = network.config if isinstance(getattr(network, "config", None), PretrainedConfig) else None
     if label_names and model_config is not None:
         model_config.id2label, model_config.label2id = named
         for part in (model_config, model_config.get_text_config()):
@@ -112,16 +110,19 @@ def build_model(
     return model
 
 
-def _from_function(run: Run, name: str) -> nn.Module:
+def _from_function(run: Run, name: str, num_labels: int) -> Any:
     build = load_function(name, "model")
-    network = build(run.config) if inspect.signature(build).parameters else build()
+    network: Any = build(run.config) if inspect.signature(build).parameters else build()
     if not isinstance(network, nn.Module):
         raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
+    known = getattr(getattr(network, "config", None), "num_labels", num_labels)
+    if num_labels and known != num_labels:
+        raise UserError(f"model {name!r} returned a model of {known} classes; the data has {num_labels} of them.")
     return network
 
 
 def _from_transformers(
-    own: Architecture, task: type[Task], model_config: PretrainedConfig, arguments: dict[str, Any], has_weights: bool
+    own: Architecture, task: type[Task], model_config: Any, arguments: dict[str, Any], has_weights: bool
 ) -> nn.Module:
     stored, factory = own.model is not None, getattr(transformers, task.auto_class)
     options: dict[str, Any] = {"dtype": getattr(torch, own.dtype), "trust_remote_code": own.trust_remote_code}

@@ -349,25 +349,6 @@ def test_classification_numbers_text_and_integer_labels(labels: list[Any], names
     assert names[examples.validation["label"][0]] == str(labels[0])
 
 
-@pytest.mark.parametrize(
-    ("train", "validation", "expected"),
-    [
-        (["True", "False"], [1, 0], [1, 0]),  # CSV, and true and false of JSON
-        ([1, 0], ["true", "FALSE"], [1, 0]),
-        ([0, 3], ["3.0", "0.0"], [1, 0]),
-        (["0.0", "1.0"], [1, 0], [1, 0]),
-        (["1", "True", "x"], ["True", "1", "x"], [1, 0, 2]),
-    ],
-)
-def test_a_label_is_known_in_the_words_of_another_format(
-    train: list[Any], validation: list[Any], expected: list[int]
-) -> None:
-    corpus = corpus_of([("a", label) for label in train], [("b", label) for label in validation])
-    examples = classified(corpus)
-    assert examples.label_names == tuple(map(str, sorted(train)))
-    assert examples.validation["label"][:] == expected
-
-
 @pytest.mark.parametrize(("train", "label"), [([0, 1], "1.5"), ([0, 1], "2.0"), (["1", "True"], "1.0"), ([0, 7], "07")])
 def test_a_label_that_only_looks_like_another_is_unknown(train: list[Any], label: str) -> None:
     with pytest.raises(UserError, match=f"label '{label}' does not occur in the training split"):

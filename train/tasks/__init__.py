@@ -258,7 +258,7 @@ def tokenize(
         splits[name] = make()
         if len(splits[name]) == 0:
             raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
-    examples = Examples(**splits, label_names=label_names)
+    examples = Examples(splits["train"], splits["validation"], splits.get("test"), label_names)
     return replace(examples, notes=(*notes, *task.describe(examples)))
 
 
@@ -269,6 +269,15 @@ def stored_config(config: Architecture) -> PretrainedConfig:
     assert config.model is not None
     instead = "a folder with a model, a Hub name (and a connection), module:function, or a model_config for a new one"
     return from_pretrained(AutoConfig, config.model, config.trust_remote_code, "model", instead)
+
+
+def load_tokenizer(spec: str, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
+    from transformers import AutoTokenizer
+
+    own = "bytes, words or train:8192 (train/extras/readers/)"
+    instead = f"a folder with a tokenizer, a Hub name (and a connection), or {own}"
+    return from_pretrained(AutoTokenizer, spec, trust_remote_code, "tokenizer", instead)
 
 
 def from_pretrained(loader: Any, name: str, trust_remote_code: bool, what: str, instead: str) -> Any:
