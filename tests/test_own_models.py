@@ -117,7 +117,7 @@ def test_a_classifier_of_a_causal_model_finds_the_last_token_of_each_row() -> No
     model = built("two_classes", "sequence_classification", ("a", "b"))
     pad = BYTES.pad_token_id
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, pad, pad]])
-    inputs = {"input_ids": ids, "attention_mask": (ids != pad).long()}
+    inputs = {"input_ids": ids, "attention_mask": torch.ne(ids, pad).long()}
     scores = model(inputs, torch.tensor([0, 1]), scored=True)
     alone = model({"input_ids": ids[1:, :2]}, torch.tensor([1]), scored=True)
     torch.testing.assert_close(scores.loss_sums[1:], alone.loss_sums)

@@ -49,17 +49,12 @@ def swapped(path: Path) -> None:
     shutil.copy(path.parent.parent / "step-00000005" / path.name, path)
 
 
-def link(path: Path) -> None:
-    path.rename(path.parent.parent.parent / path.name)
-    path.symlink_to(path.parent.parent.parent / path.name)
-
-
 def folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-DAMAGES: tuple[Callable[[Path], None], ...] = (empty, half, longer, swapped, link, folder, Path.unlink)
+DAMAGES: tuple[Callable[[Path], None], ...] = (empty, half, longer, swapped, folder, Path.unlink)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda function: function.__name__)

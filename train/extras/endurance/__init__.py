@@ -153,7 +153,6 @@ class Extra(extras.Extra):
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
         self._compare_replicas(progress.step, False)
-        self._logged_step = progress.step
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
@@ -163,6 +162,7 @@ class Extra(extras.Extra):
                 progress,
                 since_step,
             )
+        self._logged_step = progress.step
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 

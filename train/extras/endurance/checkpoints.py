@@ -238,5 +238,5 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "reason": str(error)}
     outputs.record(run, "rollback", restored.step, values)
     outputs.note(f"{error} Went back to the checkpoint of step {restored.step}, and past the data since.")
-    kept = ("epoch", "step_in_epoch", "counted_from", "nonfinite_steps", "training_seconds")
+    kept = ("epoch", "step_in_epoch", "nonfinite_steps", "training_seconds")
     return replace(restored, rollbacks=lost.rollbacks + 1, **{name: getattr(lost, name) for name in kept})
