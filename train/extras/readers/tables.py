@@ -7,11 +7,9 @@ or lacks the configuration, split or column; and for a bad record.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import datasets
@@ -19,33 +17,21 @@ from datasets import config
 
 from train.extras.readers import Source, rows
 from train.extras.readers.readers import named
-from train.records import UserError
+from train.figures import without_secrets
+from train.records import UserError, one_line
 
-_SECRET = re.compile(r"hf_\w+|(?<=\?)\S+|(?i:(?<=bearer )\S+)")
 
-
-def load_named(data: Source) -> dict[str, Any]:
-    """The splits of the dataset ``data.dataset`` on the Hub; under ``data.streaming`` nothing is downloaded ahead."""
+def load_named(data: Source) -> dict[str, datasets.Dataset]:
+    """The splits of the dataset ``data.dataset`` on the Hub."""
     name, configuration = data.dataset, data.dataset_config
-    with _advice(name):
-        chosen = _choose(datasets.get_dataset_split_names(name, configuration), data, name)
-    if data.streaming:
-        # Its validation split comes over the network too, so it is cut short; a test split is not worth the wait.
-        chosen.pop("test", None)
 
-    def load_split(role: str, split: str) -> Any:
+    def load_split(split: str) -> Any:
         with _advice(name):
-            loaded = datasets.load_dataset(name, configuration, split=split, streaming=data.streaming)
-            if data.streaming:
-                stream = _documents(loaded, data, name, split, streams=True)
-                if role == "train":
-                    return stream
-                head = list(islice(stream, data.max_eval_samples or 100))
-                data.notes.append(f"streaming: validating on the first {len(head)} documents of {name}[{split}]")
-                return datasets.Dataset.from_list(head)
-        return _documents(loaded, data, name, split)
+            return datasets.load_dataset(name, configuration, split=split)
 
-    return _gather(chosen, load_split, data)
+    with _advice(name):
+        names = datasets.get_dataset_split_names(name, configuration)
+    return _gather(names, load_split, data, name)
 
 
 @contextmanager
@@ -53,18 +39,13 @@ def _advice(name: str) -> Iterator[None]:
     """Turns whatever keeps the dataset ``name`` from being loaded into a UserError with advice."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
-        reason = shorten(_SECRET.sub("***", str(error)), 400, placeholder=" ...") or type(error).__name__
-        advice = "A local file or folder is given by its path; a configuration by --dataset_config."
+        reason = without_secrets(one_line(error, 400)) or type(error).__name__
+        advice = "A local file or folder is given by its path, a configuration by --dataset_config; a private or gated "
+        advice += "dataset needs `hf auth login`; without a network, HF_HUB_OFFLINE=1 takes what is cached."
         if config.HF_HUB_OFFLINE:
             advice = "HF_HUB_OFFLINE is set: unset it to download (with a network), or give a local file or folder."
-        elif isinstance(error, ConnectionError | TimeoutError):
-            advice = "Without a network, set HF_HUB_OFFLINE=1 for what is cached, or give a local file or folder."
-        elif "gated" in reason.lower() or "authent" in reason.lower():
-            advice = "A private or gated dataset needs `hf auth login` by someone who was granted access."
         raise UserError(f"the dataset {name!r} on the Hub: {reason.rstrip('.')}. {advice}") from None
 
 
@@ -74,64 +55,70 @@ def is_saved(path: Path) -> bool:
     return has_info or (path / "dataset_dict.json").is_file()
 
 
-def load_saved(path: Path, data: Source) -> dict[str, Any]:
-    """The splits of a folder written by ``save_to_disk``; only the training split can be a stream."""
+def load_saved(path: Path, data: Source) -> dict[str, datasets.Dataset]:
+    """The splits of a folder written by ``save_to_disk``; a Dataset without splits is the one called train."""
     saved = _from_disk(path)
-
-    def load_split(role: str, split: str) -> Any:
-        streams = role == "train" and data.streaming
-        return _documents(_split_of(saved, split, path), data, path, split, streams)
-
-    return _gather({"train": ""} if "" in saved else _choose(list(saved), data, str(path)), load_split, data)
+    return _gather(list(saved), lambda split: _split_of(saved, split, path), data, str(path))
 
 
-def load_saved_validation(path: Path, data: Source) -> Any:
+def load_saved_validation(path: Path, data: Source) -> datasets.Dataset:
     """The documents to validate on of a folder written by ``save_to_disk``."""
     saved = _from_disk(path)
-    split = data.validation_split or next((name for name in ("validation", *saved) if name in saved), "validation")
-    split = "" if "" in saved else split
-    return _documents(_split_of(saved, split, path), data, path, split)
+    split = data.validation_split or ("validation" if "validation" in saved else next(iter(saved)))
+    return _documents(_split_of(saved, split, path), data, f"{path}[{split}]")
 
 
-def _from_disk(path: Path) -> dict[Any, Any]:
-    """The splits of a saved DatasetDict by name; a Dataset is the only one, named ""."""
+def _from_disk(path: Path) -> dict[str, Any]:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
         # Whatever is wrong with a damaged folder comes up as an error of Arrow, JSON or the system.
-        raise UserError(f"{path}: cannot be loaded as saved by 🤗 Datasets: {' '.join(str(error).split())}") from None
-    return dict(loaded) if isinstance(loaded, dict) else {"": loaded}
+        raise UserError(f"{path}: cannot be loaded as saved by 🤗 Datasets: {one_line(error)}") from None
+    return {str(name): split for name, split in loaded.items()} if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _split_of(saved: dict[Any, Any], split: str, path: Path) -> Any:
+def _split_of(saved: dict[str, Any], split: str, path: Path) -> Any:
     if split not in saved:  # an expression such as train[:10%] is for the Hub
         raise UserError(f"{path}: no split {split!r}; it has {', '.join(saved)}. Name one of these.")
     return saved[split]
 
 
-def _documents(table: Any, data: Source, name: Any, split: str, streams: bool = False) -> Any:
-    """The good records of a Dataset or an IterableDataset as documents."""
-    what = f"{name}[{split}]" if split else str(name)
-    if table.column_names is not None:  # a stream may not know them
-        wanted = [data.text_column, *([data.label_column] if data.labelled else [])]
-        if missing := [column for column in wanted if column not in table.column_names]:
-            known = ", ".join(table.column_names)
-            raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {rows.NAME_COLUMNS}")
-        table = table.select_columns(wanted)
+def _documents(table: datasets.Dataset, data: Source, what: str) -> datasets.Dataset:
+    """The good records of a Dataset as documents."""
+    wanted = [data.text_column, *([data.label_column] if data.labelled else [])]
+    if missing := [column for column in wanted if column not in table.column_names]:
+        known = ", ".join(table.column_names)
+        raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {rows.NAME_COLUMNS}.")
     # The fingerprint that a dataset was saved with need not stand for its content.
-    files = () if streams else tuple(named(Path(file["filename"])) for file in table.cache_files)
-    return rows.documents(table_rows, data, what, streams, table=table, shown=what, files=files)
+    files = tuple(named(Path(file["filename"])) for file in table.cache_files)
+    return rows.documents(table_rows, data, what, table=table.select_columns(wanted), shown=what, files=files)
 
 
 def table_rows(table: Any, shown: str, files: Any, columns: rows.Columns) -> Iterator[dict[str, Any]]:
     """The records of ``table`` as rows, a class by its name; one out of range (-1: a hidden label) is empty."""
     label = columns[1]
-    names = getattr((table.features or {}).get(label), "names", None)
+    names = getattr(table.features.get(label), "names", None)
     for index, record in enumerate(table):
         if names is not None:
             known = isinstance(record[label], int) and 0 <= record[label] < len(names)
             record = {**record, label: names[record[label]] if known else None}
         yield rows.row(record, shown, index, columns)
+
+
+def _gather(
+    names: Sequence[str], load_split: Callable[[str], Any], data: Source, what: str
+) -> dict[str, datasets.Dataset]:
+    """The documents of the splits that are asked for, of those with ``names``, by what they are for."""
+    loaded: dict[str, datasets.Dataset] = {}
+    for role, split in _choose(names, data, what).items():
+        try:
+            loaded[role] = _documents(load_split(split), data, f"{what}[{split}]")
+        except UserError as error:
+            # The test split of many public datasets has no labels; that must not stop a training.
+            if role != "test":
+                raise
+            data.notes.append(f"left out the test split: {error}")
+    return loaded
 
 
 def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
@@ -155,17 +142,3 @@ def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
 def _names_in(split: str) -> list[str]:
     """The names in an expression such as ``train[:10%]+unsupervised``."""
     return re.sub(r"\[.*?\]", "", split).split("+")
-
-
-def _gather(chosen: Mapping[str, str], load_split: Callable[[str, str], Any], data: Source) -> dict[str, Any]:
-    """The splits that ``load_split(role, split)`` gives; one to test on that it refuses is left out with a note."""
-    loaded: dict[str, Any] = {}
-    for role, split in chosen.items():
-        try:
-            loaded[role] = load_split(role, split)
-        except UserError as error:
-            # The test split of many public datasets has no labels; that must not stop a training.
-            if role != "test":
-                raise
-            data.notes.append(f"left out the test split: {error}")
-    return loaded
