@@ -221,7 +221,6 @@ def test_splits_of_a_function_have_known_names_and_it_takes_the_configuration(tm
         ({"max_train_samples": 3}, "max_train_samples"),
         ({"text_column": "body"}, "text_column"),
         ({"validation_dataset": "/nowhere"}, "validation_dataset"),
-        ({"streaming": True, "max_steps": 3}, "streaming"),
     ],
 )
 def test_options_that_a_function_would_not_heed_are_refused(flags: dict[str, Any], named: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from train.state import STREAMED, examples_digest
+from train.state import examples_digest
 
 ROWS: list[dict[str, Any]] = [
     {"tokens": [1, 2, 3], "label": 0, "members": [[1], [2, 3]]},
@@ -102,15 +102,3 @@ def test_cache_that_cannot_be_written_is_not_an_error(tmp_path: Path, monkeypatc
     monkeypatch.setattr("os.fsync", full)
     assert examples_digest(examples) == examples_digest(datasets.Dataset.from_list(ROWS))
     assert not list(tmp_path.rglob("examples-*"))
-
-
-def test_of_a_stream_the_first_examples_are_compared() -> None:
-    rows = [{"tokens": [number]} for number in range(STREAMED + 2)]
-
-    def digest(rows: list[dict[str, Any]]) -> str:
-        return examples_digest(datasets.Dataset.from_list(rows).to_iterable_dataset())
-
-    assert digest(rows) == digest([dict(row) for row in rows])
-    assert digest(rows) == digest([*rows[:STREAMED], {"tokens": [0]}])
-    assert digest(rows) != digest([*rows[: STREAMED - 1], {"tokens": [0]}, *rows[STREAMED:]])
-    assert digest(rows) != examples_digest(datasets.Dataset.from_list(rows))

@@ -155,16 +155,6 @@ def test_a_kept_tokenizer_that_is_damaged_is_trained_again(
     assert digest() == (known, [])
 
 
-def test_a_tokenizer_of_a_stream_is_that_of_its_own_documents(tmp_path: Path) -> None:
-    """Also in the folder of a run that began with others."""
-    run, words = run_for(Config().changed(output_dir=str(tmp_path))), ("a rose is a rose", "tulips are tulips")
-    for text in words:
-        documents = datasets.Dataset.from_dict({"text": [text]})
-        stream = Corpus("flowers", documents.to_iterable_dataset(), documents)
-        found = own_tokenizers.tokenizer_for(run, "words", stream)
-        assert "<|unknown|>" not in found.convert_ids_to_tokens(ids_of(found, text))
-
-
 def test_a_kept_tokenizer_is_written_in_one_move_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = datasets.Dataset.from_dict({"text": ["a rose is a rose"]})
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -528,18 +518,6 @@ def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path
     for split in (examples.train, examples.validation, examples.test):
         assert set(split.column_names) == {"tokens", "length", "num_bytes"}
     assert examples.test.to_list() == examples.validation.to_list() != examples.train.to_list()
-
-
-def test_stream_gives_the_same_examples_on_the_way(tmp_path: Path) -> None:
-    corpus = stored_corpus(tmp_path)
-    rows, _ = tokenized(tmp_path)
-    assert isinstance(corpus.train, datasets.Dataset)
-    task = Counting(configured())
-    streamed = replace(corpus, train=corpus.train.to_iterable_dataset())
-    examples = tokenize(streamed, task, tokenizer_of("bytes"))
-    assert task.encoded == 0  # validation comes from the cache, the stream is not read yet
-    streamed_rows = [dict(row) for row in examples.train]
-    assert [{**row, "tokens": list(row["tokens"])} for row in streamed_rows] == rows
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])

@@ -152,7 +152,7 @@ def test_files_of_records(tmp_path: Path, suffix: str, labelled: bool) -> None:
     reads()
 
 
-@pytest.mark.parametrize("sample_by", ["document", "paragraph", "line"])
+@pytest.mark.parametrize("sample_by", ["document", "line"])
 def test_text_files(tmp_path: Path, sample_by: str) -> None:
     path = tmp_path / "data.txt"
 
