@@ -96,14 +96,15 @@ class Extra(extras.Extra):
         _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
+        core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
+        data = Source(**vars(config.of(Options)), **core, labelled=labelled)
         if _is_function(config):
             from train.extras.readers.functions import load_returned
 
-            return load_returned(config, labelled)
+            return load_returned(config, data)
         from train.extras.readers.corpus import load_corpus
 
-        core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
-        return load_corpus(Source(**vars(config.of(Options)), **core, labelled=labelled))
+        return load_corpus(data)
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         if spec not in ("bytes", "words") and not spec.startswith("train:"):

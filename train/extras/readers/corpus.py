@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 
 from train.extras.readers import HUB_NAME, Source, readers, rows, tables
-from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, File
+from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
 from train.records import Corpus, UserError
 
@@ -83,20 +83,17 @@ def _load_validation(path: Path, data: Source) -> datasets.Dataset:
     return _documents(found.get("validation") or [file for files in found.values() for file in files], data, str(path))
 
 
-def _documents(files: Sequence[File], data: Source, what: str) -> datasets.Dataset:
-    if data.labelled and not readers.has_records(files[0][1]):
-        suffixes = " ".join(RECORD_SUFFIXES)
-        raise UserError(f"{files[0][0]}: a text file carries no label. Give records with a label ({suffixes}).")
+def _documents(files: Sequence[str], data: Source, what: str) -> datasets.Dataset:
     how = data.sample_by, data.encoding, data.quoting
     return rows.documents(readers.file_rows, data, what, files=tuple(files), how=how)
 
 
-def _find(path: Path, data: Source) -> dict[str | None, list[File]]:
+def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
     """A single file, or the files of each split that a folder's names tell."""
     if not path.is_dir():
         if path.suffix.lower() not in SUFFIXES:
             raise UserError(f"{path}: cannot tell what it is. It must end in one of {' '.join(SUFFIXES)}.")
-        return {"train": [readers.named(path)]}
+        return {"train": [str(path)]}
     files = _walk(path)
     chosen = list(filter(readers.has_records, files)) or [
         file for file in files if file.suffix.lower() in TEXT_SUFFIXES
@@ -111,9 +108,9 @@ def _find(path: Path, data: Source) -> dict[str | None, list[File]]:
         named = {file: split for file, split in named.items() if split}
     if len(named) < len(files):
         data.notes.append(f"{path}: ignored {several(len(files) - len(named), 'other file')}, read {len(named)}")
-    splits: dict[str | None, list[File]] = {}
+    splits: dict[str | None, list[str]] = {}
     for file, split in named.items():
-        splits.setdefault(split, []).append(readers.named(file))
+        splits.setdefault(split, []).append(str(file))
     return splits
 
 
@@ -140,28 +137,27 @@ def _load_stdlib(data: Source) -> datasets.Dataset:
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
     texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html")]
-    keys = tuple(readers.named(file, file.relative_to(folder).as_posix()) for file in texts)
     columns = datasets.Features({name: datasets.Value("string") for name in ("text", "source")})
-    documents = rows.cached(stdlib_rows, columns, files=keys)
+    documents = rows.cached(stdlib_rows, columns, files=tuple(map(str, texts)), folder=str(folder))
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
     size, python = sum(file.stat().st_size for file in texts) / 1e6, platform.python_version()
-    data.notes.append(f"stdlib: {len(documents):,} of {len(keys):,} files, {size:.1f} MB, of Python {python}")
+    data.notes.append(f"stdlib: {len(documents):,} of {len(texts):,} files, {size:.1f} MB, of Python {python}")
     return documents
 
 
-def stdlib_rows(files: Sequence[File]) -> Iterator[dict[str, str]]:
+def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
     """Each file's text once, with its path.
 
     Files that are not UTF-8 are left out: some tests of Python's own are made to be unreadable.
     """
     seen: set[str] = set()
-    for shown, path in files:
+    for path in files:
         with contextlib.suppress(UnicodeDecodeError, OSError):
             text = Path(path).read_text(encoding="utf-8")
             if text.strip() and "\0" not in text and text not in seen:
                 seen.add(text)
-                yield {"text": text, "source": shown}
+                yield {"text": text, "source": Path(path).relative_to(folder).as_posix()}
 
 
 # Splits

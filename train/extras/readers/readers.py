@@ -23,15 +23,7 @@ _MARKUP = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc",
 _CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", ".rb", ".rs", ".sh", ".sql")
 TEXT_SUFFIXES = _MARKUP + _CODE
 
-File = tuple[str, str]
-"""Name to show and absolute path."""
-
 Found = Iterator[tuple[int | str | None, Any]]
-
-
-def named(path: Path, shown: str | None = None) -> File:
-    """A file by its own name, unless another is to be ``shown``: in one line."""
-    return without_secrets(shown or str(path)).replace("\n", "\\n"), str(path.resolve())
 
 
 def has_records(path: str | Path) -> bool:
@@ -39,14 +31,14 @@ def has_records(path: str | Path) -> bool:
     return Path(path).suffix.lower() in RECORD_SUFFIXES
 
 
-def file_rows(files: Sequence[File], columns: Columns, how: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
-    """The rows of files; ``how``: sample_by, encoding and quoting."""
-    wanted = [column for column in columns if column is not None]
-    for shown, path in files:
-        if has_records(path):
-            found, own = read_records(Path(path), wanted, *how[1:]), columns
+def file_rows(files: Sequence[str], columns: Columns, how: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
+    """The rows of files; ``how``: sample_by, encoding and quoting. The text of text files is their column "text"."""
+    for file in files:
+        if has_records(file):
+            found, own = read_records(Path(file), [name for name in columns if name], *how[1:]), columns
         else:
-            found, own = read_documents(Path(path), *how[:2]), ("text", None)
+            found, own = read_documents(Path(file), *how[:2]), ("text", columns[1])
+        shown = without_secrets(file).replace("\n", "\\n")
         yield from (row(record, shown, position, own) for position, record in found)
 
 

@@ -7,7 +7,7 @@ A bad record is a row with a ``problem``. So a cached corpus still knows which r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from train.records import UserError
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
 FORMAT = 7  # part of every cache key: raise it when a reader or a check gives other rows
-LONGEST_TEXT = 2**29  # characters: in UTF-8 they fit the 2 GiB that a value in Arrow can hold
 # ``label_number`` is null where the label is text, ``problem`` in a good row.
 FEATURES = Features(
     {name: Value("string") for name in ("text", "label", "source", "problem")} | {"label_number": Value("int64")}
@@ -64,8 +63,8 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
     if found := _UNREADABLE.search(text):
         encoding = "If the file is not UTF-8, name its encoding, such as --encoding cp1252"
         raise RecordError(f"character {found.start() + 1} of {text_column!r} is unreadable. {encoding}")
-    if len(text) > LONGEST_TEXT:
-        raise RecordError(f"{text_column!r} is longer than 2^29 characters. Divide it, or try --sample_by line")
+    if len(text) >= 2**29 and len(text.encode()) >= 2**31:  # which one value in Arrow cannot hold
+        raise RecordError(f"{text_column!r} is 2 GiB or more. Divide it, or try --sample_by line")
     label = None if label_column is None else _label(record[label_column], label_column)
     if not text.strip():
         raise RecordError(EMPTY)
@@ -90,31 +89,32 @@ def documents(generator: Callable[..., Iterator[Any]], data: Source, what: str, 
     """
     rows = cached(generator, FEATURES, columns=(data.text_column, data.label_column if data.labelled else None), **key)
     is_bad = ~rows.data.column("problem").is_null().to_numpy()
-    bad = rows.select_columns(["source", "problem"]).select(np.flatnonzero(is_bad)).to_list()
-    notes = [
-        *_left_out("bad record", "on_bad_record", [row for row in bad if row["problem"] != EMPTY], data, what),
-        *_left_out(EMPTY, "on_empty_document", [row for row in bad if row["problem"] == EMPTY], data, what),
-    ]
-    if is_bad.all():
-        raise UserError(" ".join([f"{what}: no document to learn from.", *(f"{note}." for note in notes)]))
-    data.notes.extend(notes)
+    bad = rows.select_columns(["source", "problem"]).select(np.flatnonzero(is_bad))
+    settle([(row["source"], row["problem"]) for row in bad.to_list()], len(rows), data, what)
     columns = ["text", "source"]
     if data.labelled:
-        if rows.data.column("label_number").null_count == is_bad.sum():
+        if rows.data.column("label_number").null_count == len(bad):
             rows = rows.remove_columns("label").rename_column("label_number", "label")
         columns.insert(1, "label")
     found = rows.select_columns(columns)
-    return found.select(np.flatnonzero(~is_bad)) if is_bad.any() else found
+    return found.select(np.flatnonzero(~is_bad)) if len(bad) else found
 
 
-def _left_out(noun: str, flag: str, bad: list[dict[str, str]], data: Source, what: str) -> list[str]:
-    """A note on these bad rows, if there are any; raises UserError if ``flag`` does not allow leaving them out."""
-    if not bad:
-        return []
-    first = f"{bad[0]['source']}: {bad[0]['problem']}"
-    if getattr(data, flag) == "error":
-        raise UserError(f"{first}. Correct it, or leave such records out with --{flag} skip.")
-    return [f"skipped {several(len(bad), noun)} of {what}, the first {first}"]
+def settle(problems: Sequence[tuple[str, str]], count: int, data: Source, what: str) -> None:
+    """Notes which of ``count`` rows are left out, by their sources and problems.
+
+    Raises UserError if they may not be left out, or if nothing else is left.
+    """
+    notes = []
+    for flag, noun in (("on_bad_record", "bad record"), ("on_empty_document", EMPTY)):
+        found = [f"{source}: {problem}" for source, problem in problems if (problem == EMPTY) == (noun == EMPTY)]
+        if found and getattr(data, flag) == "error":
+            raise UserError(f"{found[0]}. Correct it, or leave such records out with --{flag} skip.")
+        if found:
+            notes.append(f"skipped {several(len(found), noun)} of {what}, the first {found[0]}")
+    if len(problems) == count:
+        raise UserError(" ".join([f"{what}: no document to learn from.", *(f"{note}." for note in notes)]))
+    data.notes.extend(notes)
 
 
 def cached(generator: Callable[..., Iterator[Any]], features: Features, **key: Any) -> Dataset:
@@ -123,7 +123,7 @@ def cached(generator: Callable[..., Iterator[Any]], features: Features, **key: A
     Raises the UserError that the generator raised, or one for a file that cannot be read or written.
     """
     try:
-        contents = [file_digest(Path(path)) for _, path in key.get("files", ())]
+        contents = [file_digest(Path(path)) for path in key.get("files", ())]
         fingerprint = Hasher.hash([generator.__qualname__, key, contents, FORMAT])
         return generated(generator, features, fingerprint, **key)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Datasets that 🤗 Datasets loads itself: by name on the Hub, or from a folder that ``save_to_disk`` wrote.
+"""Datasets that 🤗 Datasets loads itself, and those of functions: used where they lie, not copied.
 
 Code that comes with a dataset never runs. All functions raise UserError for a dataset that cannot be reached or read,
-or lacks the configuration, split or column; and for a bad record.
+or lacks the configuration, split or column; and for a bad row.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import config
+from datasets.fingerprint import Hasher
+from pyarrow import compute
 
+from train.extras.cache import file_digest
 from train.extras.readers import Source, rows
-from train.extras.readers.readers import named
 from train.figures import without_secrets
 from train.records import UserError, one_line
+from train.state import ROWS_AT_ONCE
 
 
 def load_named(data: Source) -> dict[str, datasets.Dataset]:
@@ -84,25 +88,43 @@ def _split_of(saved: dict[str, Any], split: str, path: Path) -> Any:
 
 
 def _documents(table: datasets.Dataset, data: Source, what: str) -> datasets.Dataset:
-    """The good records of a Dataset as documents."""
-    wanted = [data.text_column, *([data.label_column] if data.labelled else [])]
-    if missing := [column for column in wanted if column not in table.column_names]:
+    names = {data.text_column: "text"} | ({data.label_column: "label"} if data.labelled else {})
+    if missing := [column for column in names if column not in table.column_names]:
         known = ", ".join(table.column_names)
         raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {rows.NAME_COLUMNS}.")
-    # The fingerprint that a dataset was saved with need not stand for its content.
-    files = tuple(named(Path(file["filename"])) for file in table.cache_files)
-    return rows.documents(table_rows, data, what, table=table.select_columns(wanted), shown=what, files=files)
+    contents = [file_digest(Path(file["filename"])) for file in table.cache_files]
+    table = table.select_columns(list(names)).rename_columns(names)
+    # The one that a dataset was saved with need not stand for its content.
+    table._fingerprint = Hasher.hash([table._fingerprint, contents])
+    return good_rows(table, data, what)
 
 
-def table_rows(table: Any, shown: str, files: Any, columns: rows.Columns) -> Iterator[dict[str, Any]]:
-    """The records of ``table`` as rows, a class by its name; one out of range (-1: a hidden label) is empty."""
-    label = columns[1]
-    names = getattr(table.features.get(label), "names", None)
-    for index, record in enumerate(table):
-        if names is not None:
-            known = isinstance(record[label], int) and 0 <= record[label] < len(names)
-            record = {**record, label: names[record[label]] if known else None}
-        yield rows.row(record, shown, index, columns)
+def good_rows(table: datasets.Dataset, data: Source, what: str) -> datasets.Dataset:
+    """The rows of ``table`` that have a ``text`` and, if labelled, a ``label``: a class by its name.
+
+    Raises UserError for columns of other types, and for rows that may not be left out.
+    """
+    if data.labelled and (names := getattr(table.features["label"], "names", None)):
+        numbers = table.with_format(None)["label"][:]  # -1 stands for a hidden label
+        labels = [names[number] if number in range(len(names)) else None for number in numbers]
+        table = table.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
+    kinds = {"text": "(large_)?string", "label": r"(large_)?string|u?int\d+|bool"}
+    columns = ["text", "label"] if data.labelled else ["text"]
+    for column in columns:
+        kind = str(getattr(table.features[column], "dtype", "list"))
+        if re.fullmatch(kinds[column], kind) is None:
+            needed = "text" if column == "text" else "text or a whole number"
+            raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed}.")
+    problems: list[str] = []
+    parts: Any = table.select_columns(columns).with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
+    for part in parts:
+        text, label = part["text"], part[columns[-1]]
+        is_empty = compute.equal(compute.utf8_trim_whitespace(text), "")  # pyright: ignore
+        found = compute.if_else(label.is_null(), "no label", compute.if_else(is_empty, rows.EMPTY, ""))  # pyright: ignore
+        problems += compute.if_else(text.is_null(), "no text", found).to_pylist()  # pyright: ignore
+    bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]
+    rows.settle(bad, len(table), data, what)
+    return table.select(np.flatnonzero(np.array(problems) == "")) if bad else table
 
 
 def _gather(
