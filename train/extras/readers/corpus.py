@@ -10,19 +10,18 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import datasets
 import numpy as np
+from datasets import Dataset, Features, Value
 
 from train.extras.readers import HUB_NAME, Source, readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
 from train.records import Corpus, UserError
 
-NEARBY = 2000  # a text is cut at the end of a line if there is one within so many characters
+NEARBY = 2000  # a text is cut after a line if one ends within so many characters
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-_WORD = re.compile(r"[^\W\d_]+")
 
 
 def load_corpus(data: Source) -> Corpus:
@@ -43,7 +42,7 @@ def load_corpus(data: Source) -> Corpus:
     return Corpus(data.dataset, train, validation, splits.get("test"), tuple(data.notes))
 
 
-def _load(data: Source) -> dict[str, datasets.Dataset]:
+def _load(data: Source) -> dict[str, Dataset]:
     name, path = data.dataset, Path(data.dataset)
     if name == "stdlib":
         if data.labelled:
@@ -62,7 +61,7 @@ def _load(data: Source) -> dict[str, datasets.Dataset]:
 # Files and folders
 
 
-def _load_files(path: Path, data: Source) -> dict[str, datasets.Dataset]:
+def _load_files(path: Path, data: Source) -> dict[str, Dataset]:
     """The splits of a file or folder; files that name no split are for training if none is named train."""
     found = _find(path, data)
     if None in found:
@@ -73,7 +72,7 @@ def _load_files(path: Path, data: Source) -> dict[str, datasets.Dataset]:
     return {str(split): _documents(files, data, names[split]) for split, files in found.items()}
 
 
-def _load_validation(path: Path, data: Source) -> datasets.Dataset:
+def _load_validation(path: Path, data: Source) -> Dataset:
     """The documents of ``data.validation_dataset``: of files that are named so where there are some, else of all."""
     if not path.exists():
         raise UserError(f"--validation_dataset {path}: no such file or folder.")
@@ -83,7 +82,7 @@ def _load_validation(path: Path, data: Source) -> datasets.Dataset:
     return _documents(found.get("validation") or [file for files in found.values() for file in files], data, str(path))
 
 
-def _documents(files: Sequence[str], data: Source, what: str) -> datasets.Dataset:
+def _documents(files: Sequence[str], data: Source, what: str) -> Dataset:
     how = data.sample_by, data.encoding, data.quoting
     return rows.documents(readers.file_rows, data, what, files=tuple(files), how=how)
 
@@ -95,29 +94,25 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
             raise UserError(f"{path}: cannot tell what it is. It must end in one of {' '.join(SUFFIXES)}.")
         return {"train": [str(path)]}
     files = _walk(path)
-    chosen = list(filter(readers.has_records, files)) or [
-        file for file in files if file.suffix.lower() in TEXT_SUFFIXES
-    ]
-    if not chosen:
+    kinds = RECORD_SUFFIXES if any(map(readers.has_records, files)) else TEXT_SUFFIXES
+    if not (chosen := [file for file in files if file.suffix.lower() in kinds]):
         raise UserError(f"{path}: no file in it ends in one of {' '.join(SUFFIXES)}.")
     named = {file: _split_of(file.relative_to(path).with_suffix("").parts) for file in chosen}
-    if None in named.values() and not readers.has_records(chosen[0]):
+    if None in named.values() and kinds is TEXT_SUFFIXES:
         # The name of a text may be its title, and "test" a word of that: only whole names at the top count.
         named = {file: _split_of(file.relative_to(path).with_suffix("").parts[:1], whole=True) for file in chosen}
     if "train" in named.values():
         named = {file: split for file, split in named.items() if split}
     if len(named) < len(files):
         data.notes.append(f"{path}: ignored {several(len(files) - len(named), 'other file')}, read {len(named)}")
-    splits: dict[str | None, list[str]] = {}
-    for file, split in named.items():
-        splits.setdefault(split, []).append(str(file))
-    return splits
+    splits = dict.fromkeys(named.values())
+    return {split: [str(file) for file in named if named[file] == split] for split in splits}
 
 
 def _split_of(names: Sequence[str], whole: bool = False) -> str | None:
     """The split of the first folder or file name with such a word in it, the last where it has several."""
     for name in names:
-        words = [word for word in _WORD.findall(name.lower()) if word != "of"]  # as in train-00000-of-00001
+        words = [word for word in re.findall(r"[^\W\d_]+", name.lower()) if word != "of"]  # as in train-00000-of-00001
         if (splits := [_SPLITS[word] for word in words if word in _SPLITS]) and not (whole and len(words) > 1):
             return splits[-1]
     return None
@@ -132,12 +127,12 @@ def _walk(folder: Path, left_out: Sequence[str] = ("__pycache__",)) -> list[Path
     return sorted(filter(Path.is_file, found), key=lambda file: file.relative_to(folder).as_posix())
 
 
-def _load_stdlib(data: Source) -> datasets.Dataset:
+def _load_stdlib(data: Source) -> Dataset:
     """The source and texts of this Python's standard library, all for training."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
     texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html")]
-    columns = datasets.Features({name: datasets.Value("string") for name in ("text", "source")})
+    columns = Features({name: Value("string") for name in ("text", "source")})
     documents = rows.cached(stdlib_rows, columns, files=tuple(map(str, texts)), folder=str(folder))
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
@@ -163,7 +158,7 @@ def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
 # Splits
 
 
-def _hold_out(documents: datasets.Dataset, data: Source) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     """Documents to train on, and documents held out for validation.
 
     A single document without a label is cut in two near its end; every label keeps a document to train on. Raises
@@ -187,7 +182,7 @@ def _hold_out(documents: datasets.Dataset, data: Source) -> tuple[datasets.Datas
     return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation)
 
 
-def _divide(document: datasets.Dataset, data: Source) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _divide(document: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     name, fraction = data.dataset, data.validation_fraction
     # Not in memory: the parts land in the cache.
     parts = rows.cached(halves, document.features, document=document, fraction=fraction)
@@ -201,14 +196,11 @@ def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[d
     """The only text of ``document`` in two, the second its last ``fraction``; without parts that are only space."""
     text = document[0]["text"]
     place = round(len(text) * (1 - fraction))
-    # At the start of a line near there that leaves something on both sides, if one does.
-    lines = (text.rfind("\n", max(place - NEARBY, 0), place) + 1, text.find("\n", place, place + NEARBY) + 1)
-    good = [at for at in lines if at and text[:at].strip() and text[at:].strip()]
-    cut = min(good, key=lambda at: abs(at - place), default=place)
+    cut = text.rfind("\n", max(place - NEARBY, 0), place) + 1 or place
     yield from ({**document[0], "text": part} for part in (text[:cut], text[cut:]) if part.strip())
 
 
-def _limit(documents: datasets.Dataset, count: int | None) -> datasets.Dataset:
+def _limit(documents: Dataset, count: int | None) -> Dataset:
     """``count`` documents, evenly spaced, as they may be sorted; None: all."""
     if count is None or count >= len(documents):
         return documents

@@ -7,14 +7,13 @@ or lacks the configuration, split or column; and for a bad row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets import config
+from datasets import Dataset, config
 from datasets.fingerprint import Hasher
 from pyarrow import compute
 
@@ -25,24 +24,14 @@ from train.records import UserError, one_line
 from train.state import ROWS_AT_ONCE
 
 
-def load_named(data: Source) -> dict[str, datasets.Dataset]:
+def load_named(data: Source) -> dict[str, Dataset]:
     """The splits of the dataset ``data.dataset`` on the Hub."""
     name, configuration = data.dataset, data.dataset_config
-
-    def load_split(split: str) -> Any:
-        with _advice(name):
-            return datasets.load_dataset(name, configuration, split=split)
-
-    with _advice(name):
-        names = datasets.get_dataset_split_names(name, configuration)
-    return _gather(names, load_split, data, name)
-
-
-@contextmanager
-def _advice(name: str) -> Iterator[None]:
-    """Turns whatever keeps the dataset ``name`` from being loaded into a UserError with advice."""
     try:
-        yield
+        splits = _choose(datasets.get_dataset_split_names(name, configuration), data, name)
+        tables = {split: datasets.load_dataset(name, configuration, split=split) for split in splits.values()}
+    except UserError:
+        raise
     except Exception as error:
         # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
         reason = without_secrets(one_line(error, 400)) or type(error).__name__
@@ -51,25 +40,25 @@ def _advice(name: str) -> Iterator[None]:
         if config.HF_HUB_OFFLINE:
             advice = "HF_HUB_OFFLINE is set: unset it to download (with a network), or give a local file or folder."
         raise UserError(f"the dataset {name!r} on the Hub: {reason.rstrip('.')}. {advice}") from None
+    return _documents(splits, tables, data, name)
 
 
 def is_saved(path: Path) -> bool:
     """Whether ``path`` was written by ``save_to_disk``."""
-    has_info = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
-    return has_info or (path / "dataset_dict.json").is_file()
+    return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
-def load_saved(path: Path, data: Source) -> dict[str, datasets.Dataset]:
+def load_saved(path: Path, data: Source) -> dict[str, Dataset]:
     """The splits of a folder written by ``save_to_disk``; a Dataset without splits is the one called train."""
     saved = _from_disk(path)
-    return _gather(list(saved), lambda split: _split_of(saved, split, path), data, str(path))
+    return _documents(_choose(list(saved), data, str(path)), saved, data, str(path))
 
 
-def load_saved_validation(path: Path, data: Source) -> datasets.Dataset:
+def load_saved_validation(path: Path, data: Source) -> Dataset:
     """The documents to validate on of a folder written by ``save_to_disk``."""
     saved = _from_disk(path)
     split = data.validation_split or ("validation" if "validation" in saved else next(iter(saved)))
-    return _documents(_split_of(saved, split, path), data, f"{path}[{split}]")
+    return _documents({"validation": split}, saved, data, str(path))["validation"]
 
 
 def _from_disk(path: Path) -> dict[str, Any]:
@@ -81,13 +70,23 @@ def _from_disk(path: Path) -> dict[str, Any]:
     return {str(name): split for name, split in loaded.items()} if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _split_of(saved: dict[str, Any], split: str, path: Path) -> Any:
-    if split not in saved:  # an expression such as train[:10%] is for the Hub
-        raise UserError(f"{path}: no split {split!r}; it has {', '.join(saved)}. Name one of these.")
-    return saved[split]
+def _documents(splits: Mapping[str, str], tables: Mapping[str, Any], data: Source, name: str) -> dict[str, Dataset]:
+    """The documents of these ``splits``, by what they are for."""
+    loaded: dict[str, Dataset] = {}
+    for role, split in splits.items():
+        try:
+            if split not in tables:  # an expression such as train[:10%] is for the Hub
+                raise UserError(f"{name}: no split {split!r}; it has {', '.join(tables)}. Name one of these.")
+            loaded[role] = _columns(tables[split], data, f"{name}[{split}]")
+        except UserError as error:
+            # The test split of many public datasets has no labels; that must not stop a training.
+            if role != "test":
+                raise
+            data.notes.append(f"left out the test split: {error}")
+    return loaded
 
 
-def _documents(table: datasets.Dataset, data: Source, what: str) -> datasets.Dataset:
+def _columns(table: Dataset, data: Source, what: str) -> Dataset:
     names = {data.text_column: "text"} | ({data.label_column: "label"} if data.labelled else {})
     if missing := [column for column in names if column not in table.column_names]:
         known = ", ".join(table.column_names)
@@ -99,7 +98,7 @@ def _documents(table: datasets.Dataset, data: Source, what: str) -> datasets.Dat
     return good_rows(table, data, what)
 
 
-def good_rows(table: datasets.Dataset, data: Source, what: str) -> datasets.Dataset:
+def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     """The rows of ``table`` that have a ``text`` and, if labelled, a ``label``: a class by its name.
 
     Raises UserError for columns of other types, and for rows that may not be left out.
@@ -113,7 +112,7 @@ def good_rows(table: datasets.Dataset, data: Source, what: str) -> datasets.Data
     for column in columns:
         kind = str(getattr(table.features[column], "dtype", "list"))
         if re.fullmatch(kinds[column], kind) is None:
-            needed = "text" if column == "text" else "text or a whole number"
+            needed = "text or a whole number" if column == "label" else "text"
             raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed}.")
     problems: list[str] = []
     parts: Any = table.select_columns(columns).with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
@@ -125,22 +124,6 @@ def good_rows(table: datasets.Dataset, data: Source, what: str) -> datasets.Data
     bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]
     rows.settle(bad, len(table), data, what)
     return table.select(np.flatnonzero(np.array(problems) == "")) if bad else table
-
-
-def _gather(
-    names: Sequence[str], load_split: Callable[[str], Any], data: Source, what: str
-) -> dict[str, datasets.Dataset]:
-    """The documents of the splits that are asked for, of those with ``names``, by what they are for."""
-    loaded: dict[str, datasets.Dataset] = {}
-    for role, split in _choose(names, data, what).items():
-        try:
-            loaded[role] = _documents(load_split(split), data, f"{what}[{split}]")
-        except UserError as error:
-            # The test split of many public datasets has no labels; that must not stop a training.
-            if role != "test":
-                raise
-            data.notes.append(f"left out the test split: {error}")
-    return loaded
 
 
 def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
