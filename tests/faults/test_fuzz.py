@@ -145,7 +145,7 @@ def test_files_of_records(tmp_path: Path, suffix: str, labelled: bool) -> None:
     def reads(content: bytes) -> None:
         path.write_bytes(content)
         try:
-            read_all(path, lambda: readers.read_records(path, ["text", "label"][: 1 + labelled]), labelled)
+            read_all(path, lambda: readers.read_file(path, ("text", "label" if labelled else None)), labelled)
         except UserError as error:
             assert str(path) in str(error)
 
@@ -160,7 +160,7 @@ def test_text_files(tmp_path: Path, sample_by: str) -> None:
     @given(files_like(".txt"))
     def reads(content: bytes) -> None:
         path.write_bytes(content)
-        read_all(path, lambda: readers.read_documents(path, sample_by), labelled=False)
+        read_all(path, lambda: readers.read_file(path, ("text", None), sample_by), labelled=False)
 
     reads()
 
@@ -181,7 +181,7 @@ def test_parquet_files_with_changed_bytes(tmp_path: Path) -> None:
             altered[place] = byte
         path.write_bytes(bytes(altered[: len(altered) - cut]))
         try:
-            read_all(path, lambda: readers.read_records(path, ["text"]), labelled=False)
+            read_all(path, lambda: readers.read_file(path, ("text", None)), labelled=False)
         except UserError as error:
             assert str(path) in str(error)
 

@@ -67,7 +67,7 @@ def test_without_labels_there_is_no_label_column(jsonl: Write) -> None:
 
 def test_column_names_are_chosen(jsonl: Write) -> None:
     corpus = load(jsonl({"t": "a", "y": 3}, {"t": "b", "y": 3}), True, text_column="t", label_column="y")
-    assert {(d["text"], d["label"]) for d in all_documents(corpus).values()} == {("a", 3), ("b", 3)}
+    assert {(d["text"], d["label"]) for d in all_documents(corpus).values()} == {("a", "3"), ("b", "3")}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_csv_refuses_a_column_named_twice(tmp_path: Path) -> None:
         ("text,label\na,b\nc\n", 3, "wrong number of fields: 1, the header has 2"),
         ("text,label\na,b\nc,d,e\n", 3, "wrong number of fields: 3, the header has 2"),
         ('text,label\na,b\n"c,d\ne,f\n', 3, "not CSV up to line 4 (unexpected end of data)"),
-        ("text,label\na,\n", 2, "'label' must be text or a whole number of 64 bits, not ''"),
+        ("text,label\na,\n", 2, "'label' must be text or a whole number, not ''"),
     ],
 )
 def test_bad_csv_records(tmp_path: Path, content: str, where: int, reason: str) -> None:
@@ -224,7 +224,7 @@ def test_parquet_in_batches(tmp_path: Path) -> None:
     found = all_documents(load(tmp_path / "d.parquet", labelled=True))
     assert len(found) == count
     assert found["d.parquet:1"]["text"] == "t0"
-    assert found[f"d.parquet:{count}"]["label"] == (count - 1) // 2
+    assert found[f"d.parquet:{count}"]["label"] == str((count - 1) // 2)
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
@@ -270,14 +270,10 @@ def test_text_carries_no_label(tmp_path: Path) -> None:
         ('{"text": "a\\u0000b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a\\ud800b", "label": 1}', "character 2 of 'text' is unreadable"),
         ('{"text": "a"}', "no column 'label'; the columns are text"),
-        ('{"text": "a", "label": null}', "'label' must be text or a whole number of 64 bits, not None"),
-        ('{"text": "a", "label": 1.5}', "'label' must be text or a whole number of 64 bits, not 1.5"),
-        ('{"text": "a", "label": NaN}', "'label' must be text or a whole number of 64 bits, not nan"),
-        ('{"text": "a", "label": [1]}', "'label' must be text or a whole number of 64 bits, not [1]"),
-        (
-            '{"text": "a", "label": 99999999999999999999}',
-            "'label' must be text or a whole number of 64 bits, not 99999999999999999999",
-        ),
+        ('{"text": "a", "label": null}', "'label' must be text or a whole number, not None"),
+        ('{"text": "a", "label": 1.5}', "'label' must be text or a whole number, not 1.5"),
+        ('{"text": "a", "label": NaN}', "'label' must be text or a whole number, not nan"),
+        ('{"text": "a", "label": [1]}', "'label' must be text or a whole number, not [1]"),
     ],
 )
 def test_a_bad_record_is_refused_or_skipped(jsonl: Write, line: str, reason: str) -> None:
@@ -336,9 +332,9 @@ def test_nothing_to_learn_from(jsonl: Write, lines: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([1, 2, 2], [1, 2, 2]),
-        ([True, False, True], [1, 0, 1]),
-        ([1.0, 2.0, 2], [1, 2, 2]),
+        ([1, 2, 2], ["1", "2", "2"]),
+        ([True, False, True], ["1", "0", "1"]),
+        ([1.0, 2.0, 2], ["1", "2", "2"]),
         (["b", "a", "b"], ["b", "a", "b"]),
         (["b", 1, True], ["b", "1", "1"]),
     ],
@@ -571,7 +567,7 @@ def test_unreadable_file_keeps_its_own_error(jsonl: Write, monkeypatch: pytest.M
     def forbidden(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(readers, "read_records", forbidden)
+    monkeypatch.setattr(readers, "read_file", forbidden)
     assert message(path) == f"{path}: Permission denied."
 
 
@@ -651,13 +647,13 @@ def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
     jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    original = readers.read_records
+    original = readers.read_file
 
     def counted(path: Path, *how: Any) -> Any:
         reads.append(path.name)
         return original(path, *how)
 
-    monkeypatch.setattr(readers, "read_records", counted)
+    monkeypatch.setattr(readers, "read_file", counted)
     path = jsonl({"text": "a"}, "{", {"text": "b"})
     assert "not JSON" in message(path)
     first = load(path, on_bad_record="skip")

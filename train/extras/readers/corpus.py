@@ -1,19 +1,23 @@
-"""Where text comes from: local files, datasets of 🤗 Datasets, the standard library's own text."""
+"""Where text comes from: functions, local files, datasets of 🤗 Datasets, the standard library's own text."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import platform
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, Features, Value
 
-from train.extras.readers import HUB_NAME, Source, readers, rows, tables
+from train.config import Config
+from train.data import corpus_of, load_function
+from train.extras.readers import Source, readers, rows, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
 from train.records import Corpus, UserError
@@ -53,9 +57,32 @@ def _load(data: Source) -> dict[str, Dataset]:
     if path.exists():
         return _load_files(path, data)
     is_path = path.suffix.lower() in SUFFIXES or (len(path.parts) == 2 and path.parent.is_dir())
-    if is_path or not HUB_NAME.fullmatch(name):
+    if is_path or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise UserError(f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name).")
     return tables.load_named(data)
+
+
+def load_returned(config: Config, data: Source) -> Corpus:
+    """What the function that ``--dataset`` names returns, without documents of only space; classes by their names.
+
+    Raises UserError for a function that does not take the configuration, and for a row without text or label.
+    """
+    name = data.dataset
+    function = load_function(name, "dataset")
+    try:
+        inspect.signature(function).bind(config)
+    except TypeError:
+        raise UserError(f"dataset {name!r}: it must take one argument, the configuration of the run.") from None
+    found = function(config)
+    splits = dict(found) if isinstance(found, dict) else {"train": found}
+    if unknown := splits.keys() - {"train", "validation", "test"}:
+        raise UserError(f"dataset {name!r} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
+    needed = {"text", "label"} if data.labelled else {"text"}
+    for split, documents in splits.items():
+        if isinstance(documents, Dataset) and needed <= {*documents.column_names}:
+            splits[split] = tables.good_rows(documents, data, f"dataset {name!r}: the {split} split")
+    corpus = corpus_of(splits if isinstance(found, dict) else splits["train"], config, data.labelled)
+    return replace(corpus, notes=tuple(data.notes))
 
 
 # Files and folders
@@ -77,7 +104,7 @@ def _load_validation(path: Path, data: Source) -> Dataset:
     if not path.exists():
         raise UserError(f"--validation_dataset {path}: no such file or folder.")
     if tables.is_saved(path):
-        return tables.load_saved_validation(path, data)
+        return tables.load_saved(path, data, only_validation=True)["validation"]
     found = _find(path, data)
     return _documents(found.get("validation") or [file for files in found.values() for file in files], data, str(path))
 
@@ -94,7 +121,7 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
             raise UserError(f"{path}: cannot tell what it is. It must end in one of {' '.join(SUFFIXES)}.")
         return {"train": [str(path)]}
     files = _walk(path)
-    kinds = RECORD_SUFFIXES if any(map(readers.has_records, files)) else TEXT_SUFFIXES
+    kinds = RECORD_SUFFIXES if any(file.suffix.lower() in RECORD_SUFFIXES for file in files) else TEXT_SUFFIXES
     if not (chosen := [file for file in files if file.suffix.lower() in kinds]):
         raise UserError(f"{path}: no file in it ends in one of {' '.join(SUFFIXES)}.")
     named = {file: _split_of(file.relative_to(path).with_suffix("").parts) for file in chosen}
@@ -142,13 +169,10 @@ def _load_stdlib(data: Source) -> Dataset:
 
 
 def stdlib_rows(files: Sequence[str], folder: str) -> Iterator[dict[str, str]]:
-    """Each file's text once, with its path.
-
-    Files that are not UTF-8 are left out: some tests of Python's own are made to be unreadable.
-    """
+    """Each file's text once, with its path."""
     seen: set[str] = set()
     for path in files:
-        with contextlib.suppress(UnicodeDecodeError, OSError):
+        with contextlib.suppress(UnicodeDecodeError, OSError):  # some tests of Python's own are made to be unreadable
             text = Path(path).read_text(encoding="utf-8")
             if text.strip() and "\0" not in text and text not in seen:
                 seen.add(text)
@@ -174,10 +198,8 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
         order = np.array([position for position in order if last[labels[position]] != position], dtype=int)
     validation = np.sort(order[:count])
     if not len(validation):
-        raise UserError(
-            f"{data.dataset}: every label is that of a single record, which training needs. Add records, or "
-            "--validation_dataset; or choose another --label_column."
-        )
+        advice = "Add records, or --validation_dataset; or choose another --label_column"
+        raise UserError(f"{data.dataset}: every label is that of a single record, which training needs. {advice}.")
     data.notes.append(f"held out {len(validation):,} of {len(documents):,} documents for validation")
     return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation)
 

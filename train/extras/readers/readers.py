@@ -26,34 +26,29 @@ TEXT_SUFFIXES = _MARKUP + _CODE
 Found = Iterator[tuple[int | str | None, Any]]
 
 
-def has_records(path: str | Path) -> bool:
-    """Whether the file holds records with columns, by its suffix, rather than text."""
-    return Path(path).suffix.lower() in RECORD_SUFFIXES
-
-
 def file_rows(files: Sequence[str], columns: Columns, how: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
     """The rows of files; ``how``: sample_by, encoding and quoting. The text of text files is their column "text"."""
     for file in files:
-        if has_records(file):
-            found, own = read_records(Path(file), [name for name in columns if name], *how[1:]), columns
-        else:
-            found, own = read_documents(Path(file), *how[:2]), ("text", columns[1])
+        own = columns if Path(file).suffix.lower() in RECORD_SUFFIXES else ("text", columns[1])
         shown = without_secrets(file).replace("\n", "\\n")
-        yield from (row(record, shown, position, own) for position, record in found)
+        for position, record in read_file(Path(file), own, *how):
+            yield row(record, shown, position, own)
 
 
-def read_records(path: Path, columns: Sequence[str], encoding: str = "utf-8", quoting: str = "standard") -> Found:
+def read_file(
+    path: Path, columns: Columns, sample_by: str = "document", encoding: str = "utf-8", quoting: str = "standard"
+) -> Found:
     """The records of a file by its suffix, with these columns at least; UserError for one that cannot be used."""
-    suffix = path.suffix.lower()
+    suffix, wanted = path.suffix.lower(), [column for column in columns if column is not None]
     if suffix == ".parquet":
-        return _read_parquet(path, columns)
+        return _read_parquet(path, wanted)
     if suffix in (".csv", ".tsv"):
-        return _read_csv(path, columns, encoding, csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL)
-    return _read_json(path, encoding)
+        return _read_csv(path, wanted, encoding, csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL)
+    return _read_json(path, encoding) if suffix in RECORD_SUFFIXES else _read_text(path, encoding, sample_by)
 
 
-def read_documents(path: Path, sample_by: str, encoding: str = "utf-8") -> Found:
-    """The documents of a text file: the whole file, or each of its lines that is not blank."""
+def _read_text(path: Path, encoding: str, sample_by: str) -> Found:
+    """The whole text, or each of its lines that is not blank."""
     with _open(path, encoding) as file:
         if sample_by == "document":
             yield None, {"text": file.read().replace("\r\n", "\n")}

@@ -23,10 +23,7 @@ from train.records import UserError
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
 FORMAT = 7  # part of every cache key: raise it when a reader or a check gives other rows
-# ``label_number`` is null where the label is text, ``problem`` in a good row.
-FEATURES = Features(
-    {name: Value("string") for name in ("text", "label", "source", "problem")} | {"label_number": Value("int64")}
-)
+FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
 
 Columns = tuple[str, str | None]
@@ -44,11 +41,10 @@ def row(record: Any, file: str, position: int | str | None, columns: Columns) ->
         text, label = _values(record, *columns)
     except RecordError as error:  # which may quote names that can be neither stored nor printed
         return found | {"problem": " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()}
-    number = label if isinstance(label, int) else None
-    return found | {"text": text, "label": None if label is None else str(label), "label_number": number}
+    return found | {"text": text, "label": label}
 
 
-def _values(record: Any, text_column: str, label_column: str | None) -> tuple[str, str | int | None]:
+def _values(record: Any, text_column: str, label_column: str | None) -> tuple[str, str | None]:
     if isinstance(record, RecordError):
         raise record
     if not isinstance(record, Mapping):
@@ -71,14 +67,14 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
     return text, label
 
 
-def _label(value: Any, column: str) -> str | int:
+def _label(value: Any, column: str) -> str:
     if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
         value = int(value)
-    if isinstance(value, str) and value.strip() and not _UNREADABLE.search(value):
-        return value
-    if isinstance(value, int) and abs(value) < 2**63:
-        return value
-    raise RecordError(f"{column!r} must be text or a whole number of 64 bits, not {value!r:.40}")
+    if isinstance(value, int):
+        value = str(value)
+    if not isinstance(value, str) or not value.strip() or _UNREADABLE.search(value):
+        raise RecordError(f"{column!r} must be text or a whole number, not {value!r:.40}")
+    return value
 
 
 def documents(generator: Callable[..., Iterator[Any]], data: Source, what: str, **key: Any) -> Dataset:
@@ -91,12 +87,7 @@ def documents(generator: Callable[..., Iterator[Any]], data: Source, what: str, 
     is_bad = ~rows.data.column("problem").is_null().to_numpy()
     bad = rows.select_columns(["source", "problem"]).select(np.flatnonzero(is_bad))
     settle([(row["source"], row["problem"]) for row in bad.to_list()], len(rows), data, what)
-    columns = ["text", "source"]
-    if data.labelled:
-        if rows.data.column("label_number").null_count == len(bad):
-            rows = rows.remove_columns("label").rename_column("label_number", "label")
-        columns.insert(1, "label")
-    found = rows.select_columns(columns)
+    found = rows.select_columns(["text", "label", "source"] if data.labelled else ["text", "source"])
     return found.select(np.flatnonzero(~is_bad)) if len(bad) else found
 
 

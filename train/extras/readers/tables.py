@@ -48,26 +48,19 @@ def is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
-def load_saved(path: Path, data: Source) -> dict[str, Dataset]:
+def load_saved(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:
     """The splits of a folder written by ``save_to_disk``; a Dataset without splits is the one called train."""
-    saved = _from_disk(path)
-    return _documents(_choose(list(saved), data, str(path)), saved, data, str(path))
-
-
-def load_saved_validation(path: Path, data: Source) -> Dataset:
-    """The documents to validate on of a folder written by ``save_to_disk``."""
-    saved = _from_disk(path)
-    split = data.validation_split or ("validation" if "validation" in saved else next(iter(saved)))
-    return _documents({"validation": split}, saved, data, str(path))["validation"]
-
-
-def _from_disk(path: Path) -> dict[str, Any]:
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:
         # Whatever is wrong with a damaged folder comes up as an error of Arrow, JSON or the system.
         raise UserError(f"{path}: cannot be loaded as saved by 🤗 Datasets: {one_line(error)}") from None
-    return {str(name): split for name, split in loaded.items()} if isinstance(loaded, dict) else {"train": loaded}
+    saved: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    if only_validation:
+        splits = {"validation": data.validation_split or next(name for name in ("validation", *saved) if name in saved)}
+    else:
+        splits = _choose(list(saved), data, str(path))
+    return _documents(splits, saved, data, str(path))
 
 
 def _documents(splits: Mapping[str, str], tables: Mapping[str, Any], data: Source, name: str) -> dict[str, Dataset]:
@@ -132,18 +125,18 @@ def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
     Raises UserError for a split that is not there, and for one that would be trained and validated on.
     """
     train, validation = data.dataset_split, data.validation_split
-    if validation is None and "validation" in names and "validation" not in _names_in(train):
+    if validation is None and "validation" in set(names) - _names_in(train):
         validation = "validation"
     for flag, split in (("--dataset_split", train), ("--validation_split", validation)):
-        if split is not None and not set(_names_in(split)) <= set(names):
+        if split is not None and not _names_in(split) <= set(names):
             raise UserError(f"{name}: no split {split!r}; it has {', '.join(names)}. Name one with {flag}.")
     if train == validation:
         raise UserError(f"{name}: --dataset_split and --validation_split both name {train!r}.")
-    used = {*_names_in(train), *_names_in(validation or "")}
-    test = "test" if "test" in names and "test" not in used else None
-    return {role: split for role, split in (("train", train), ("validation", validation), ("test", test)) if split}
+    unused = set(names) - _names_in(train) - _names_in(validation or "")
+    chosen = {"train": train, "validation": validation, "test": "test" if "test" in unused else None}
+    return {role: split for role, split in chosen.items() if split}
 
 
-def _names_in(split: str) -> list[str]:
+def _names_in(split: str) -> set[str]:
     """The names in an expression such as ``train[:10%]+unsupervised``."""
-    return re.sub(r"\[.*?\]", "", split).split("+")
+    return set(re.sub(r"\[.*?\]", "", split).split("+"))
