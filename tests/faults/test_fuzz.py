@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from train.config import Config, check, dump, from_values, parse, read_recipe, to_values
-from train.extras.readers import readers, rows
+from train.extras.readers import readers
 from train.records import UsageError, UserError
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "150"))
@@ -105,8 +105,8 @@ def read_all(path: Path, read: Callable[[], readers.Found], labelled: bool) -> t
     """Records that are good and bad, each as a row that a data set can hold."""
     good = bad = 0
     for position, record in read():
-        found = rows.row(record, path.name, position, ("text", "label" if labelled else None))
-        assert set(found) == set(rows.FEATURES)
+        found = readers.row(record, path.name, position, ("text", "label" if labelled else None))
+        assert set(found) == set(readers.FEATURES)
         for value in found.values():
             if isinstance(value, str):
                 value.encode()

@@ -17,7 +17,7 @@ from datasets import Dataset, Features, Value
 
 from train.config import Config
 from train.data import corpus_of, load_function
-from train.extras.readers import Source, readers, rows, tables
+from train.extras.readers import Source, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
 from train.records import Corpus, UserError
@@ -38,7 +38,9 @@ def load_corpus(data: Source) -> Corpus:
         data.notes.append("dataset_options: only a function takes them, so they are left out")
     splits = _load(data)
     if data.validation_dataset is not None:
-        splits["validation"] = _load_validation(Path(data.validation_dataset), data)
+        if not Path(data.validation_dataset).exists():
+            raise UserError(f"--validation_dataset {data.validation_dataset}: no such file or folder.")
+        splits |= _load_path(Path(data.validation_dataset), data, only_validation=True)
     if "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], data)
     train = _limit(splits["train"], data.max_train_samples)
@@ -52,10 +54,8 @@ def _load(data: Source) -> dict[str, Dataset]:
         if data.labelled:
             raise UserError("stdlib has no labels. Write --dataset recipes/stdlib_packages.py:documents.")
         return {"train": _load_stdlib(data)}
-    if tables.is_saved(path):
-        return tables.load_saved(path, data)
     if path.exists():
-        return _load_files(path, data)
+        return _load_path(path, data)
     is_path = path.suffix.lower() in SUFFIXES or (len(path.parts) == 2 and path.parent.is_dir())
     if is_path or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise UserError(f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name).")
@@ -88,30 +88,26 @@ def load_returned(config: Config, data: Source) -> Corpus:
 # Files and folders
 
 
-def _load_files(path: Path, data: Source) -> dict[str, Dataset]:
-    """The splits of a file or folder; files that name no split are for training if none is named train."""
-    found = _find(path, data)
-    if None in found:
-        found["train"] = found.pop(None)
-    if "train" not in found:
-        raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
-    names = {split: str(path) if len(found) == 1 else f"the {split} split of {path}" for split in found}
-    return {str(split): _documents(files, data, names[split]) for split, files in found.items()}
+def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:
+    """The splits of a file or folder, or the documents to validate on: those of files named so, else all.
 
-
-def _load_validation(path: Path, data: Source) -> Dataset:
-    """The documents of ``data.validation_dataset``: of files that are named so where there are some, else of all."""
-    if not path.exists():
-        raise UserError(f"--validation_dataset {path}: no such file or folder.")
+    Files that name no split are for training if none is named train.
+    """
     if tables.is_saved(path):
-        return tables.load_saved(path, data, only_validation=True)["validation"]
+        return tables.load_saved(path, data, only_validation)
     found = _find(path, data)
-    return _documents(found.get("validation") or [file for files in found.values() for file in files], data, str(path))
-
-
-def _documents(files: Sequence[str], data: Source, what: str) -> Dataset:
-    how = data.sample_by, data.encoding, data.quoting
-    return rows.documents(readers.file_rows, data, what, files=tuple(files), how=how)
+    if only_validation:
+        found = {"validation": found.get("validation") or [file for files in found.values() for file in files]}
+    elif "train" not in found:
+        if None not in found:
+            raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
+        found["train"] = found.pop(None)
+    loaded: dict[str, Dataset] = {}
+    for split, files in found.items():
+        what = str(path) if len(found) == 1 else f"the {split} split of {path}"
+        how = data.sample_by, data.encoding, data.quoting
+        loaded[str(split)] = readers.documents(readers.file_rows, data, what, files=tuple(files), how=how)
+    return loaded
 
 
 def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
@@ -160,7 +156,7 @@ def _load_stdlib(data: Source) -> Dataset:
     found = _walk(folder, ("site-packages", "dist-packages", "__pycache__"))
     texts = [file for file in found if file.suffix in (".py", ".txt", ".rst", ".html")]
     columns = Features({name: Value("string") for name in ("text", "source")})
-    documents = rows.cached(stdlib_rows, columns, files=tuple(map(str, texts)), folder=str(folder))
+    documents = readers.cached(stdlib_rows, columns, files=tuple(map(str, texts)), folder=str(folder))
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
     size, python = sum(file.stat().st_size for file in texts) / 1e6, platform.python_version()
@@ -207,7 +203,7 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
 def _divide(document: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     name, fraction = data.dataset, data.validation_fraction
     # Not in memory: the parts land in the cache.
-    parts = rows.cached(halves, document.features, document=document, fraction=fraction)
+    parts = readers.cached(halves, document.features, document=document, fraction=fraction)
     if len(parts) < 2:
         raise UserError(f"{name}: one document, too short to be split in two. Add text, or --validation_dataset.")
     data.notes.append(f"{name} is one document; its last {fraction:.0%} is the validation split")

@@ -18,7 +18,8 @@ from datasets.fingerprint import Hasher
 from pyarrow import compute
 
 from train.extras.cache import file_digest
-from train.extras.readers import Source, rows
+from train.extras.readers import Source
+from train.extras.readers.readers import EMPTY, NAME_COLUMNS, settle
 from train.figures import without_secrets
 from train.records import UserError, one_line
 from train.state import ROWS_AT_ONCE
@@ -83,7 +84,7 @@ def _columns(table: Dataset, data: Source, what: str) -> Dataset:
     names = {data.text_column: "text"} | ({data.label_column: "label"} if data.labelled else {})
     if missing := [column for column in names if column not in table.column_names]:
         known = ", ".join(table.column_names)
-        raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {rows.NAME_COLUMNS}.")
+        raise UserError(f"{what}: no column {missing[0]!r}; the columns are {known}. {NAME_COLUMNS}.")
     contents = [file_digest(Path(file["filename"])) for file in table.cache_files]
     table = table.select_columns(list(names)).rename_columns(names)
     # The one that a dataset was saved with need not stand for its content.
@@ -112,10 +113,10 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     for part in parts:
         text, label = part["text"], part[columns[-1]]
         is_empty = compute.equal(compute.utf8_trim_whitespace(text), "")  # pyright: ignore
-        found = compute.if_else(label.is_null(), "no label", compute.if_else(is_empty, rows.EMPTY, ""))  # pyright: ignore
+        found = compute.if_else(label.is_null(), "no label", compute.if_else(is_empty, EMPTY, ""))  # pyright: ignore
         problems += compute.if_else(text.is_null(), "no text", found).to_pylist()  # pyright: ignore
     bad = [(f"{what}, row {number}", problem) for number, problem in enumerate(problems) if problem]
-    rows.settle(bad, len(table), data, what)
+    settle(bad, len(table), data, what)
     return table.select(np.flatnonzero(np.array(problems) == "")) if bad else table
 
 
