@@ -102,12 +102,8 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
         if None not in found:
             raise UserError(f"{path}: by their names all files are for validation or test. Rename one (train.jsonl).")
         found["train"] = found.pop(None)
-    loaded: dict[str, Dataset] = {}
-    for split, files in found.items():
-        what = str(path) if len(found) == 1 else f"the {split} split of {path}"
-        how = data.sample_by, data.encoding, data.quoting
-        loaded[str(split)] = readers.documents(readers.file_rows, data, what, files=tuple(files), how=how)
-    return loaded
+    names = {split: str(path) if len(found) == 1 else f"the {split} split of {path}" for split in found}
+    return {str(split): readers.documents(files, data, names[split]) for split, files in found.items()}
 
 
 def _find(path: Path, data: Source) -> dict[str | None, list[str]]:

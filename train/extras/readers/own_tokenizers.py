@@ -95,9 +95,9 @@ class Words(dict[str, list[int]]):
         self._tokenizer = tokenizer
 
     def __missing__(self, word: str) -> list[int]:
-        ids = self._ids_of(word)
-        if len(self) < MOST_WORDS:
-            self[word] = ids
+        if len(self) >= MOST_WORDS:
+            self.clear()
+        self[word] = ids = self._ids_of(word)
         return ids
 
     def ids_of(self, text: str) -> list[int]:

@@ -25,7 +25,7 @@ from datasets.fingerprint import Hasher
 from train.extras.cache import ROWS_IN_MEMORY, file_digest, generated
 from train.extras.readers import Source
 from train.figures import several, without_secrets
-from train.records import UserError
+from train.records import UserError, one_line
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _MARKUP = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".log", ".html", ".htm", ".xml")
@@ -47,13 +47,15 @@ class RecordError(Exception):
     """Why a record cannot be used; a reader yields it in place of the record."""
 
 
-def documents(generator: Callable[..., Iterator[Any]], data: Source, what: str, **key: Any) -> Dataset:
-    """The good rows of ``generator`` as documents (``text``, ``label`` if labelled, ``source``); the bad are noted.
+def documents(files: Sequence[str], data: Source, what: str) -> Dataset:
+    """The good records of ``files``: columns ``text``, ``label`` if labelled, ``source``; the bad are noted.
 
-    ``key`` are its arguments but for ``columns``; ``what`` is how a message calls the rows, such as "train.jsonl".
-    Raises UserError for a bad record that may not be skipped, or if nothing is left.
+    ``what`` is how a message calls the files. Raises UserError for a bad record that may not be skipped, or if nothing
+    is left.
     """
-    rows = cached(generator, FEATURES, columns=(data.text_column, data.label_column if data.labelled else None), **key)
+    columns = data.text_column, data.label_column if data.labelled else None
+    how = data.sample_by, data.encoding, data.quoting
+    rows = cached(file_rows, FEATURES, files=tuple(files), columns=columns, how=how)
     is_bad = ~rows.data.column("problem").is_null().to_numpy()
     bad = rows.select_columns(["source", "problem"]).select(np.flatnonzero(is_bad))
     settle([(row["source"], row["problem"]) for row in bad.to_list()], len(rows), data, what)
@@ -202,10 +204,10 @@ def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Litera
         first = next((line for line in file if line.strip()), "").rstrip()
         file.seek(0)
         usual = "\t" if path.suffix.lower() == ".tsv" else ","
-        fitting = (
-            mark for mark in (usual, *",;\t|") if set(columns) <= {name.strip('"') for name in first.split(mark)}
+        delimiters = (
+            mark for mark in (usual, *",;\t|") if {*columns} <= {name.strip('"') for name in first.split(mark)}
         )
-        reader = csv.reader(file, strict=True, quoting=quoting, delimiter=next(fitting, usual))
+        reader = csv.reader(file, strict=True, quoting=quoting, delimiter=next(delimiters, usual))
         header: list[str] = []
         while True:
             line = reader.line_num + 1
@@ -242,5 +244,4 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:  # as damaged files raise them
         if isinstance(error, OSError) and error.errno:
             raise
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: cannot be read as Parquet after row {number}: {reason}.") from None
+        raise UserError(f"{path}: cannot be read as Parquet after row {number}: {one_line(error, 200)}.") from None
