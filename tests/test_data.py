@@ -208,12 +208,9 @@ def test_a_row_of_a_function_that_cannot_be_used_is_named(columns: str, message:
         returned(tmp_path, f"Dataset.from_dict({columns})", labelled="label" in columns)
 
 
-def test_splits_of_a_function_have_known_names_and_it_takes_the_configuration(tmp_path: Path) -> None:
+def test_splits_of_a_function_have_known_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="returned a split 'dev': use train, validation, test"):
         returned(tmp_path, "{'train': Dataset.from_dict({'text': ['a']}), 'dev': Dataset.from_dict({'text': ['b']})}")
-    (tmp_path / "given.py").write_text("def documents(): ...")
-    with pytest.raises(UserError, match="it must take one argument, the configuration of the run"):
-        Extra().documents(Config().changed(dataset=f"{tmp_path}/given.py:documents"), False)
 
 
 @pytest.mark.parametrize(

@@ -617,7 +617,10 @@ def test_splits_that_a_saved_dataset_does_not_have(tmp_path: Path) -> None:
     saved(a=[{"text": "x"}], b=[{"text": "y"}]).save_to_disk(tmp_path / "s")
     assert "no split 'train'; it has a, b" in message(tmp_path / "s")
     assert "no split 'c'; it has a, b" in message(tmp_path / "s", dataset_split="a", validation_split="c")
-    assert "both name 'a'" in message(tmp_path / "s", dataset_split="a", validation_split="a")
+    with pytest.raises(UsageError, match="validation_split: a is the split to train on"):
+        check(
+            from_values({"dataset": str(tmp_path / "s"), "dataset_split": "a", "validation_split": "a", "model": "x"})
+        )
     assert "no split 'a[:1]'; it has a, b" in message(tmp_path / "s", dataset_split="a[:1]")
     assert "no split 'c'; it has a, b" in message(
         tmp_path / "s", dataset_split="a", validation_split="c", validation_dataset=str(tmp_path / "s")

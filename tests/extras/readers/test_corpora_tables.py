@@ -115,8 +115,8 @@ def test_missing_columns_and_splits(named: Path) -> None:
     write(named, "train", [{"body": "a", "y": 1}])
     assert "no column 'text'; the columns are body, y" in message()
     assert "no column 'label'" in message(True, text_column="body")
-    assert "no split 'trian'; it has train" in message(dataset_split="trian")
-    assert "no split 'dev'; it has train" in message(validation_split="dev")
+    assert "Unknown split \"trian\". Should be one of ['train']" in message(dataset_split="trian")
+    assert 'Unknown split "dev"' in message(validation_split="dev")
 
 
 def test_a_missing_configuration(named: Path) -> None:

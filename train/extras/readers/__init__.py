@@ -67,6 +67,8 @@ class Extra(extras.Extra):
         if unread and _is_function(config):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
+        if own.dataset_split == own.validation_split:
+            raise UsageError(f"validation_split: {own.validation_split} is the split to train on. Give another.")
         kind, _, size = (config.data.tokenizer or "").partition(":")
         if kind == "train" and (not size.isdecimal() or int(size) < 300):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")

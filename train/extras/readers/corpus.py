@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import platform
 import re
@@ -22,7 +21,6 @@ from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
 from train.records import Corpus, UserError
 
-NEARBY = 2000  # a text is cut after a line if one ends within so many characters
 SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
@@ -65,15 +63,10 @@ def _load(data: Source) -> dict[str, Dataset]:
 def load_returned(config: Config, data: Source) -> Corpus:
     """What the function that ``--dataset`` names returns, without documents of only space; classes by their names.
 
-    Raises UserError for a function that does not take the configuration, and for a row without text or label.
+    Raises UserError for an unknown split, and for a row without text or label.
     """
     name = data.dataset
-    function = load_function(name, "dataset")
-    try:
-        inspect.signature(function).bind(config)
-    except TypeError:
-        raise UserError(f"dataset {name!r}: it must take one argument, the configuration of the run.") from None
-    found = function(config)
+    found = load_function(name, "dataset")(config)
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     if unknown := splits.keys() - {"train", "validation", "test"}:
         raise UserError(f"dataset {name!r} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
@@ -93,7 +86,7 @@ def _load_path(path: Path, data: Source, only_validation: bool = False) -> dict[
 
     Files that name no split are for training if none is named train.
     """
-    if tables.is_saved(path):
+    if any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         return tables.load_saved(path, data, only_validation)
     found = _find(path, data)
     if only_validation:
@@ -155,8 +148,7 @@ def _load_stdlib(data: Source) -> Dataset:
     documents = readers.cached(stdlib_rows, columns, files=tuple(map(str, texts)), folder=str(folder))
     if len(documents) < 2:
         raise UserError(f"stdlib: {folder} holds no source files. Use another Python, or --dataset FILE.")
-    size, python = sum(file.stat().st_size for file in texts) / 1e6, platform.python_version()
-    data.notes.append(f"stdlib: {len(documents):,} of {len(texts):,} files, {size:.1f} MB, of Python {python}")
+    data.notes.append(f"stdlib: {len(documents):,} of {len(texts):,} files of Python {platform.python_version()}")
     return documents
 
 
@@ -210,7 +202,7 @@ def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[d
     """The only text of ``document`` in two, the second its last ``fraction``; without parts that are only space."""
     text = document[0]["text"]
     place = round(len(text) * (1 - fraction))
-    cut = text.rfind("\n", max(place - NEARBY, 0), place) + 1 or place
+    cut = text.rfind("\n", max(place - 2000, 0), place) + 1 or place  # after a line if one ends nearby
     yield from ({**document[0], "text": part} for part in (text[:cut], text[cut:]) if part.strip())
 
 

@@ -130,8 +130,8 @@ def unknown_share(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> Exa
         if "tokens" in split.column_names:
             some = split.select(range(0, len(split), len(split) // 1000 + 1)).with_format("numpy")
             if (share := np.mean(np.concatenate(some["tokens"][:]) == unknown)) > MOST_UNKNOWN:
-                advice = "What is unknown cannot be learned. Take another tokenizer, such as bytes or train:8192"
-                notes.append(f"WARNING: {share:.1%} of the tokens for {name} are unknown. {advice}")
+                remedy = "Take another tokenizer, such as bytes or train:8192"
+                notes.append(f"WARNING: {share:.1%} of the tokens for {name} are unknown. {remedy}")
     return replace(examples, notes=tuple(notes))
 
 

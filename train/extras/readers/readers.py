@@ -1,12 +1,9 @@
 """Files of records and of text: each record becomes a row, good or bad; bad rows are then refused or skipped.
 
-A bad record is a row with a ``problem``. So a cached corpus still knows which records were bad and where they are, and
-``on_bad_record`` can change without reading the files again.
-
-A reader yields ``(position, record)`` in the order of the file: the position is a line (a row in Parquet, an index in a
-JSON array), the record a mapping of columns, another JSON value or a :class:`RecordError`. Files are read piece by
-piece, except for JSON arrays and text files that are one document. Bytes that are not of the encoding become half
-characters, by which their record, and no other, is found to be bad.
+A bad record is a row with a ``problem``, so ``on_bad_record`` can change without reading the files again. Readers yield
+``(position, record)``: a line (a row in Parquet, an index in a JSON array), and columns by name, another JSON value or
+a :class:`RecordError`. Files are read piece by piece, except for JSON arrays and text files that are one document.
+Bytes that are not of the encoding become half characters, by which their record, and no other, is found to be bad.
 """
 
 from __future__ import annotations
@@ -91,9 +88,6 @@ def cached(generator: Callable[..., Iterator[Any]], features: Features, **key: A
         return generated(generator, features, fingerprint, **key)
     except OSError as error:
         raise UserError(f"{error.filename or 'reading the data'}: {error.strerror or error}.") from None
-
-
-# Rows from records
 
 
 def file_rows(files: Sequence[str], columns: Columns, how: tuple[str, str, str]) -> Iterator[dict[str, Any]]:

@@ -29,10 +29,8 @@ def load_named(data: Source) -> dict[str, Dataset]:
     """The splits of the dataset ``data.dataset`` on the Hub."""
     name, configuration = data.dataset, data.dataset_config
     try:
-        splits = _choose(datasets.get_dataset_split_names(name, configuration), data, name)
+        splits = _choose(datasets.get_dataset_split_names(name, configuration), data)
         tables = {split: datasets.load_dataset(name, configuration, split=split) for split in splits.values()}
-    except UserError:
-        raise
     except Exception as error:
         # The causes come from half a dozen libraries (HTTP, file system, Parquet, YAML) with no common class.
         reason = without_secrets(one_line(error, 400)) or type(error).__name__
@@ -42,11 +40,6 @@ def load_named(data: Source) -> dict[str, Dataset]:
             advice = "HF_HUB_OFFLINE is set: unset it to download (with a network), or give a local file or folder."
         raise UserError(f"the dataset {name!r} on the Hub: {reason.rstrip('.')}. {advice}") from None
     return _documents(splits, tables, data, name)
-
-
-def is_saved(path: Path) -> bool:
-    """Whether ``path`` was written by ``save_to_disk``."""
-    return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def load_saved(path: Path, data: Source, only_validation: bool = False) -> dict[str, Dataset]:
@@ -60,7 +53,7 @@ def load_saved(path: Path, data: Source, only_validation: bool = False) -> dict[
     if only_validation:
         splits = {"validation": data.validation_split or next(name for name in ("validation", *saved) if name in saved)}
     else:
-        splits = _choose(list(saved), data, str(path))
+        splits = _choose(list(saved), data)
     return _documents(splits, saved, data, str(path))
 
 
@@ -120,19 +113,11 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
     return table.select(np.flatnonzero(np.array(problems) == "")) if bad else table
 
 
-def _choose(names: Sequence[str], data: Source, name: str) -> dict[str, str]:
-    """Which of a dataset's splits (``names``) to train on, validate on and test on, as far as it has them.
-
-    Raises UserError for a split that is not there, and for one that would be trained and validated on.
-    """
+def _choose(names: Sequence[str], data: Source) -> dict[str, str]:
+    """Which of a dataset's splits (``names``) to train on, validate on and test on: those asked for, or named so."""
     train, validation = data.dataset_split, data.validation_split
     if validation is None and "validation" in set(names) - _names_in(train):
         validation = "validation"
-    for flag, split in (("--dataset_split", train), ("--validation_split", validation)):
-        if split is not None and not _names_in(split) <= set(names):
-            raise UserError(f"{name}: no split {split!r}; it has {', '.join(names)}. Name one with {flag}.")
-    if train == validation:
-        raise UserError(f"{name}: --dataset_split and --validation_split both name {train!r}.")
     unused = set(names) - _names_in(train) - _names_in(validation or "")
     chosen = {"train": train, "validation": validation, "test": "test" if "test" in unused else None}
     return {role: split for role, split in chosen.items() if split}
