@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -23,7 +22,6 @@ from train.batching import (
 )
 from train.config import Config
 from train.extras.long_sequences.token_batches import TokenRounds
-from train.extras.readers.stream import StreamBatches
 from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError
 from train.tasks import load_task
 
@@ -53,11 +51,6 @@ def examples(count: int = COUNT) -> datasets.Dataset:
 
 def map_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5) -> Batches:
     return Batches(examples(), LOADING, BatchArithmetic(*split), rank, seed)
-
-
-def stream_batches(split: tuple[int, int, int], rank: int = 0, seed: int = 5, buffer_size: int = 10) -> StreamBatches:
-    stream = examples().to_iterable_dataset()
-    return StreamBatches(stream, LOADING, BatchArithmetic(*split), rank, seed, buffer_size)
 
 
 def ids(window: Sequence[MicroBatch]) -> list[int]:
@@ -154,16 +147,14 @@ def test_each_step_sees_its_slice_of_the_order_on_any_number_of_processes(split:
         assert len(expected[-1]) == COUNT - 24  # the last window is short and there
 
 
-@pytest.mark.parametrize("make", [map_batches, stream_batches])
 @pytest.mark.parametrize("split", SPLITS_OF_12)
-def test_each_example_is_seen_once_an_epoch(make: Any, split: tuple[int, int, int]) -> None:
-    assert sorted(i for step in over_ranks(make, split) for i in step) == list(range(COUNT))
+def test_each_example_is_seen_once_an_epoch(split: tuple[int, int, int]) -> None:
+    assert sorted(i for step in over_ranks(map_batches, split) for i in step) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("make", [map_batches, stream_batches])
-def test_ids_belong_to_the_rows_they_number(make: Any) -> None:
+def test_ids_belong_to_the_rows_they_number() -> None:
     rows = examples()["tokens"]
-    for window in make((3, 2, 2), rank=1).steps(0, 0):
+    for window in map_batches((3, 2, 2), rank=1).steps(0, 0):
         for batch in window:
             for row, (example, tokens) in enumerate(zip(batch.example_ids, batch.inputs["input_ids"], strict=True)):
                 expected = rows[example]
@@ -171,14 +162,13 @@ def test_ids_belong_to_the_rows_they_number(make: Any) -> None:
                 assert (batch.labels[row] != IGNORE).sum().item() == len(expected) - 1
 
 
-@pytest.mark.parametrize("make", [map_batches, stream_batches])
-def test_resuming_at_a_step_gives_exactly_the_remaining_windows(make: Any) -> None:
-    whole = list(make((2, 2, 1)).steps(1, 0))
+def test_resuming_at_a_step_gives_exactly_the_remaining_windows() -> None:
+    whole = list(map_batches((2, 2, 1)).steps(1, 0))
     assert len(whole) == 8
     for step in (0, 1, 5, 7, 8):
-        assert same(list(make((2, 2, 1)).steps(1, step)), whole[step:])
-    assert not same(list(make((2, 2, 1)).steps(2, 0)), whole)
-    assert not same(list(make((2, 2, 1), seed=6).steps(1, 0)), whole)
+        assert same(list(map_batches((2, 2, 1)).steps(1, step)), whole[step:])
+    assert not same(list(map_batches((2, 2, 1)).steps(2, 0)), whole)
+    assert not same(list(map_batches((2, 2, 1), seed=6).steps(1, 0)), whole)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -229,9 +219,8 @@ def test_sizes_within_a_step_differ_by_one_at_most(count: int, world: int) -> No
 
 
 def test_rank_without_examples_gets_a_batch_without_targets() -> None:
-    for make in (map_batches, stream_batches):
-        last = [list(make((3, 1, 4), rank).steps(0, 0))[-1] for rank in range(4)]
-        assert [len(ids(window)) for window in last] == [2, 1, 1, 1]
+    last = [list(map_batches((3, 1, 4), rank).steps(0, 0))[-1] for rank in range(4)]
+    assert [len(ids(window)) for window in last] == [2, 1, 1, 1]
     few = [list(Batches(examples(2), LOADING, BatchArithmetic(4, 1, 4), rank, 0).steps(0, 0)) for rank in range(4)]
     assert [[len(w) for w in windows] for windows in few] == [[1]] * 4
     for ((batch,),) in few[2:]:
@@ -319,108 +308,8 @@ def test_what_a_step_is_made_of_is_said_in_words() -> None:
     assert Rounds().describe(BatchArithmetic(2, 4, 1)) == plain
 
 
-def test_evaluation_and_streams_by_tokens() -> None:
+def test_evaluation_by_tokens() -> None:
     loading = of_tokens(20)
     found, other = (evaluation_batches(examples(), loading, 1, 2, rank) for rank in (0, 1))
     assert sorted(ids([*found, *other])) == list(range(COUNT)) and len(found) == len(other)
     assert max(batch.labels.numel() for batch in found) <= 20
-    stream = StreamBatches(examples().to_iterable_dataset(), loading, BatchArithmetic(1, 12, 1), 0, 5, 10)
-    windows = list(stream.steps(0, 0))
-    assert [sorted(ids(w)) for w in windows] == over_ranks(stream_batches, (12, 1, 1))
-    assert max(batch.labels.numel() for window in windows for batch in window) <= 20
-
-
-# Streams
-
-
-@pytest.mark.parametrize("split", SPLITS_OF_12)
-def test_steps_of_a_stream_are_the_same_on_any_number_of_processes(split: tuple[int, int, int]) -> None:
-    assert over_ranks(stream_batches, split, 1) == over_ranks(stream_batches, (12, 1, 1), 1)
-    assert over_ranks(stream_batches, split, 1, first_step=2) == over_ranks(stream_batches, (12, 1, 1), 1)[2:]
-
-
-def flat(epoch: int, buffer_size: int = 10) -> list[int]:
-    return [i for window in stream_batches((1, 1, 1), buffer_size=buffer_size).steps(epoch, 0) for i in ids(window)]
-
-
-def test_stream_is_shuffled_within_blocks() -> None:
-    order = flat(0)
-    blocks = [order[:10], order[10:20], order[20:]]
-    assert [sorted(block) for block in blocks] == [list(range(10)), list(range(10, 20)), list(range(20, 29))]
-    assert all(block != sorted(block) for block in blocks)
-    assert [i - 10 for i in blocks[1]] != blocks[0]  # each block in its own way
-    assert flat(0) == order != flat(1)
-    assert sorted(flat(0, buffer_size=1000)) == list(range(COUNT)) != flat(0, buffer_size=1000)
-    assert flat(0, buffer_size=1) == list(range(COUNT))
-
-
-def counted_stream(read: list[str], shards: int = 3) -> datasets.IterableDataset:
-    """90 documents in ``shards``, which note in ``read`` what they are asked for, as two or three examples each."""
-
-    def documents(shards: list[int]) -> Iterator[dict[str, Any]]:
-        for shard in shards:
-            for i in range(30):
-                yield {"text": f"{shard} {i}"}
-
-    def examples(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        read.extend(batch["text"])
-        rows = [[int(word) for word in text.split()] + [k] for text in batch["text"] for k in range(2 + len(text) % 2)]
-        return {"tokens": rows, "length": [len(row) - 1 for row in rows]}
-
-    stream = datasets.IterableDataset.from_generator(documents, gen_kwargs={"shards": list(range(shards))})
-    return stream.map(examples, batched=True, batch_size=4, remove_columns=["text"])
-
-
-@pytest.mark.parametrize("buffer_size", [1, 7, 10, 50])
-@pytest.mark.parametrize("pieces", [1, 20])
-def test_a_stream_is_resumed_from_a_kept_position_and_exactly(
-    buffer_size: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("train.extras.readers.stream.BETWEEN_POSITIONS", pieces)
-    positions, read = tmp_path / "stream.jsonl", []
-    options = LOADING, BatchArithmetic(2, 2, 1), 0, 5, buffer_size
-
-    def from_step(step: int, keep: bool = True) -> list[list[list[int]]]:
-        batches = StreamBatches(counted_stream(read), *options, positions if keep else None)
-        return [[batch.inputs["input_ids"].tolist() for batch in window] for window in batches.steps(1, step)]
-
-    whole = from_step(0)
-    assert whole == from_step(0, keep=False)
-    kept = positions.read_text()
-    for step in (1, 10, len(whole) - 3):
-        assert from_step(step) == whole[step:]
-    read.clear()
-    from_step(len(whole) - 1)
-    assert len(read) < 2 * (buffer_size + pieces) // 2 + 16  # of 90
-    assert positions.read_text() == kept
-
-
-@pytest.mark.parametrize("other", ["data", "way"])
-def test_a_position_in_other_data_is_not_used(other: str, tmp_path: Path) -> None:
-    positions = tmp_path / "stream.jsonl"
-
-    def steps(shards: int, step: int, keep: bool) -> list[list[list[int]]]:
-        stream = counted_stream([], 3 if other == "way" else shards)
-        stream = stream.skip(shards) if other == "data" or shards == 2 else stream.map(dict)
-        batches = StreamBatches(stream, LOADING, BatchArithmetic(2, 1, 1), 0, 5, 10, positions if keep else None)
-        return [batch.inputs["input_ids"].tolist() for [batch] in batches.steps(0, step)]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.extras.readers.stream.BETWEEN_POSITIONS", 10)
-        steps(2, 0, keep=True)
-        assert positions.exists()
-        assert steps(3, 40, keep=True) == steps(3, 40, keep=False)
-
-
-def test_stream_is_read_no_further_than_needed() -> None:
-    read: list[int] = []
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for i in range(1000):
-            read.append(i)
-            yield {"tokens": [i, 100], "length": 1}
-
-    stream = datasets.IterableDataset.from_generator(rows)
-    windows = StreamBatches(stream, LOADING, BatchArithmetic(2, 1, 1), 0, 5, buffer_size=10).steps(0, 1)
-    assert len(ids(next(windows))) == 2
-    assert len(read) <= 11

@@ -364,14 +364,13 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
         ("max_steps: 2.5", "max_steps: 2.5 is not valid: expected a whole number or null"),
         ("max_steps: true", "max_steps: True is not valid"),
         ("mixed_precision: no", "in quotes"),
-        ("streaming: 'yes'", "expected true or false"),
+        ("packing: 'yes'", "expected true or false"),
         ("seed: 1\nseed: 2", "the key seed stands twice"),
         ("- a\n- b", "expected 'key: value' lines"),
         ("a: [", "not valid YAML"),
         ("x: !!python/object/apply:os.system ['true']", "not valid YAML"),
         ("warmup_steps: 5\nwarmup_ratio: 0.1", "warmup_steps and warmup_ratio"),
         ("max_steps: 5\nnum_epochs: 1", "max_steps and num_epochs"),
-        ("streaming: true", "give max_steps"),
         ("max_tokens_per_micro_batch: 2048", "give global_batch_size"),
         ("max_tokens_per_micro_batch: 512\nglobal_batch_size: 4", "does not hold one example of max_length 1024"),
         ("max_tokens_per_micro_batch: 2048\nglobal_batch_size: 4\nmicro_batch_size: 2", "give one of them"),
@@ -490,12 +489,3 @@ def test_accelerate_launch_runs_the_script(recipe: Path, tmp_path: Path, run_mai
     done = run_main("--config", recipe, "--output_dir", tmp_path / "run", "--max_steps", 1, prefix=prefix)
     assert done.returncode == EXIT_DONE, done.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-
-
-def test_streaming_trains_and_resumes_exactly(recipe: Path, tmp_path: Path) -> None:
-    flags = ("--streaming", "True", "--max_eval_samples", 5, "--shuffle_buffer_size", 6, "--max_steps", 5)
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert train(recipe, whole, *flags) == EXIT_DONE
-    assert train(recipe, pieces, *flags, *stopping_after(2)) == EXIT_STOPPED
-    assert train(recipe, pieces, *flags) == EXIT_DONE
-    assert checkpoint_digests(whole, 5) == checkpoint_digests(pieces, 5)

@@ -63,21 +63,6 @@ def test_change_is_named_and_refused_unless_allowed(tmp_path: Path, change: str)
     assert end.status == (EXIT_DONE if can_go_on else EXIT_ERROR), end.said
 
 
-@pytest.mark.parametrize("change", ["dataset", "shuffle_buffer_size"])
-def test_change_of_a_stream_is_refused(tmp_path: Path, change: str) -> None:
-    recipe = write_recipe(tmp_path)
-    streams = {**yaml.safe_load(recipe.read_text()), "streaming": True, "num_epochs": None, "max_eval_samples": 4}
-    recipe.write_text(yaml.safe_dump(streams))
-    assert go_on(tmp_path, "--max_steps", 2).status == EXIT_DONE
-    assert go_on(tmp_path, "--max_steps", 3).status == EXIT_DONE
-    other = tmp_path / "others.jsonl"
-    other.write_text((tmp_path / "documents.jsonl").read_text().replace("document", "page"))
-    named, flag = ("training data", other) if change == "dataset" else (change, 3)
-    end = go_on(tmp_path, "--max_steps", 4, f"--{change}", flag)
-    assert end.status == EXIT_ERROR
-    assert f"{named}: was " in end.said
-
-
 @pytest.mark.parametrize("packing", [False, True])
 def test_data_that_was_moved_is_the_same_data(tmp_path: Path, packing: bool) -> None:
     """Copied to another place at another time, as to the disk of the next machine: the run is exact."""

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from train.config import Config, check, dump, from_values, parse, read_recipe, to_values
-from train.extras.readers import readers, rows
+from train.extras.readers import readers
 from train.records import UsageError, UserError
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "150"))
@@ -105,8 +105,8 @@ def read_all(path: Path, read: Callable[[], readers.Found], labelled: bool) -> t
     """Records that are good and bad, each as a row that a data set can hold."""
     good = bad = 0
     for position, record in read():
-        found = rows.row(record, path.name, position, ("text", "label" if labelled else None))
-        assert set(found) == set(rows.FEATURES)
+        found = readers.row(record, path.name, position, ("text", "label" if labelled else None))
+        assert set(found) == set(readers.FEATURES)
         for value in found.values():
             if isinstance(value, str):
                 value.encode()
@@ -145,14 +145,14 @@ def test_files_of_records(tmp_path: Path, suffix: str, labelled: bool) -> None:
     def reads(content: bytes) -> None:
         path.write_bytes(content)
         try:
-            read_all(path, lambda: readers.read_records(path, ["text", "label"][: 1 + labelled]), labelled)
+            read_all(path, lambda: readers.read_file(path, ("text", "label" if labelled else None)), labelled)
         except UserError as error:
             assert str(path) in str(error)
 
     reads()
 
 
-@pytest.mark.parametrize("sample_by", ["document", "paragraph", "line"])
+@pytest.mark.parametrize("sample_by", ["document", "line"])
 def test_text_files(tmp_path: Path, sample_by: str) -> None:
     path = tmp_path / "data.txt"
 
@@ -160,7 +160,7 @@ def test_text_files(tmp_path: Path, sample_by: str) -> None:
     @given(files_like(".txt"))
     def reads(content: bytes) -> None:
         path.write_bytes(content)
-        read_all(path, lambda: readers.read_documents(path, sample_by), labelled=False)
+        read_all(path, lambda: readers.read_file(path, ("text", None), sample_by), labelled=False)
 
     reads()
 
@@ -181,7 +181,7 @@ def test_parquet_files_with_changed_bytes(tmp_path: Path) -> None:
             altered[place] = byte
         path.write_bytes(bytes(altered[: len(altered) - cut]))
         try:
-            read_all(path, lambda: readers.read_records(path, ["text"]), labelled=False)
+            read_all(path, lambda: readers.read_file(path, ("text", None)), labelled=False)
         except UserError as error:
             assert str(path) in str(error)
 

@@ -40,7 +40,6 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
     "host": (
         ("--dataloader_num_workers 0", "each worker holds memory of its own; same result"),
         ("--preprocessing_num_workers 1", "tokenises in one process; same result"),
-        ("--streaming True --max_steps N", "data stays on disk; shuffles less widely"),
         ("--gradient_checkpointing_offload False", "next to a GPU, and --optimizer_offload False: kept on the GPU"),
         *_FEW,
     ),

@@ -24,8 +24,7 @@ from train.batching import Batches, Loading
 from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
-from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split, pack_stream
-from train.extras.readers.stream import StreamBatches
+from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split
 from train.launch import Launch
 from train.model import ModelWithLoss
 from train.records import (
@@ -164,15 +163,6 @@ def test_what_is_hidden_in_a_document_does_not_depend_on_its_row() -> None:
             assert batch.labels[number].tolist()[: len(ids)] == labels
 
 
-def test_a_stream_gives_rows_too() -> None:
-    stream = pack_stream(causal_examples().to_iterable_dataset(), ROOM)
-    batches = StreamBatches(stream, Loading(collate_of(task_of())), BatchArithmetic(2, 1, 1), 0, 5, buffer_size=4)
-    found = [batch for (batch,) in batches.steps(0, 0)]
-    assert sum(batch.num_targets for batch in found) == sum(LENGTHS)
-    assert max(batch.labels.shape[1] for batch in found) == ROOM
-    assert all(isinstance(batch.inputs["documents"], Documents) for batch in found)
-
-
 def test_halves_of_a_packed_batch_keep_their_documents() -> None:
     from train.extras.endurance.recovery import halves
 
@@ -236,16 +226,6 @@ def test_packed_run_resumes_exactly_and_says_what_it_packed(
     assert "training data" in capsys.readouterr().err
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["result"]["validation"]["bits_per_byte"] > 0
-
-
-def test_packed_stream_resumes_exactly(llama_recipe: Path, tmp_path: Path) -> None:
-    flags = ("--packing", "True", "--streaming", "True", "--max_eval_samples", 5, "--shuffle_buffer_size", 6)
-    flags = (*flags, "--global_batch_size", 4, "--max_steps", 3)
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert train(llama_recipe, whole, *flags) == EXIT_DONE
-    assert train(llama_recipe, pieces, *flags, *stopping_after(1)) == EXIT_STOPPED
-    assert train(llama_recipe, pieces, *flags) == EXIT_DONE
-    assert checkpoint_digests(whole, 3) == checkpoint_digests(pieces, 3)
 
 
 @pytest.mark.parametrize(

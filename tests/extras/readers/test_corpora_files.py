@@ -16,7 +16,7 @@ from datasets import config
 
 from train.config import check, from_values
 from train.extras.cache import ROWS_IN_MEMORY
-from train.extras.readers import Source, readers, tables
+from train.extras.readers import Source, readers
 from train.extras.readers.corpus import load_corpus
 from train.records import UsageError, UserError
 
@@ -33,7 +33,7 @@ def all_documents(corpus: Any) -> dict[str, dict[str, Any]]:
 
 
 def texts(corpus: Any) -> set[str]:
-    return {d["text"] for d in all_documents(corpus).values()}
+    return {*corpus.train["text"], *corpus.validation["text"]}
 
 
 def message(path: str | Path, labelled: bool = False, **options: Any) -> str:
@@ -67,7 +67,7 @@ def test_without_labels_there_is_no_label_column(jsonl: Write) -> None:
 
 def test_column_names_are_chosen(jsonl: Write) -> None:
     corpus = load(jsonl({"t": "a", "y": 3}, {"t": "b", "y": 3}), True, text_column="t", label_column="y")
-    assert {(d["text"], d["label"]) for d in all_documents(corpus).values()} == {("a", 3), ("b", 3)}
+    assert {(d["text"], d["label"]) for d in all_documents(corpus).values()} == {("a", "3"), ("b", "3")}
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,10 @@ def test_column_names_are_chosen(jsonl: Write) -> None:
     [
         ('[\n {"text": "a"},\n\n {"text":\n "b"}]\n', {"d.json:[0]", "d.json:[1]"}),
         ('{"text": "a"}\n{"text": "b"}\n', {"d.json:1", "d.json:2"}),
-        ('{"version": [1], "rows": [{"text": "a"}, {"text": "b"}]}', {"d.json:rows[0]", "d.json:rows[1]"}),
         ('\ufeff[{"text": "a"},\n{"text": "b"}]', {"d.json:[0]", "d.json:[1]"}),
     ],
 )
-def test_json_as_list_lines_or_object_with_one_list(tmp_path: Path, content: str, sources: set[str]) -> None:
+def test_json_as_list_or_lines(tmp_path: Path, content: str, sources: set[str]) -> None:
     (tmp_path / "d.json").write_text(content, encoding="utf-8")
     corpus = load(tmp_path / "d.json")
     assert texts(corpus) == {"a", "b"}
@@ -89,12 +88,12 @@ def test_json_as_list_lines_or_object_with_one_list(tmp_path: Path, content: str
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "an object with several lists of records (a, b)"),
-        ('[{"text": "x"},\n{"text": ]', "d.json:2: not JSON; the whole file is lost (Expecting value: line 2"),
-        ('[{"text": "x"} {"text": "y"}]', "d.json:1: not JSON; the whole file is lost"),
-        ('[{"text": "x"}] trailing', "d.json:1: not JSON; the whole file is lost"),
-        ('[{"text": "x"}, {"text": 5}]', "d.json:[1]: 'text' is not text"),
-        ('["x", "y"]', "not a JSON object (but str)"),
+        ('[{"text": "x"},\n{"text": ]', "d.json: not JSON (Expecting value: line 2"),
+        ('[{"text": "x"} {"text": "y"}]', "d.json: not JSON"),
+        ('[{"text": "x"}] trailing', "d.json: not JSON"),
+        ('[{"text": "x"}, {"text": 5}]', "d.json:[1]: 'text' must be text, not 5"),
+        ('["x", "y"]', "not a JSON object but str"),
+        ('{"rows": [{"text": "x"}]}', "d.json:1: no column 'text'; the columns are rows"),
         ("nonsense", "not JSON"),
     ],
 )
@@ -126,24 +125,16 @@ def test_a_csv_is_divided_where_its_header_names_the_columns(tmp_path: Path, del
 
 
 @pytest.mark.parametrize(
-    ("encoding", "name"), [("cp1252", "a.csv"), ("latin-1", "a.jsonl"), ("utf-16", "a.csv"), ("utf-16", "a.jsonl")]
+    ("encoding", "name"), [("cp1252", "a.csv"), ("latin-1", "a.jsonl"), ("cp1252", "a.json"), ("latin-1", "a.txt")]
 )
 def test_another_encoding_is_read_when_it_is_named(tmp_path: Path, encoding: str, name: str) -> None:
-    lines = ["text", *LINES] if name == "a.csv" else [f'{{"text": "{text}"}}' for text in LINES]
+    lines = [f'{{"text": "{text}"}}' for text in LINES]
+    lines = {"a.csv": ["text", *LINES], "a.json": [f"[{','.join(lines)}]"], "a.txt": list(LINES)}.get(name, lines)
     (tmp_path / name).write_bytes(
         "".join(f"{line.replace('cafe', 'café')}\n" for line in lines).replace(", ", " ").encode(encoding)
     )
-    assert texts(load(tmp_path / name, encoding=encoding)) == {"hello you", "h; i", "café", "y"}
-    if encoding != "utf-16":
-        assert "not UTF-8" in message(tmp_path / name) and "--encoding cp1252" in message(tmp_path / name)
-
-
-@pytest.mark.parametrize(("sample_by", "found"), [("line", {"a ü", "b", "c"}), ("paragraph", {"a ü\nb", "c"})])
-def test_text_files_in_utf_16_are_divided_where_their_lines_end(
-    tmp_path: Path, sample_by: str, found: set[str]
-) -> None:
-    (tmp_path / "a.txt").write_bytes("a ü\nb\n\nc\n".encode("utf-16"))
-    assert texts(load(tmp_path / "a.txt", encoding="utf-16", sample_by=sample_by)) == found
+    assert texts(load(tmp_path / name, encoding=encoding, sample_by="line")) == {"hello you", "h; i", "café", "y"}
+    assert "not UTF-8" in (said := message(tmp_path / name, sample_by="line")) and "--encoding cp1252" in said
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -155,9 +146,10 @@ def test_an_array_after_a_byte_order_mark_is_read_whole(tmp_path: Path, indent: 
 
 
 @pytest.mark.parametrize(("encoding", "bad"), [("utf-8", b"\xff"), ("euc_kr", b"\xff"), ("shift_jis", b"\xfd")])
-def test_an_undecodable_csv_names_the_encoding_that_was_given(tmp_path: Path, encoding: str, bad: bytes) -> None:
-    (tmp_path / "d.csv").write_bytes(b"text\na\n" + bad + b"\n")
-    assert f"not {encoding.upper()} (byte 0x{bad.hex()})" in message(tmp_path / "d.csv", encoding=encoding)
+def test_an_undecodable_csv_costs_only_its_record(tmp_path: Path, encoding: str, bad: bytes) -> None:
+    (tmp_path / "d.csv").write_bytes(b"text\na\nx" + bad + b"\nb\n")
+    assert "d.csv:3: character 2 of 'text' is unreadable" in message(tmp_path / "d.csv", encoding=encoding)
+    assert texts(load(tmp_path / "d.csv", encoding=encoding, on_bad_record="skip")) == {"a", "b"}
 
 
 def test_quotes_that_are_only_characters_are_read_when_it_is_said(tmp_path: Path) -> None:
@@ -174,22 +166,12 @@ def test_a_csv_without_a_header_is_told_in_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_json_arrays_and_objects_over_many_lines(tmp_path: Path, name: str, indent: int | None) -> None:
+def test_json_arrays_on_one_line_and_many(tmp_path: Path, name: str, indent: int | None) -> None:
     records = [{"text": text} for text in LINES]
     (tmp_path / name).write_text(json.dumps(records, indent=indent))
     assert texts(load(tmp_path / name)) == set(LINES)
-    (tmp_path / name).write_text("\n".join(json.dumps(record, indent=indent) for record in records))
-    assert texts(load(tmp_path / name)) == set(LINES)
-    if indent:
-        assert set(all_documents(load(tmp_path / name))) == {f"{name}:{line}" for line in (1, 4, 7, 10)}
     (tmp_path / name).write_text("\n \n" + json.dumps(records, indent=indent))  # blank lines come first
     assert texts(load(tmp_path / name)) == set(LINES)
-
-
-def test_labels_that_differ_only_in_case_or_spaces_are_told(jsonl: Write) -> None:
-    labels = ["Spam", "spam", "ham ", "eggs"]
-    notes = load(jsonl(*({"text": f"t{i}", "label": labels[i % 4]} for i in range(12))), labelled=True).notes
-    assert "labels that differ only in case or spaces are different classes: 'Spam', 'spam'" in notes
 
 
 def test_csv_fields_may_be_larger_than_pythons_limit(tmp_path: Path) -> None:
@@ -205,10 +187,10 @@ def test_csv_refuses_a_column_named_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "where", "reason"),
     [
-        ("text,label\na,b\nc\n", 3, "wrong number of fields (1, the header has 2)"),
-        ("text,label\na,b\nc,d,e\n", 3, "wrong number of fields (3, the header has 2)"),
-        ('text,label\na,b\n"c,d\ne,f\n', 3, "not CSV"),
-        ("text,label\na,\n", 2, "'label' is empty"),
+        ("text,label\na,b\nc\n", 3, "wrong number of fields: 1, the header has 2"),
+        ("text,label\na,b\nc,d,e\n", 3, "wrong number of fields: 3, the header has 2"),
+        ('text,label\na,b\n"c,d\ne,f\n', 3, "not CSV up to line 4 (unexpected end of data)"),
+        ("text,label\na,\n", 2, "'label' must be text or a whole number, not ''"),
     ],
 )
 def test_bad_csv_records(tmp_path: Path, content: str, where: int, reason: str) -> None:
@@ -220,37 +202,17 @@ def test_a_bad_byte_in_a_quoted_csv_field_costs_only_its_record(tmp_path: Path) 
     (tmp_path / "d.csv").write_bytes(b'text\ngood\n"bad \xff\nline"\nfine\n')
     corpus = load(tmp_path / "d.csv", on_bad_record="skip")
     assert texts(corpus) == {"good", "fine"}
-    assert "1 not UTF-8" in corpus.notes[0]
-    assert "d.csv:3" in corpus.notes[0]
+    assert "d.csv:3: character 5 of 'text' is unreadable" in corpus.notes[0]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("last", ["plain", 'says "so" twice', '"in quotes"'])
-def test_a_quote_that_is_not_closed_costs_only_its_line(tmp_path: Path, last: str, streaming: bool) -> None:
-    rows = [f"t{i},{i}\n" for i in range(1000)]
-    rows[9] = '"t9,9\n'
-    (tmp_path / "q.csv").write_text("text,n\n" + "".join(rows) + f"{last},1000\n")
-    corpus = load(tmp_path / "q.csv", on_bad_record="skip", streaming=streaming)
-    assert texts(corpus) == {f"t{i}" for i in range(1000) if i != 9} | {last.strip('"')}
-    found = all_documents(corpus)
-    assert [found[f"q.csv:{line}"]["text"] for line in (10, 12, 1001)] == ["t8", "t10", "t999"]
-    if not streaming:
-        assert corpus.notes[0] == f"skipped 1 record of {tmp_path / 'q.csv'}: 1 not CSV ({tmp_path / 'q.csv'}:11)"
-        assert "q.csv:11: not CSV (a quote that is opened here is not closed:" in message(tmp_path / "q.csv")
-
-
-def test_every_line_of_a_csv_may_open_a_quote(tmp_path: Path) -> None:
-    (tmp_path / "q.csv").write_text("text,n\n" + "a,1\n" + '"b,2\n' * 5000 + "c,3\n" + '"d,4\n')
+def test_a_quote_that_is_not_closed_names_the_lines_that_it_costs(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text('text,n\na,1\n"b,2\nc,3\nd "e",4\nf,5\n')
+    assert f"{tmp_path / 'q.csv'}:3: not CSV up to line 5 (" in message(tmp_path / "q.csv")
+    assert texts(load(tmp_path / "q.csv", on_bad_record="skip")) == {"a", "f"}
+    (tmp_path / "q.csv").write_text('text,n\na,1\nb,2\n"c,3\n' + "d,4\n" * 1000)
     corpus = load(tmp_path / "q.csv", on_bad_record="skip")
-    assert texts(corpus) == {"a", "c"}
-    assert corpus.notes[0].startswith("skipped 5,001 records")
-
-
-def test_lines_that_a_csv_record_takes_with_it_are_named(tmp_path: Path) -> None:
-    (tmp_path / "q.csv").write_text('text,n\na,1\n"b,2\nc,3\nd,4"\ne,5\nf,6\n')
-    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
-    assert texts(corpus) == {"a", "e", "f"}
-    assert f"1 wrong number of fields ({tmp_path / 'q.csv'}:3-5)" in corpus.notes[0]
+    assert texts(corpus) == {"a", "b"}
+    assert "q.csv:4: not CSV up to line 1004" in corpus.notes[0]
 
 
 def test_parquet_in_batches(tmp_path: Path) -> None:
@@ -262,43 +224,36 @@ def test_parquet_in_batches(tmp_path: Path) -> None:
     found = all_documents(load(tmp_path / "d.parquet", labelled=True))
     assert len(found) == count
     assert found["d.parquet:1"]["text"] == "t0"
-    assert found[f"d.parquet:{count}"]["label"] == (count - 1) // 2
-
-
-def test_a_parquet_text_that_is_not_utf_8_costs_only_its_record(tmp_path: Path) -> None:
-    raw = pa.array([b"one", b"t\xff", b"three"], pa.binary())
-    broken = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
-    pq.write_table(pa.table({"text": broken}), tmp_path / "d.parquet")
-    assert "d.parquet:2: not UTF-8 (byte 0xff)" in message(tmp_path / "d.parquet")
-    assert texts(load(tmp_path / "d.parquet", on_bad_record="skip")) == {"one", "three"}
+    assert found[f"d.parquet:{count}"]["label"] == str((count - 1) // 2)
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_bytes(b"PAR1 no such thing PAR1")
-    assert "d.parquet: not a readable Parquet file" in message(tmp_path / "d.parquet")
+    assert "d.parquet: cannot be read as Parquet after row 0" in message(tmp_path / "d.parquet")
+    raw = pa.array([b"one", b"t\xff", b"three"], pa.binary())
+    broken = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"text": broken}), tmp_path / "d.parquet")
+    assert "d.parquet: cannot be read as Parquet after row 0: 'utf-8' codec" in message(tmp_path / "d.parquet")
 
 
 def test_parquet_without_the_column(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["a", "b"], "n": [1, 2]}), tmp_path / "d.parquet")
-    assert "no record has 'text': the columns are body, n" in message(tmp_path / "d.parquet")
+    assert "d.parquet:1: no column 'text'; the columns are body, n" in message(tmp_path / "d.parquet")
 
 
-@pytest.mark.parametrize(
-    ("sample_by", "expected"),
-    [
-        ("paragraph", {"d.txt:1": "one\ntwo", "d.txt:5": "three"}),
-        ("line", {"d.txt:1": "one", "d.txt:2": "two", "d.txt:5": "three"}),
-    ],
-)
-def test_text_by_paragraph_or_line(tmp_path: Path, sample_by: str, expected: dict[str, str]) -> None:
+def test_text_by_line(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\r\n \r\nthree\r\n")
-    found = all_documents(load(tmp_path / "d.txt", sample_by=sample_by))
-    assert {source: d["text"] for source, d in found.items()} == expected
+    found = all_documents(load(tmp_path / "d.txt", sample_by="line"))
+    assert {source: d["text"] for source, d in found.items()} == {
+        "d.txt:1": "one",
+        "d.txt:2": "two",
+        "d.txt:5": "three",
+    }
 
 
 def test_text_carries_no_label(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("one")
-    assert "a text file carries no label" in message(tmp_path / "d.txt", labelled=True)
+    assert "d.txt: no column 'label'; the columns are text." in message(tmp_path / "d.txt", labelled=True)
 
 
 # Bad records
@@ -308,18 +263,17 @@ def test_text_carries_no_label(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ('{"text": "a", "label": ', "not JSON"),
-        ("[1]", "not a JSON object (but list)"),
-        ('{"label": 1, "body": "x"}', "without 'text' (the columns are label, body)"),
-        ('{"text": null, "label": 1}', "'text' is null"),
-        ('{"text": 5, "label": 1}', "'text' is not text (but int)"),
-        ('{"text": "a\\u0000b", "label": 1}', "a NUL character"),
-        ('{"text": "a\\ud800b", "label": 1}', "half a surrogate pair"),
-        ('{"text": "a"}', "without 'label'"),
-        ('{"text": "a", "label": null}', "'label' is empty"),
-        ('{"text": "a", "label": 1.5}', "'label' is neither text nor a whole number (but float)"),
-        ('{"text": "a", "label": NaN}', "'label' is neither text nor a whole number (but float)"),
-        ('{"text": "a", "label": [1]}', "'label' is neither text nor a whole number (but list)"),
-        ('{"text": "a", "label": 99999999999999999999}', "'label' does not fit 64 bits"),
+        ("[1]", "not a JSON object but list"),
+        ('{"label": 1, "body": "x"}', "no column 'text'; the columns are label, body"),
+        ('{"text": null, "label": 1}', "'text' must be text, not None"),
+        ('{"text": 5, "label": 1}', "'text' must be text, not 5"),
+        ('{"text": "a\\u0000b", "label": 1}', "character 2 of 'text' is unreadable"),
+        ('{"text": "a\\ud800b", "label": 1}', "character 2 of 'text' is unreadable"),
+        ('{"text": "a"}', "no column 'label'; the columns are text"),
+        ('{"text": "a", "label": null}', "'label' must be text or a whole number, not None"),
+        ('{"text": "a", "label": 1.5}', "'label' must be text or a whole number, not 1.5"),
+        ('{"text": "a", "label": NaN}', "'label' must be text or a whole number, not nan"),
+        ('{"text": "a", "label": [1]}', "'label' must be text or a whole number, not [1]"),
     ],
 )
 def test_a_bad_record_is_refused_or_skipped(jsonl: Write, line: str, reason: str) -> None:
@@ -332,41 +286,38 @@ def test_a_bad_record_is_refused_or_skipped(jsonl: Write, line: str, reason: str
     assert f"{path}:2" in corpus.notes[0]
 
 
-def test_bad_bytes_name_line_and_byte(tmp_path: Path) -> None:
+def test_bad_bytes_name_line_and_character(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe4"}\n{"text": "c"}\n')
-    assert "d.jsonl:2: not UTF-8 (byte 0xe4 in line 2, column 11)" in message(tmp_path / "d.jsonl")
+    assert "d.jsonl:2: character 1 of 'text' is unreadable. If the file is not UTF-8" in message(tmp_path / "d.jsonl")
     (tmp_path / "d.txt").write_bytes(b"one\ntwo\xff\n")
-    assert "d.txt: not UTF-8 (byte 0xff in line 2, column 4)" in message(tmp_path / "d.txt")
+    assert "d.txt: character 8 of 'text' is unreadable" in message(tmp_path / "d.txt")
     (tmp_path / "n.txt").write_bytes(b"one\0")
-    assert "n.txt: a NUL character (at position 3 of 'text')" in message(tmp_path / "n.txt")
+    assert "n.txt: character 4 of 'text' is unreadable" in message(tmp_path / "n.txt")
 
 
-def test_skipped_records_are_counted_with_examples(jsonl: Write) -> None:
+def test_skipped_records_are_counted_with_the_first(jsonl: Write) -> None:
     path = jsonl({"text": "a"}, "{", {"x": 1}, "{", "{", "{", {"text": "b"}, {"text": " "})
     corpus = load(path, on_bad_record="skip")
-    assert corpus.notes[0] == (
-        f"skipped 6 records of {path}: 4 not JSON ({path}:2, {path}:4, {path}:5, ...), "
-        f"1 without 'text' ({path}:3), 1 empty document ({path}:8)"
-    )
+    assert corpus.notes[0].startswith(f"skipped 5 bad records of {path}, the first {path}:2: not JSON (")
+    assert corpus.notes[1] == f"skipped 1 empty document of {path}, the first {path}:8: empty document"
 
 
 def test_empty_documents(jsonl: Write) -> None:
     path = jsonl({"text": "a"}, {"text": " \n"}, {"text": "b"})
     corpus = load(path)
     assert texts(corpus) == {"a", "b"}
-    assert corpus.notes[0] == f"skipped 1 record of {path}: 1 empty document ({path}:2)"
+    assert corpus.notes[0] == f"skipped 1 empty document of {path}, the first {path}:2: empty document"
     assert message(path, on_empty_document="error").startswith(f"{path}:2: empty document.")
 
 
 @pytest.mark.parametrize("on_bad_record", ["error", "skip"])
 def test_a_column_that_no_record_has(jsonl: Write, on_bad_record: str) -> None:
     path = jsonl({"body": "a", "y": 1}, {"body": "b", "y": 2})
-    refusal = message(path, on_bad_record=on_bad_record)
-    assert refusal == (
-        f"{path}: no record has 'text': the columns are body, y ({path}:1). "
+    assert (
+        f"{path}:1: no column 'text'; the columns are body, y. "
         "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line."
-    )
-    assert "no record has 'label'" in message(path, True, on_bad_record=on_bad_record, text_column="body")
+    ) in message(path, on_bad_record=on_bad_record)
+    assert "no column 'label'" in message(path, True, on_bad_record=on_bad_record, text_column="body")
 
 
 @pytest.mark.parametrize("lines", [(), ("",), ({"text": ""},)])
@@ -381,9 +332,9 @@ def test_nothing_to_learn_from(jsonl: Write, lines: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([1, 2, 2], [1, 2, 2]),
-        ([True, False, True], [1, 0, 1]),
-        ([1.0, 2.0, 2], [1, 2, 2]),
+        ([1, 2, 2], ["1", "2", "2"]),
+        ([True, False, True], ["1", "0", "1"]),
+        ([1.0, 2.0, 2], ["1", "2", "2"]),
         (["b", "a", "b"], ["b", "a", "b"]),
         (["b", 1, True], ["b", "1", "1"]),
     ],
@@ -425,10 +376,7 @@ def test_every_label_keeps_a_record_to_train_on(jsonl: Write) -> None:
     assert set(corpus.train["label"]) == set(rare)
     assert set(corpus.validation["label"]) == {"a", "b", "twice"}
     assert corpus.validation["text"][:] == load(path, True).validation["text"][:]
-    names = [repr(name) for name in sorted(set(rare)) if name.startswith("rare")]
-    assert corpus.notes[-1] == (
-        "held out 50 of 1,000 documents for validation, none of them with the label " + ", ".join(names[:3]) + ", ..."
-    )
+    assert corpus.notes[-1] == "held out 50 of 1,000 documents for validation"
 
 
 def test_labels_that_all_stand_once_are_refused(jsonl: Write) -> None:
@@ -476,7 +424,7 @@ def test_validation_dataset_takes_precedence(jsonl: Write, tmp_path: Path) -> No
     corpus = load(path, validation_dataset=other)
     assert corpus.train["text"][:] == ["only"]
     assert corpus.validation["text"][:] == ["v1", "v2"]
-    assert corpus.notes == (f"skipped 1 record of {other}: 1 empty document ({other}:2)",)
+    assert corpus.notes == (f"skipped 1 empty document of {other}, the first {other}:2: empty document",)
     assert load(path, validation_dataset=str(Path(other).parent)).validation["text"][:] == ["v1", "v2"]
     missing = tmp_path / "gone.jsonl"
     assert message(path, validation_dataset=str(missing)) == f"--validation_dataset {missing}: no such file or folder."
@@ -551,15 +499,13 @@ def test_files_that_name_no_split_are_for_training_where_none_is(jsonl: Write, t
     corpus = load(tmp_path / "in")
     assert corpus.train["text"][:] == ["development", "latest", "retrained", "src/a", "src/b"]
     assert [corpus.validation["text"][:], corpus.test["text"][:]] == [["dev"], ["test/c"]]
-    assert corpus.notes == (f"{tmp_path / 'in'}: no file is named train; the 5 that name no split are for training",)
 
 
 def test_a_folder_without_anything_to_train_on_is_refused(jsonl: Write, tmp_path: Path) -> None:
     for name in ("test_1", "test_2", "test_3", "validation"):
         jsonl({"text": name}, name=f"in/{name}.jsonl")
     assert message(tmp_path / "in") == (
-        f"{tmp_path / 'in'}: nothing to train on: by their names test_1.jsonl, test_2.jsonl, test_3.jsonl, ... are for "
-        "validation or test. Rename one (train.jsonl), or name a file with --dataset."
+        f"{tmp_path / 'in'}: by their names all files are for validation or test. Rename one (train.jsonl)."
     )
 
 
@@ -571,7 +517,6 @@ def test_a_folder_to_validate_on(jsonl: Write, tmp_path: Path) -> None:
     jsonl({"text": "validation"}, name="in/valid.jsonl")
     corpus = load(jsonl({"text": "x"}), validation_dataset=str(tmp_path / "in"))
     assert corpus.validation["text"][:] == ["validation"]
-    assert corpus.notes == (f"{tmp_path / 'in'}: only its files that are for validation by their names were read",)
 
 
 def test_a_title_of_a_text_does_not_name_a_split(tmp_path: Path) -> None:
@@ -586,16 +531,6 @@ def test_an_empty_split_is_an_error(jsonl: Write, tmp_path: Path) -> None:
     jsonl({"text": "a"}, name="in/train.jsonl")
     jsonl(name="in/validation.jsonl")
     assert message(tmp_path / "in").startswith(f"the validation split of {tmp_path / 'in'}: no document")
-
-
-def test_links_that_leave_the_folder_are_not_followed(jsonl: Write, tmp_path: Path) -> None:
-    secret = jsonl({"text": "secret"}, name="elsewhere/s.jsonl")
-    jsonl({"text": "a"}, {"text": "b"}, name="in/a.jsonl")
-    (tmp_path / "in" / "link.jsonl").symlink_to(secret)
-    (tmp_path / "in" / "links").symlink_to(Path(secret).parent)
-    corpus = load(tmp_path / "in")
-    assert texts(corpus) == {"a", "b"}
-    assert "did not follow 2 links out of the folder" in corpus.notes[0]
 
 
 def test_file_names_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
@@ -617,13 +552,11 @@ def test_a_folder_with_nothing_to_read(tmp_path: Path) -> None:
 def test_files_of_other_kinds(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(b"")
     (tmp_path / "d.bin").write_bytes(b"")
-    assert "archives are not read" in message(tmp_path / "d.jsonl.gz")
+    assert "cannot tell what it is" in message(tmp_path / "d.jsonl.gz")
     assert "cannot tell what it is" in message(tmp_path / "d.bin")
 
 
-@pytest.mark.parametrize(
-    "name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "x.csv.gz", "~no.such.user/x"]
-)
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "~no.such.user/x"])
 def test_a_path_that_is_not_there_is_not_asked_from_the_hub(name: str) -> None:
     assert message(name) == f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name)."
 
@@ -634,7 +567,7 @@ def test_unreadable_file_keeps_its_own_error(jsonl: Write, monkeypatch: pytest.M
     def forbidden(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(readers, "read_records", forbidden)
+    monkeypatch.setattr(readers, "read_file", forbidden)
     assert message(path) == f"{path}: Permission denied."
 
 
@@ -652,32 +585,25 @@ def test_a_saved_dataset_dict(tmp_path: Path) -> None:
     whole.save_to_disk(tmp_path / "s")
     corpus = load(tmp_path / "s", labelled=True)
     assert corpus.train["label"][:] == ["no", "yes", "no"]
-    assert corpus.train["source"][0] == f"{tmp_path / 's'}[train]:0"
     assert [len(corpus.validation), len(corpus.test)] == [1, 2]
-    assert corpus.train.column_names == ["text", "label", "source"]
+    assert set(corpus.train.column_names) == {"text", "label"}
     assert sorted(p.name for p in (tmp_path / "s" / "train").iterdir()) == [
         "data-00000-of-00001.arrow",
         "dataset_info.json",
         "state.json",
     ]
-    streamed = load(tmp_path / "s", labelled=True, streaming=True)
-    assert [d["label"] for d in streamed.train] == ["no", "yes", "no"]
 
 
-def test_a_saved_dataset_is_checked_once_and_again_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    original = tables.rows.row
-    monkeypatch.setattr(tables.rows, "row", lambda *found: seen.append(found[2]) or original(*found))
-    for text in ("old", "new"):
+def test_a_saved_dataset_that_changes_is_known_as_another(tmp_path: Path) -> None:
+    known = []
+    for text in ("old", "old", "new"):
         dataset = datasets.Dataset.from_list([{"text": f"{text} {i}"} for i in range(3)])
         dataset._fingerprint = "given"  # as of a generator that reads a file: the content may differ
         dataset.save_to_disk(tmp_path / "s")
-        for _ in range(2):
-            corpus = load(tmp_path / "s", validation_fraction=0.3)
-            assert texts(corpus) == {f"{text} {i}" for i in range(3)}
-    assert seen == [0, 1, 2] * 2
+        corpus = load(tmp_path / "s", validation_fraction=0.3)
+        assert texts(corpus) == {f"{text} {i}" for i in range(3)}
+        known.append((corpus.train._fingerprint, corpus.validation._fingerprint))
+    assert known[0] == known[1] and not set(known[1]) & set(known[2])
 
 
 def test_a_saved_dataset_without_splits(tmp_path: Path) -> None:
@@ -691,7 +617,10 @@ def test_splits_that_a_saved_dataset_does_not_have(tmp_path: Path) -> None:
     saved(a=[{"text": "x"}], b=[{"text": "y"}]).save_to_disk(tmp_path / "s")
     assert "no split 'train'; it has a, b" in message(tmp_path / "s")
     assert "no split 'c'; it has a, b" in message(tmp_path / "s", dataset_split="a", validation_split="c")
-    assert "both name 'a'" in message(tmp_path / "s", dataset_split="a", validation_split="a")
+    with pytest.raises(UsageError, match="validation_split: a is the split to train on"):
+        check(
+            from_values({"dataset": str(tmp_path / "s"), "dataset_split": "a", "validation_split": "a", "model": "x"})
+        )
     assert "no split 'a[:1]'; it has a, b" in message(tmp_path / "s", dataset_split="a[:1]")
     assert "no split 'c'; it has a, b" in message(
         tmp_path / "s", dataset_split="a", validation_split="c", validation_dataset=str(tmp_path / "s")
@@ -721,13 +650,13 @@ def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
     jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    original = readers.read_records
+    original = readers.read_file
 
     def counted(path: Path, *how: Any) -> Any:
         reads.append(path.name)
         return original(path, *how)
 
-    monkeypatch.setattr(readers, "read_records", counted)
+    monkeypatch.setattr(readers, "read_file", counted)
     path = jsonl({"text": "a"}, "{", {"text": "b"})
     assert "not JSON" in message(path)
     first = load(path, on_bad_record="skip")
@@ -739,9 +668,6 @@ def test_a_second_call_reads_the_cache_and_a_changed_file_is_read_again(
     jsonl({"text": "a"}, {"text": "c"})
     assert texts(load(path)) == {"a", "c"}
     assert len(reads) == 2
-
-
-# Streaming
 
 
 def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_again(jsonl: Write) -> None:
@@ -793,63 +719,12 @@ def test_cached_rows_that_are_damaged_are_read_again(jsonl: Write, tmp_path: Pat
         assert found() == known
 
 
-def test_a_stream_holds_out_its_head(jsonl: Write) -> None:
-    path = jsonl(*({"text": f"t{i}", "label": i} for i in range(6)))
-    corpus = load(path, True, streaming=True, max_eval_samples=2)
-    assert isinstance(corpus.train, datasets.IterableDataset)
-    assert [d["text"] for d in corpus.train] == ["t2", "t3", "t4", "t5"]
-    assert next(iter(corpus.train)) == {"text": "t2", "label": 2, "source": f"{path}:3"}
-    assert corpus.validation["text"][:] == ["t0", "t1"]
-    assert corpus.validation.column_names == ["text", "label", "source"]
-    limited = load(path, True, streaming=True, max_eval_samples=2, max_train_samples=1)
-    assert [d["text"] for d in limited.train] == ["t2"]
-    assert "it has 6" in message(path, streaming=True)
-
-
-def test_a_streamed_folder_with_validation(jsonl: Write, tmp_path: Path) -> None:
-    for name in ("train/a", "train/b", "validation/c", "test/d"):
-        jsonl({"text": name}, name=f"in/{name}.jsonl")
-    corpus = load(tmp_path / "in", streaming=True)
-    assert [d["text"] for d in corpus.train] == ["train/a", "train/b"]
-    assert [corpus.validation["text"][:], corpus.test["text"][:]] == [["validation/c"], ["test/d"]]
-
-
-def test_bad_records_of_a_stream(jsonl: Write, caplog: pytest.LogCaptureFixture) -> None:
-    path = jsonl({"text": "a", "label": "x"}, {"text": "b", "label": "y"}, "{", {"text": "c", "label": 5})
-    held = jsonl({"text": "v", "label": "x"}, name="v.jsonl")
-    corpus = load(path, True, streaming=True, validation_dataset=held)
-    with pytest.raises(UserError, match=r":3: not JSON .*--on_bad_record skip"):
-        list(corpus.train)
-    corpus = load(path, True, streaming=True, validation_dataset=held, on_bad_record="skip")
-    caplog.clear()
-    assert [d["label"] for d in corpus.train] == ["x", "y"]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"skipped {path}:3: not JSON",
-        f"skipped {path}:4: labels are text in some records and numbers in others",
-    ]
-
-
-def test_a_stream_without_the_column(jsonl: Write) -> None:
-    path = jsonl({"body": "a"}, {"body": "b"})
-    assert "the columns are body" in message(path, streaming=True)
-    assert "--text_column" in message(path, streaming=True, on_bad_record="skip")
-
-
 # Flags
 
 
 def test_flags_of_other_kinds_of_data(jsonl: Write) -> None:
     found = load(jsonl({"text": "a"}, {"text": "b"}), dataset_options={"train": 1})  # of a recipe with other data
     assert "dataset_options: only a function takes them, so they are left out" in found.notes
-    with pytest.raises(UsageError, match="nothing to stream"):
-        load("stdlib", streaming=True)
-
-
-@pytest.mark.parametrize("name", ["listops", "stdlib_packages"])
-def test_a_dataset_that_a_recipe_generates_is_pointed_to(name: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        load(name, labelled=True, dataset_options={"train": 1})
-    assert str(raised.value) == (f"dataset: {name} is generated. Write --dataset recipes/{name}.py:documents.")
 
 
 def test_records_read_are_those_json_reads(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_which_files_are_read(library: Path) -> None:
     assert sorted(sources) == ["a.txt", "pkg/b.rst", "pkg/c.html", "pkg/copy.py"]
     assert corpus.train["source"][:] == sorted(corpus.train["source"][:])
     assert len(corpus.validation) == 1
-    assert corpus.notes[0].startswith("stdlib: 4 of 7 files, 0.0 MB")
+    assert corpus.notes[0].startswith("stdlib: 4 of 7 files of Python 3.")
 
 
 def test_this_pythons_library() -> None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from train import extras
 from train.config import Config, option
@@ -24,9 +18,7 @@ if TYPE_CHECKING:
 
     from train.data import PreparedData
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-logger = logging.getLogger(__name__)
-Encoding = Literal["utf-8", "utf-16", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
+Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +35,11 @@ class Options:
     label_column: str = option("label", "Column of the label, for tasks that have one.")
     encoding: Encoding = option("utf-8", "Of text files, JSON and CSV; of Windows often cp1252.")
     quoting: Literal["standard", "none"] = option("standard", "none: quotes in CSV and TSV are only characters.")
-    sample_by: Literal["document", "paragraph", "line"] = option("document", "What one document of a text file is.")
+    sample_by: Literal["document", "line"] = option("document", "What one document of a text file is.")
     on_bad_record: Literal["error", "skip"] = option(
         "error", "Unreadable line, missing column, unknown label: refuse, or skip and report with file and line."
     )
     on_empty_document: Literal["skip", "error"] = option("skip", "Documents without text.")
-    shuffle_buffer_size: int = option(1000, "Documents of a stream that are shuffled together.", ge=1)
-    streaming: bool = option(False, "Read and tokenise on the way instead of caching on disk; needs max_steps.")
 
 
 @dataclass(frozen=True)
@@ -67,19 +57,6 @@ def _is_function(config: Config) -> bool:
     return ":" in config.data.dataset and not Path(config.data.dataset).exists()
 
 
-def _work_offline_without_an_address(config: Config) -> None:
-    """Where the Hub's host has no address, it would be asked again and again for a minute."""
-    names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
-    asks = any(name and _HUB_NAME.fullmatch(name) and not Path(name).exists() for name in names)
-    if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
-        host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
-        try:
-            socket.getaddrinfo(host, 443)
-        except OSError:
-            logger.warning("%s has no address here: only what is cached of the Hub can be used", host)
-            os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 class Extra(extras.Extra):
     Options = Options
 
@@ -90,30 +67,20 @@ class Extra(extras.Extra):
         if unread and _is_function(config):
             why = f"{name} gives its documents as they are to be used"
             raise UsageError(f"{unread[0]}: {why}: leave it out, and do that in the function.")
-        if config.of(Options).streaming and config.optimization.max_steps is None:
-            raise UsageError("streaming: the length of a stream is not known: give max_steps.")
+        if own.dataset_split == own.validation_split:
+            raise UsageError(f"validation_split: {own.validation_split} is the split to train on. Give another.")
         kind, _, size = (config.data.tokenizer or "").partition(":")
-        if kind == "train" and config.of(Options).streaming:
-            raise UsageError(f"tokenizer: train:{size} cannot be trained on a stream: give a folder or a Hub name.")
         if kind == "train" and (not size.isdecimal() or int(size) < 300):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
         if Path(name).is_dir() and Path(name).resolve() in Path(config.output.output_dir).resolve().parents:
             raise UsageError(f"output_dir: it lies in the dataset {name}: its files would be read as documents.")
-        _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
-
-    def identity(self, config: Config) -> dict[str, Any]:
-        is_stream = config.of(Options).streaming
-        return {"shuffle_buffer_size": config.of(Options).shuffle_buffer_size} if is_stream else {}
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
-        if _is_function(config):
-            from train.extras.readers.functions import load_returned
-
-            return load_returned(config, labelled)
-        from train.extras.readers.corpus import load_corpus
-
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}
-        return load_corpus(Source(**vars(config.of(Options)), **core, labelled=labelled))
+        data = Source(**vars(config.of(Options)), **core, labelled=labelled)
+        from train.extras.readers.corpus import load_corpus, load_returned
+
+        return load_returned(config, data) if _is_function(config) else load_corpus(data)
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         if spec not in ("bytes", "words") and not spec.startswith("train:"):
@@ -130,11 +97,4 @@ class Extra(extras.Extra):
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         from train.extras.readers.own_tokenizers import unknown_share
 
-        data = replace(data, examples=unknown_share(data.examples, data.tokenizer))
-        if not run.config.of(Options).streaming:
-            return data
-        from train.extras.readers.stream import StreamBatches
-
-        positions, size = run.outputs.folder / "stream.jsonl", run.config.of(Options).shuffle_buffer_size
-        order = partial(StreamBatches, buffer_size=size, positions=positions)
-        return replace(data, order=order)
+        return replace(data, examples=unknown_share(data.examples, data.tokenizer))

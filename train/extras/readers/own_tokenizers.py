@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, config
+from datasets import config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -36,23 +36,26 @@ TOKENIZER_TRAINING_BYTES = 16 * 2**20  # a vocabulary of some thousand pieces se
 
 def tokenizer_for(run: Run, spec: str, corpus: Corpus) -> PreTrainedTokenizerBase:
     """The tokenizer ``bytes``, ``words`` or ``train:N``; one that is trained is kept with the data it was made of."""
-    texts = () if spec == "bytes" else (dict(row)["text"] for row in corpus.train)
-    known = getattr(corpus.train, "_fingerprint", None)
-    if spec == "bytes" or known is None:  # by which a stream, that has none, could not be told from another
-        return build_tokenizer(spec, texts)
-    recipe = f"{known} {spec} {TOKENIZER_TRAINING_BYTES} {inspect.getsource(build_tokenizer)}"
-    kept = Path(config.HF_DATASETS_CACHE) / f"tokenizer-{hashlib.sha256(recipe.encode()).hexdigest()[:32]}.json"
-    if kept.exists():
-        digest, _, text = kept.read_text(encoding="utf-8", errors="replace").partition("\n")
-        if digest == hashlib.sha256(text.encode()).hexdigest():
-            return _with_names(Tokenizer.from_str(text), spec)
-        run.outputs.note(f"{kept} was damaged: the tokenizer is trained again")
-    tokenizer: Any = build_tokenizer(spec, texts)
-    if run.accelerator.is_main_process:
-        text = tokenizer.backend_tokenizer.to_str()
-        with suppress(UserError):  # a cache that cannot be written costs only time
-            write_whole(kept, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-    return tokenizer
+    if spec == "bytes":
+        return build_tokenizer(spec, ())
+    documents: Any = corpus.train
+    recipe = f"{documents._fingerprint} {spec} {TOKENIZER_TRAINING_BYTES} {inspect.getsource(build_tokenizer)}"
+    kept = Path(config.HF_DATASETS_CACHE, f"tokenizer-{_digest(recipe)[:32]}.json")
+    known = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else None
+    digest, _, text = (known or "").partition("\n")
+    if digest != _digest(text):
+        if known is not None:
+            run.outputs.note(f"{kept} was damaged: the tokenizer is trained again")
+        made: Any = build_tokenizer(spec, (row["text"] for row in documents))
+        text = made.backend_tokenizer.to_str()
+        if run.accelerator.is_main_process:
+            with suppress(UserError):  # a cache that cannot be written costs only time
+                write_whole(kept, f"{_digest(text)}\n{text}")
+    return _with_names(Tokenizer.from_str(text), spec)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def build_tokenizer(spec: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
@@ -92,28 +95,21 @@ class Words(dict[str, list[int]]):
         self._tokenizer = tokenizer
 
     def __missing__(self, word: str) -> list[int]:
-        ids = self._ids_of(word)
-        if len(self) < MOST_WORDS:
-            self[word] = ids
+        if len(self) >= MOST_WORDS:
+            self.clear()
+        self[word] = ids = self._ids_of(word)
         return ids
 
     def ids_of(self, text: str) -> list[int]:
-        """The ids that the tokenizer gives, at some four times its speed; lines that are not plain are left to it."""
+        """The ids that the tokenizer gives, at some three times its speed; lines that are not plain are left to it."""
         ids: list[int] = []
-        for part in [text] if _is_plain(text) else _LINES.split(text):
-            ids += (
-                chain.from_iterable(map(self.__getitem__, _WORDS.findall(part)))
-                if _is_plain(part)
-                else self._ids_of(part)
-            )
+        for line in _LINES.split(text):
+            is_plain = line.isascii() and "<|" not in line  # with which special tokens begin
+            ids += chain.from_iterable(map(self.__getitem__, _WORDS.findall(line))) if is_plain else self._ids_of(line)
         return ids
 
     def _ids_of(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and _MARKS.search(text) is None
 
 
 def ids_of_bytes(text: str) -> list[int]:
@@ -125,17 +121,18 @@ def ids_of_bytes(text: str) -> list[int]:
 
 
 def unknown_share(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """``examples`` with a note on how many of their tokens are unknown, by a thousand examples of each split."""
-    shares, unknown = {}, tokenizer.unk_token_id
-    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)  # GPT-2's unknown is its end
-    for name, split in (("training", examples.train), ("validation", examples.validation)):
-        if isinstance(split, Dataset) and "tokens" in split.column_names and unknown not in (None, *marks):
+    """``examples`` with a warning if many tokens of a split are unknown, by a thousand examples of each."""
+    notes, unknown = list(examples.notes), tokenizer.unk_token_id
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return examples  # GPT-2's unknown is its end
+    splits: dict[str, Any] = {"training": examples.train, "validation": examples.validation}
+    for name, split in splits.items():
+        if "tokens" in split.column_names:
             some = split.select(range(0, len(split), len(split) // 1000 + 1)).with_format("numpy")
-            shares[name] = float(np.mean(np.concatenate(some["tokens"][:]) == unknown))
-    note = f"unknown tokens: {', '.join(f'{share:.1%} of {name}' for name, share in shares.items())}"
-    if max(shares.values(), default=0) > MOST_UNKNOWN:
-        note += ". WARNING: what is unknown cannot be learned. Take another tokenizer, such as bytes or train:8192"
-    return replace(examples, notes=(*examples.notes, note)) if shares else examples
+            if (share := np.mean(np.concatenate(some["tokens"][:]) == unknown)) > MOST_UNKNOWN:
+                remedy = "Take another tokenizer, such as bytes or train:8192"
+                notes.append(f"WARNING: {share:.1%} of the tokens for {name} are unknown. {remedy}")
+    return replace(examples, notes=tuple(notes))
 
 
 def _beginning(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
