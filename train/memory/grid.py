@@ -15,8 +15,6 @@ from train.records import UserError
 LENGTHS = tuple(1024 * 2**power for power in range(9))  # 1,024 to 262,144 tokens
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 FAR = 2  # a cell is not predicted if a smaller one needs more than this many times the room
-_COLUMNS_PER_TABLE = 7
-_GREY = "#f2f2f2"
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,8 @@ class Grid:
     settings: str
     total_bytes: int  # of the device
     room_bytes: int  # the part of it that may be taken
+    micro_batch_sizes: tuple[int, ...]
     cells: tuple[tuple[Cell, ...], ...]  # one row per length, one column per size, both ascending
-
-    @property
-    def micro_batch_sizes(self) -> list[int]:
-        return [cell.micro_batch_size for cell in self.cells[0]]
 
 
 def make_grid(
@@ -91,31 +86,26 @@ def make_grid(
             known[row, column] = Cell(length, size, outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True)
     shown = [row for row in range(len(chosen)) if (row, 0) in known]
     rows = tuple(tuple(known[row, column] for column in range(len(sizes))) for row in shown)
-    return Grid(*_titles(question, num_parameters), question.device.total_bytes, question.room_bytes, rows)
+    total_bytes, room_bytes = question.device.total_bytes, question.room_bytes
+    return Grid(*_titles(question, num_parameters), total_bytes, room_bytes, tuple(sizes), rows)
 
 
 def _titles(question: Question, num_parameters: int) -> tuple[str, str]:
-    setting, config, device = question.asked, question.config, question.device
-    ranks, sharding = (f"{question.world_size} × ", f", {setting.sharding}") if question.world_size > 1 else ("", "")
+    config, device = question.config, question.device
+    ranks = f"{question.world_size} × " if question.world_size > 1 else ""
     title = f"{config.architecture.name}, {num_parameters / 1e6:.1f}M parameters, on {ranks}{device.name}"
-    precision = "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision
-    techniques = f"checkpointing {setting.gradient_checkpointing}, loss {setting.loss}, {config.optimization.optimizer}"
-    return f"{title} ({gib(device.total_bytes)})", f"{config.data.task}, {precision}, {techniques}{sharding}"
+    settings = f"{config.data.task}, {question.asked.techniques}, {config.optimization.optimizer}"
+    return f"{title} ({gib(device.total_bytes)})", settings
 
 
 def grid_text(grid: Grid) -> str:
-    """The grid as tables of at most 100 columns."""
-    lines = [grid.title, grid.settings, ""]
-    for first in range(0, len(grid.micro_batch_sizes), _COLUMNS_PER_TABLE):
-        part = slice(first, first + _COLUMNS_PER_TABLE)
-        lines.append("GiB needed".ljust(12) + "micro-batch size".rjust(17))
-        sizes = "".join(f"{size:>9}   " for size in grid.micro_batch_sizes[part])
-        lines.append(f"{'tokens':>10}  {sizes}".rstrip())
-        for row in grid.cells:
-            cells = "".join(f"{cell!s:>9} {'  ' if cell.fits else 'no'}" for cell in row[part])
-            lines.append(f"{row[0].length:>10,}  {cells}".rstrip())
-        lines.append("")
-    lines.append(f"no: more than the {gib(grid.room_bytes)} that may be taken of {gib(grid.total_bytes)}.")
+    """The grid as a table."""
+    sizes = "".join(f"{size:>9}   " for size in grid.micro_batch_sizes)
+    lines = [grid.title, grid.settings, "", "GiB needed   micro-batch size", f"    tokens  {sizes}".rstrip()]
+    for row in grid.cells:
+        cells = "".join(f"{cell!s:>9} {'  ' if cell.fits else 'no'}" for cell in row)
+        lines.append(f"{row[0].length:>10,}  {cells}".rstrip())
+    lines += ["", f"no: more than the {gib(grid.room_bytes)} that may be taken of {gib(grid.total_bytes)}."]
     if any(not cell.exact for row in grid.cells for cell in row):
         lines.append("≥: not predicted; a smaller micro-batch already needs that much.")
     return "\n".join(lines)
@@ -127,35 +117,26 @@ def grid_values(grid: Grid) -> dict[str, Any]:
 
 
 def draw(grid: Grid, path: Path) -> None:
-    """Draws the grid: darker colours for a fuller device, hatched cells for what does not fit."""
+    """Draws the grid: darker colours for a fuller device, grey cells for what does not fit."""
     import matplotlib
     from matplotlib.figure import Figure
 
     rows, columns = len(grid.cells), len(grid.micro_batch_sizes)
-    figure = Figure(figsize=(max(6.4, 2.6 + 1.0 * columns), 2.2 + 0.46 * rows), layout="constrained")
+    figure = Figure(figsize=(max(6.4, 2.6 + columns), 2.2 + 0.46 * rows), layout="constrained")
     axes = figure.subplots()
-    shown = [[c.needed_bytes / 2**30 if c.fits else float("nan") for c in row] for row in grid.cells]
+    shown = [[cell.needed_bytes / 2**30 if cell.fits else float("nan") for cell in row] for row in grid.cells]
     colours, room_gib = matplotlib.colormaps["YlGnBu"], grid.room_bytes / 2**30
-    image = axes.imshow(shown, cmap=colours, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
-    axes.patch.set(facecolor=_GREY, edgecolor="#bdbdbd", hatch="////")  # seen where no cell fits
+    image = axes.imshow(shown, cmap=colours, alpha=0.5, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
+    axes.set_facecolor("#cccccc")  # seen where no cell fits
     for i, row in enumerate(grid.cells):
         for j, cell in enumerate(row):
-            is_dark = cell.fits and cell.needed_bytes >= 0.55 * grid.room_bytes
-            box = None if cell.fits else {"facecolor": _GREY, "edgecolor": "none", "pad": 1.5}
-            colour = "white" if is_dark else "#333333"
-            axes.text(j, i, str(cell), ha="center", va="center", fontsize=9, color=colour, bbox=box)
-            for above, right in ((0, 1), (1, 0)) if cell.fits else ():  # the frontier
-                if i + above < rows and j + right < columns and not grid.cells[i + above][j + right].fits:
-                    xs, ys = (j - 0.5 + right, j + 0.5), (i - 0.5 + above, i + 0.5)
-                    axes.plot(xs, ys, color="#b30000", linewidth=3, solid_capstyle="round")
+            axes.text(j, i, str(cell), ha="center", va="center", color="black" if cell.fits else "#b30000")
     axes.set_xticks(range(columns), [str(size) for size in grid.micro_batch_sizes])
     axes.set_yticks(range(rows), [f"{row[0].length:,}" for row in grid.cells])
-    axes.set_xlabel("micro-batch size (examples)")
-    axes.set_ylabel("sequence length (tokens)")
-    axes.tick_params(length=0)
-    axes.set_title(f"{grid.settings}. Hatched: does not fit", fontsize=9)
-    figure.suptitle(grid.title, fontsize=11, fontweight="bold")
-    figure.colorbar(image, ax=axes, label="memory needed (GiB)", pad=0.02)
+    axes.set(xlabel="micro-batch size (examples)", ylabel="sequence length (tokens)")
+    axes.set_title(f"{grid.settings}. Grey: does not fit", fontsize=9)
+    figure.suptitle(grid.title, fontsize=11)
+    figure.colorbar(image, ax=axes, label="memory needed (GiB)")
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

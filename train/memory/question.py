@@ -152,13 +152,15 @@ class Setting(Recompute):
     sharding: str = "none"
 
     def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch_size}, {self.techniques}"
+
+    @property
+    def techniques(self) -> str:
+        """All but the micro-batch."""
         precision = "fp32" if self.mixed_precision in (None, "no") else self.mixed_precision
         tiled = ", tiled MLP" if self.tiled_mlp else ""
         sharding = "" if self.sharding == "none" else f", {self.sharding}"
-        return (
-            f"micro-batch {self.micro_batch_size}, checkpointing {super().__str__()}{tiled}, precision {precision}, "
-            f"loss {self.loss}{sharding}"
-        )
+        return f"checkpointing {super().__str__()}{tiled}, precision {precision}, loss {self.loss}{sharding}"
 
     def recomputing(self, way: Recompute) -> Setting:
         """This setting with another way to recompute; tiles that were asked for stay."""

@@ -173,7 +173,7 @@ class MemorySession:
         meter, fault = metering.meter, getattr(error, "fault", None)
         words = fault.error if fault else str(error)
         oom = parse_oom(words)
-        if self._device.type != "cpu" and oom is not None and oom.backend == "host":  # not a matter of the card
+        if self._device.type != "cpu" and oom is not None and oom.on_host:  # not a matter of the card
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         phase = fault.phase if fault else getattr(meter, "phase", "")
