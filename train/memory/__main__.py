@@ -8,7 +8,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,8 +128,7 @@ def show_grid(request: Namespace) -> None:
     """``plan --grid``: memory over sequence length and micro-batch size."""
     from train.memory.grid import draw, grid_text, grid_values, make_grid
 
-    # Cells can be predicted in parallel; the search for a plan needs each answer before its next question.
-    with _predictions(request.question, processes=2) as predictions:
+    with _predictions(request.question) as predictions:
         grid = make_grid(request.question, predictions, request.lengths, request.micro_batch_sizes)
     show(request, grid_text(grid), grid_values(grid))
     if request.picture is not None:
@@ -217,16 +216,18 @@ def _question(config: Config, request: Namespace) -> Question:
 
 
 @contextmanager
-def _predictions(question: Question, processes: int = 1) -> Iterator[Predictions]:
-    """Predictions by so many processes, with a line of progress."""
+def _predictions(question: Question) -> Iterator[Predictions]:
+    """Predictions, with a line of progress."""
 
     def announce(number: int, job: Job) -> None:
         size = f"{job.micro_batch_size} × {job.length:,} tokens"
         print(f"\rpredicting for {question.device.name} ({number}): {size:30}", end="", file=sys.stderr, flush=True)
 
-    with ExitStack() as stack:
-        stack.callback(print, file=sys.stderr)
-        yield Predictions([stack.enter_context(Predictor()) for _ in range(processes)], announce)
+    try:
+        with Predictor() as predictor:
+            yield Predictions(predictor, announce)
+    finally:
+        print(file=sys.stderr)
 
 
 def show(request: Namespace, text: str, values: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from train.figures import gib
-from train.memory.plan import Predictions, outcome_of
+from train.memory.plan import Predictions, predicted
 from train.memory.question import Question, position_limit, replace_length
 from train.records import UserError
 
@@ -61,33 +61,28 @@ def make_grid(
     changes: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": 2 if accumulates else 1}
     if question.config.get("max_tokens_per_micro_batch") is not None:
         changes["max_tokens_per_micro_batch"] = None
-    known: dict[tuple[int, int], Cell] = {}
+    rows: list[tuple[Cell, ...]] = []
     num_parameters = 0
-    # Diagonal by diagonal: all smaller neighbours of a cell are known, and the cells of one can be predicted at once.
-    for diagonal in range(len(chosen) + len(sizes) - 1):
-        jobs = {}
-        for row, column in ((row, diagonal - row) for row in range(len(chosen)) if 0 <= diagonal - row < len(sizes)):
-            if lengths is None and row and ((row - 1, 0) not in known or not known[row - 1, 0].fits):
-                continue
-            below = [known[place] for place in ((row - 1, column), (row, column - 1)) if place in known]
-            least = max((cell.needed_bytes for cell in below), default=0)
+    for length in chosen:
+        if lengths is None and rows and not rows[-1][0].fits:
+            break
+        row: list[Cell] = []
+        for column, size in enumerate(sizes):
+            least = max((cell.needed_bytes for cell in [*row[-1:], *(above[column] for above in rows[-1:])]), default=0)
             if least > FAR * question.room_bytes:
-                known[row, column] = Cell(chosen[row], sizes[column], least, None, fits=False, exact=False)
-            else:
-                sized = replace_length(question, chosen[row])
-                sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=sizes[column]))
-                jobs[row, column] = sized.job(sized.asked)
-        for (row, column), found in zip(jobs, predictions.of_all(list(jobs.values())), strict=True):
-            length, size = chosen[row], sizes[column]
-            if isinstance(found, UserError):
-                raise UserError(f"{size} × {length:,} tokens: {found}")
-            outcome = outcome_of(question, question.asked, jobs[row, column], found)
-            num_parameters = found.num_parameters
-            known[row, column] = Cell(length, size, outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True)
-    shown = [row for row in range(len(chosen)) if (row, 0) in known]
-    rows = tuple(tuple(known[row, column] for column in range(len(sizes))) for row in shown)
+                row.append(Cell(length, size, least, None, fits=False, exact=False))
+                continue
+            sized = replace_length(question, length)
+            sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=size))
+            try:
+                found = predicted(sized, predictions)
+            except UserError as error:
+                raise UserError(f"{size} × {length:,} tokens: {error}") from None
+            num_parameters = found.prediction.num_parameters
+            row.append(Cell(length, size, found.needed_bytes, found.prediction.peak_bytes, found.fits, exact=True))
+        rows.append(tuple(row))
     total_bytes, room_bytes = question.device.total_bytes, question.room_bytes
-    return Grid(*_titles(question, num_parameters), total_bytes, room_bytes, tuple(sizes), rows)
+    return Grid(*_titles(question, num_parameters), total_bytes, room_bytes, tuple(sizes), tuple(rows))
 
 
 def _titles(question: Question, num_parameters: int) -> tuple[str, str]:

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 from train.memory.ladder import Recompute, largest_fitting
@@ -25,30 +24,25 @@ LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
 
 class Predictions:
-    """Predictions by job, each made once; several predictors share them out and work in parallel."""
+    """Predictions by job, each made once."""
 
-    def __init__(self, predictors: Sequence[Predictor], announce: Callable[[int, Job], None] | None = None) -> None:
-        self._predictors, self._announce = predictors, announce
+    def __init__(self, predictor: Predictor, announce: Callable[[int, Job], None] = lambda number, job: None) -> None:
+        self._predictor, self._announce = predictor, announce
         self.known: dict[str, Prediction | UserError] = {}  # what was predicted, or why it was not
 
-    def of_all(self, jobs: Sequence[Job]) -> list[Prediction | UserError]:
-        """The prediction of each of ``jobs``, or why there is none."""
-        keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
-        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.known}
-        numbered = list(enumerate(new.items(), len(self.known) + 1))
-
-        def predict(place: int) -> None:
-            for number, (key, job) in numbered[place :: len(self._predictors)]:
-                if self._announce is not None:
-                    self._announce(number, job)
-                try:
-                    self.known[key] = self._predictors[place].predict(job)
-                except UserError as error:
-                    self.known[key] = error
-
-        with ThreadPoolExecutor(len(self._predictors)) as pool:
-            list(pool.map(predict, range(len(self._predictors))))
-        return [self.known[key] for key in keys]
+    def of(self, job: Job) -> Prediction:
+        """The prediction of ``job``; raises UserError if there is none."""
+        key = json.dumps(asdict(job), sort_keys=True)
+        if key not in self.known:
+            self._announce(len(self.known) + 1, job)
+            try:
+                self.known[key] = self._predictor.predict(job)
+            except UserError as error:
+                self.known[key] = error
+        found = self.known[key]
+        if isinstance(found, UserError):
+            raise found
+        return found
 
 
 @dataclass(frozen=True)
@@ -104,10 +98,7 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
     """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
     job = question.job(setting)
-    found = predictions.of_all([job])[0]
-    if isinstance(found, UserError):
-        raise found
-    return outcome_of(question, setting, job, found)
+    return outcome_of(question, setting, job, predictions.of(job))
 
 
 @dataclass(frozen=True)

@@ -89,21 +89,19 @@ def _micro_batch_size(config: Config, world_size: int) -> int:
 
 def vocabulary_size(config: Config) -> int:
     """Tokens of the model's vocabulary; raises UserError if only data tells, or model or tokenizer cannot be loaded."""
-    architecture, size = config.architecture, _model_says(config, "vocab_size")
-    spec = config.data.tokenizer or architecture.model or ""
-    if size is not None:
-        return int(size)
+    spec = config.data.tokenizer or config.architecture.model or ""
+    if (size := _model_says(config, "vocab_size")) is not None:
+        return size
     if spec == "bytes":
         return BYTE_VOCABULARY
     if spec.startswith("train:"):
         return int(spec.removeprefix("train:"))
     if spec == "words":
-        why = "its size depends on the training text"
-        raise UsageError(f"tokenizer: words: {why}. Give it, such as --vocab_size 20000.")
+        raise UsageError("tokenizer: words: its size depends on the training text. Give it: --vocab_size 20000.")
     from train.data import load_tokenizer
 
     try:
-        return len(load_tokenizer(spec, architecture.trust_remote_code))
+        return len(load_tokenizer(spec, config.architecture.trust_remote_code))
     except UserError as error:
         raise UserError(f"{error} Or give the size of its vocabulary: --vocab_size 32000.") from None
 
@@ -111,19 +109,9 @@ def vocabulary_size(config: Config) -> int:
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
     limit, factor = _model_says(config, "max_position_embeddings") or -1, config.get("rope_scaling_factor")
-    if limit < 0 or config.get("rope_scaling", "none") != "none":  # -1: transformers' word for none
-        return math.ceil(limit * factor) if limit > 0 and factor else None
-    import torch
-    from transformers import AutoConfig, AutoModel
-
-    from train.model import skipped_positions
-    from train.tasks import stored_config
-
-    own = config.architecture
-    with suppress(Exception), torch.device("meta"):  # a run reports what cannot be built
-        known = AutoConfig.for_model(**own.model_config) if own.model_config else stored_config(own)
-        limit -= skipped_positions(AutoModel.from_config(known))
-    return limit
+    if limit < 0 or config.get("rope_scaling", "none") == "none":
+        return limit if limit > 0 else None  # -1: transformers' word for none
+    return math.ceil(limit * factor) if factor else None
 
 
 def _model_says(config: Config, name: str) -> int | None:
@@ -226,9 +214,8 @@ class Question:
         """Ways to recompute and shardings for them, least saving first: each stage is for what fits in none before."""
         ways, resorts = (Recompute(),), ()  # without the extra activations there is but one
         if "gradient_checkpointing" in to_values(self.config):
-            ladder = ladder_on(self.device.kind)
-            ways = CHECKPOINTING
-            resorts = tuple(way for way in ladder if way.gradient_checkpointing_offload or way.tiled_mlp)
+            last_ones = [w for w in ladder_on(self.device.kind) if w.gradient_checkpointing_offload or w.tiled_mlp]
+            ways, resorts = CHECKPOINTING, tuple(last_ones)
         found = [(ways, self.shardings), (resorts, self.shardings[-1:])]
         if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
             found += [(ways, (OFFLOAD,)), (resorts, (OFFLOAD,))]
