@@ -575,7 +575,7 @@ def test_grid_text_and_json() -> None:
     assert "checkpointing none" in lines[1] and "global" not in lines[1]
     rows = [line for line in lines if line.strip().startswith("16,384")]
     assert rows[0].split()[:5] == ["16,384", "5.07", "8.13", "11.20", "14.27"]
-    assert rows[0].split()[5:] == ["17.34", "no", "20.40", "no", "26.54", "no"]
+    assert rows[0].split()[5:] == ["17.34", "no", "20.40", "no", "26.54", "no", "51.07", "no"]
     assert "≥" in text and "not predicted" in text
     values = json.loads(json.dumps(grid_values(grid)))
     assert len(values["cells"]) == 24
