@@ -73,8 +73,6 @@ def test_classes_and_padding() -> None:
     words = ["--device", "l4", *MODEL, "--task", "sequence_classification"]
     assert read_request("predict", words).question.num_labels == 2
     assert read_request("predict", [*words, "--num_labels", "7"]).question.num_labels == 7
-    assert read_request("predict", [*words, "--padded", "no"]).question.padded is False
-    assert read_request("predict", words).question.padded is None
 
 
 @pytest.mark.parametrize(

@@ -200,11 +200,7 @@ def test_nothing_fits() -> None:
     plan = make_plan(asked, Predictions(predictor))
     assert plan.best is None
     assert plan.smallest.setting == bf16_setting(1, "full", "chunked", OFFLOAD)
-    room = 3 * GIB * (1 - MARGIN)
-    expected = int((room - 0.1 * GIB) / 21e3) // 1024 * 1024
-    assert plan.longest == expected
     assert plan.num_predictions <= 12
-    assert make_plan(question(0.05, max_length=65536), Predictions(Synthetic())).longest == 0
 
 
 def test_what_the_model_refuses_is_left_out() -> None:
@@ -412,9 +408,8 @@ def test_job_of_a_configuration() -> None:
     job = job_of(masked, Target("cpu"), 8000)
     assert (job.padded, job.accumulates, job.eval_batch_size) == (True, False, 2)
     assert job.num_targets == math.ceil(0.15 * job.micro_batch_size * job.length)
-    assert not job_of(masked, Target("cpu"), 8000, padded=False).padded
     assert not job_of(question(task="masked_lm").config, Target("cpu"), 8000).padded
-    job = job_of(question(micro_batch_size=8).config, Target("cpu"), 8000, 0, None, 4)
+    job = job_of(question(micro_batch_size=8).config, Target("cpu"), 8000, 0, 4)
     assert (job.accumulates, job.world_size) == (False, 4)
     sharded = replace(question(micro_batch_size=8, world_size=4), sharding="fsdp2")
     assert sharded.job(sharded.asked).sharding == "fsdp2"
@@ -540,21 +535,15 @@ def test_a_recipe_that_chooses_the_precision_goes_on_doing_so() -> None:
 # ---- grid ------------------------------------------------------------------------------------------------------------
 
 
-def test_grid_is_exact_near_the_frontier_and_says_where_it_is_not() -> None:
+def test_grid_has_the_memory_of_each_cell() -> None:
     predictor = Synthetic()
     asked = question(16)
     grid = make_grid(asked, Predictions(predictor), [1024, 4096, 16384, 65536], [1, 2, 4, 8, 16])
     assert lengths_of(grid) == [1024, 4096, 16384, 65536] and grid.micro_batch_sizes == (1, 2, 4, 8, 16)
-    exact = [cell for row in grid.cells for cell in row if cell.exact]
-    assert len(exact) == len(predictor.jobs) < 20
     for row in grid.cells:
         for cell in row:
             true = int(2 * GIB + 201e3 * cell.length * cell.micro_batch_size)
-            assert cell.fits == (true <= asked.room_bytes)
-            if cell.exact:
-                assert cell.needed_bytes == cell.peak_bytes == true
-            else:
-                assert not cell.fits and 2 * asked.room_bytes < cell.needed_bytes < true and cell.peak_bytes is None
+            assert cell.needed_bytes == cell.peak_bytes == true and cell.fits == (true <= asked.room_bytes)
     assert {job.accumulates for job in predictor.jobs} == {True}
 
 
@@ -576,7 +565,6 @@ def test_grid_text_and_json() -> None:
     rows = [line for line in lines if line.strip().startswith("16,384")]
     assert rows[0].split()[:5] == ["16,384", "5.07", "8.13", "11.20", "14.27"]
     assert rows[0].split()[5:] == ["17.34", "no", "20.40", "no", "26.54", "no", "51.07", "no"]
-    assert "≥" in text and "not predicted" in text
     values = json.loads(json.dumps(grid_values(grid)))
     assert len(values["cells"]) == 24
     assert values["cells"][8] == {
@@ -585,10 +573,7 @@ def test_grid_text_and_json() -> None:
         "needed_bytes": int(2 * GIB + 201e3 * 16384),
         "peak_bytes": int(2 * GIB + 201e3 * 16384),
         "fits": True,
-        "exact": True,
     }
-    all_exact = make_grid(question(16), Predictions(Synthetic()), [1024], [1])
-    assert "≥" not in grid_text(all_exact)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import itertools
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,7 +103,8 @@ def run_plan(arguments: list[str]) -> None:
         show_grid(request)
         return
     question, command = request.question, None
-    with _predictions(question) as predictions:
+    with Predictor() as predictor:
+        predictions = Predictions(predictor, announce)
         if "max_length" in request.open:
             length, setting = longest_length(question, predictions)
             if not length:
@@ -128,7 +127,8 @@ def show_grid(request: Namespace) -> None:
     """``plan --grid``: memory over sequence length and micro-batch size."""
     from train.memory.grid import draw, grid_text, grid_values, make_grid
 
-    with _predictions(request.question) as predictions:
+    with Predictor() as predictor:
+        predictions = Predictions(predictor, announce)
         grid = make_grid(request.question, predictions, request.lengths, request.micro_batch_sizes)
     show(request, grid_text(grid), grid_values(grid))
     if request.picture is not None:
@@ -138,8 +138,8 @@ def show_grid(request: Namespace) -> None:
 def run_predict(arguments: list[str]) -> None:
     """``predict``: the configuration as it stands."""
     request = read_request("predict", arguments)
-    with _predictions(request.question) as predictions:
-        outcome = predicted(request.question, predictions)
+    with Predictor() as predictor:
+        outcome = predicted(request.question, Predictions(predictor, announce))
     show(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
 
 
@@ -188,8 +188,6 @@ def _own_flags(command: str) -> Parser:
     add("--sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
     add("--vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
     add("--num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
-    padded = "whether examples of one micro-batch differ in length; default: yes, where the task needs a mask and a "
-    add("--padded", choices=("yes", "no"), help=padded + "micro-batch has 2 or more")
     add("--json", action="store_true", help="write the answer as JSON")
     parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     if command == "plan":
@@ -211,23 +209,12 @@ def _question(config: Config, request: Namespace) -> Question:
     if sharding not in (None, OFFLOAD) and world_size == 1:
         raise UsageError(f"--sharding {sharding} needs several devices: give --world_size too.")
     vocab_size, num_labels = request.vocab_size or vocabulary_size(config), request.num_labels or 2 if classifies else 0
-    padded = None if request.padded is None else request.padded == "yes"
-    return Question(config, device, vocab_size, num_labels, padded, world_size, sharding)
+    return Question(config, device, vocab_size, num_labels, world_size, sharding)
 
 
-@contextmanager
-def _predictions(question: Question) -> Iterator[Predictions]:
-    """Predictions, with a line of progress."""
-
-    def announce(number: int, job: Job) -> None:
-        size = f"{job.micro_batch_size} × {job.length:,} tokens"
-        print(f"\rpredicting for {question.device.name} ({number}): {size:30}", end="", file=sys.stderr, flush=True)
-
-    try:
-        with Predictor() as predictor:
-            yield Predictions(predictor, announce)
-    finally:
-        print(file=sys.stderr)
+def announce(number: int, job: Job) -> None:
+    """A line of progress: a prediction takes seconds."""
+    print(f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens", file=sys.stderr)
 
 
 def show(request: Namespace, text: str, values: dict[str, Any]) -> None:

@@ -73,11 +73,10 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
     best, smallest = plan.best, plan.smallest
     if best is None:
         kind, size = max(smallest.prediction.bytes_by_kind.items(), key=lambda entry: entry[1])
-        longest = f"up to --max_length {plan.longest}" if plan.longest else "not even 1,024 tokens"
         return [
             f"Nothing fits. The least is {gib(smallest.needed_bytes)}, {gib(size)} of it {kind}:",
             f"  {smallest.setting}",
-            f"  With it {longest} would fit.",
+            "  --max_length auto finds how long sequences may be.",
             f"  A device of {math.ceil(smallest.needed_bytes / (1 - MARGIN) / 2**30)}GiB would hold it.",
         ]
     if plan.asked == best:
@@ -96,7 +95,7 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
 def _notes(question: Question, outcome: Outcome) -> list[str]:
     notes = list(outcome.prediction.notes)
     if outcome.job.padded:
-        notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
+        notes.append("examples are taken to differ in length, which needs an attention mask")
     if question.on_cpu:
         notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
     elif not question.has_known_speed:
@@ -117,7 +116,6 @@ def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str
         **{name: outcome and outcome_values(question, outcome) for name, outcome in outcomes.items()},
         "problem": plan.problem,
         "command": command,
-        "longest_max_length": plan.longest,
         "num_predictions": plan.num_predictions,
     }
 

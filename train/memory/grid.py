@@ -14,7 +14,6 @@ from train.records import UserError
 
 LENGTHS = tuple(1024 * 2**power for power in range(9))  # 1,024 to 262,144 tokens
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-FAR = 2  # a cell is not predicted if a smaller one needs more than this many times the room
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,13 @@ class Cell:
 
     length: int
     micro_batch_size: int
-    needed_bytes: int  # of the device; a lower bound where not ``exact``
-    peak_bytes: int | None  # in tensors; None where not predicted
+    needed_bytes: int  # of the device
+    peak_bytes: int  # in tensors
     fits: bool
-    exact: bool  # predicted; otherwise ``needed_bytes`` is that of a smaller micro-batch
 
     def __str__(self) -> str:
         gibs = self.needed_bytes / 2**30
-        return f"{'' if self.exact else '≥ '}{gibs:.{2 if gibs < 100 else 1 if gibs < 1000 else 0}f}"
+        return f"{gibs:.{2 if gibs < 100 else 1 if gibs < 1000 else 0}f}"
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,7 @@ def make_grid(
         if lengths is None and rows and not rows[-1][0].fits:
             break
         row: list[Cell] = []
-        for column, size in enumerate(sizes):
-            least = max((cell.needed_bytes for cell in [*row[-1:], *(above[column] for above in rows[-1:])]), default=0)
-            if least > FAR * question.room_bytes:
-                row.append(Cell(length, size, least, None, fits=False, exact=False))
-                continue
+        for size in sizes:
             sized = replace_length(question, length)
             sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=size))
             try:
@@ -79,7 +73,7 @@ def make_grid(
             except UserError as error:
                 raise UserError(f"{size} × {length:,} tokens: {error}") from None
             num_parameters = found.prediction.num_parameters
-            row.append(Cell(length, size, found.needed_bytes, found.prediction.peak_bytes, found.fits, exact=True))
+            row.append(Cell(length, size, found.needed_bytes, found.prediction.peak_bytes, found.fits))
         rows.append(tuple(row))
     total_bytes, room_bytes = question.device.total_bytes, question.room_bytes
     return Grid(*_titles(question, num_parameters), total_bytes, room_bytes, tuple(sizes), tuple(rows))
@@ -101,8 +95,6 @@ def grid_text(grid: Grid) -> str:
         cells = "".join(f"{cell!s:>9} {'  ' if cell.fits else 'no'}" for cell in row)
         lines.append(f"{row[0].length:>10,}  {cells}".rstrip())
     lines += ["", f"no: more than the {gib(grid.room_bytes)} that may be taken of {gib(grid.total_bytes)}."]
-    if any(not cell.exact for row in grid.cells for cell in row):
-        lines.append("≥: not predicted; a smaller micro-batch already needs that much.")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Does a configuration fit on a device, and which settings are the fastest that fit.
 
-Every figure comes from :mod:`train.memory.predict`. A prediction takes seconds, so the search skips settings that
-others already decide: memory grows with the micro-batch and shrinks with recomputation, and recomputation costs time.
+A prediction takes seconds, so the search skips settings that others already decide: memory grows with the micro-batch
+and shrinks with recomputation, and recomputation costs time.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class Plan:
     problem: str | None  # why the configuration as it stands cannot run
     best: Outcome | None  # the fastest setting that fits
     smallest: Outcome  # the setting that needs least
-    longest: int | None  # where nothing fits: the longest that the smallest setting fits, in multiples of 1,024
     num_predictions: int
 
 
@@ -217,7 +216,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
     problem = None if is_open else search.problems.get(question.asked)
-    best, longest = asked if asked is not None and asked.fits else None, None
+    best = asked if asked is not None and asked.fits else None
     (ways, shardings), *later = question.stages
     smallest = search.smallest(ways, shardings)
     while later and best is None and not smallest.fits:
@@ -225,10 +224,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
         smallest = search.smallest(ways, shardings, smallest)
     if smallest.fits or best is not None:
         best = search.fastest(ways, shardings, best)
-    else:
-        shorter = range(1024, question.config.data.max_length, 1024)
-        longest = _longest_of(question, smallest.setting, predictions, shorter)
-    return Plan(asked, problem, best, smallest, longest, len(predictions.known))
+    return Plan(asked, problem, best, smallest, len(predictions.known))
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
@@ -238,21 +234,15 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
     """
     tokens = question.config.get("max_tokens_per_micro_batch")  # of which one example is not to take more
     limit = min(position_limit(question.config) or LONGEST, tokens or LONGEST, LONGEST)
-    start = replace_length(question, min(8192, limit))
-    search, length, (first, *later) = Search(start, predictions), 0, start.stages
+    candidates, start = range(1024, limit + 1, 1024) or [limit], replace_length(question, min(8192, limit))
+    search, length, (first, *later) = Search(start, predictions), None, start.stages
     smallest = search.smallest(*first)
-    for stage in later[::2]:  # the ways that need least, and if none fits, with weights offloaded
-        if not length:
-            smallest = search.smallest(*stage, smallest)
-            length = _longest_of(question, smallest.setting, predictions, range(1024, limit + 1, 1024) or [limit])
-    return length, smallest.setting
-
-
-def _longest_of(question: Question, setting: Setting, predictions: Predictions, candidates: Sequence[int]) -> int:
-    if not candidates:
-        return 0
 
     def needs(length: int) -> int:
-        return predicted(replace_length(question, length), predictions, setting).needed_bytes
+        return predicted(replace_length(question, length), predictions, smallest.setting).needed_bytes
 
-    return largest_fitting(candidates, needs, question.room_bytes, first=min(8192, candidates[-1])) or 0
+    for stage in later[::2]:  # the ways that need least, and if none fits, with weights offloaded
+        if length is None:
+            smallest = search.smallest(*stage, smallest)
+            length = largest_fitting(candidates, needs, question.room_bytes, first=min(8192, candidates[-1]))
+    return length or 0, smallest.setting

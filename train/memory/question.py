@@ -40,25 +40,15 @@ def target_of(device: Device) -> Target:
     )
 
 
-def job_of(
-    config: Config,
-    target: Target,
-    vocab_size: int,
-    num_labels: int = 0,
-    padded: bool | None = None,
-    world_size: int = 1,
-) -> Job:
+def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0, world_size: int = 1) -> Job:
     """The step of ``config`` with its longest examples; raises UsageError if its sizes contradict each other.
 
-    Micro-batches are ``padded`` if they come with an attention mask; None: if the task makes one for examples of
-    different lengths, and there can be any.
+    Examples are taken to differ in length, so micro-batches are padded where the task then needs an attention mask.
     """
     from train.batching import arithmetic_of
     from train.tasks import load_task
 
     task, size = load_task(config.data.task), _micro_batch_size(config, world_size)
-    if padded is None:
-        padded = not task.is_causal and size > 1 and not config.get("packing")
     share, length = config.get(task.target_share or "", 1.0), config.data.max_length
     return Job(
         values=to_values(config),
@@ -69,7 +59,7 @@ def job_of(
         length=length,
         accumulates=arithmetic_of(config, world_size).global_batch_size > size * world_size,
         num_labels=num_labels,
-        padded=padded,
+        padded=not task.is_causal and size > 1 and not config.get("packing"),
         num_targets=None if share == 1 else math.ceil(share * size * length),
         eval_batch_size=config.output.eval_batch_size or size,
         world_size=world_size,
@@ -163,7 +153,6 @@ class Question:
     device: Device
     vocab_size: int
     num_labels: int = 0
-    padded: bool | None = None  # see :func:`job_of`
     world_size: int = 1
     sharding: str | None = None  # None: the better of ddp and fsdp2, or fsdp2_offload if none fits
 
@@ -288,7 +277,7 @@ class Question:
             processor = Target("cpu", flops_per_second=dict.fromkeys(PRECISIONS, 1e12), bytes_per_second=1e11)  # common
             like = processor if self.on_cpu else target_of(find_device(STAND_IN))
             target = replace(target, flops_per_second=like.flops_per_second, bytes_per_second=like.bytes_per_second)
-        job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
+        job = job_of(config, target, self.vocab_size, self.num_labels, self.world_size)
         return replace(job, sharding=setting.sharding)
 
     def _launch(self, sharding: str) -> Launch:
