@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,14 +126,15 @@ def run_plan(arguments: list[str]) -> None:
 
 def show_grid(request: Namespace) -> None:
     """``plan --grid``: memory over sequence length and micro-batch size."""
-    from train.memory.grid import draw, grid_text, grid_values, make_grid
+    from train.memory.grid import draw, grid_text, make_grid
 
+    question = request.question
     with Predictor() as predictor:
-        predictions = Predictions(predictor, announce)
-        grid = make_grid(request.question, predictions, request.lengths, request.micro_batch_sizes)
-    show(request, grid_text(grid), grid_values(grid))
+        grid = make_grid(question, Predictions(predictor, announce), request.lengths, request.micro_batch_sizes)
+    cells = [advice.outcome_values(question, cell) for row in grid for cell in row]
+    show(request, grid_text(question, grid), {"device": asdict(question.device), "cells": cells})
     if request.picture is not None:
-        draw(grid, request.picture)
+        draw(question, grid, request.picture)
 
 
 def run_predict(arguments: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -122,20 +122,12 @@ def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str
 
 def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
     """An outcome as plain values for JSON."""
-    prediction = outcome.prediction
+    values = asdict(outcome)
     if not question.has_known_speed:
-        prediction = replace(prediction, seconds=None)
-    return {
-        "fits": outcome.fits,
-        "needed_bytes": outcome.needed_bytes,
-        "room_bytes": question.room_bytes,
-        "context_bytes": question.device.context_bytes,
-        "nccl_bytes": question.nccl_bytes,
-        "host_bytes": outcome.host_bytes,
-        "setting": asdict(outcome.setting),
-        "max_length": outcome.job.length,
-        "prediction": asdict(prediction),
-    }
+        values["prediction"]["seconds"] = None
+    del values["job"]
+    shares = {"context_bytes": question.device.context_bytes, "nccl_bytes": question.nccl_bytes}
+    return {**values, **shares, "room_bytes": question.room_bytes, "max_length": outcome.job.length}
 
 
 def command(question: Question, setting: Setting, words: Sequence[str], said: dict[str, Any] | None = None) -> str:
