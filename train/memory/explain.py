@@ -27,7 +27,6 @@ class Situation:
     changes: Sequence[tuple[str, int, str]] = ()  # (what to type, bytes that it saves, what it does), cheapest first
 
 
-_CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 # In a traceback: a model on its way to the card, or the first state of its optimizer.
 _LOADING = re.compile(r"\bin (convert|_apply|from_pretrained|_load_state_dict\w*|_init_group)\b")
 
@@ -69,8 +68,8 @@ _WHAT_TO_DO: dict[str, tuple[tuple[str, str], ...]] = {
 
 def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
     """The cause, as in :data:`_WHAT_TO_DO`, and a text about it; ``weights_fill`` the card before any example."""
-    requested, free, total = oom.requested_bytes or 0, oom.free_bytes or 0, oom.total_bytes or 0
-    reserved, unallocated = oom.reserved_bytes or 0, oom.reserved_unallocated_bytes or 0
+    requested, free, total = oom.requested_bytes, oom.free_bytes, oom.total_bytes
+    reserved, unallocated = oom.reserved_bytes, oom.reserved_unallocated_bytes
     if oom.on_host:
         return "host", (
             "the machine's main memory (RAM) was full, not the GPU's. In a training on a GPU it holds the data, its "
@@ -86,9 +85,7 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
             "there was room by these figures, yet the driver refused. They are read after the failure: another "
             "process may have left in between. Or a limit is set on a single request or on this process."
         )
-    # What is neither free nor this process's belongs to others, except for what the driver takes.
     others = oom.other_processes_bytes
-    others = max(0, (oom.outside_bytes or 0) - _CONTEXT_BYTES) if others is None else others
     if total and others >= 0.1 * total and free + others >= requested:
         named = ", ".join(str(process) for process, _ in oom.other_processes)
         who = f": process{'es' if len(oom.other_processes) > 1 else ''} {named}" if named else ""
@@ -118,7 +115,7 @@ def _account(oom: OutOfMemory, weights_fill: bool, recognised: str = "") -> tupl
     cause, why = _diagnosis(oom, weights_fill)
     device = "" if oom.device_index is None else f" {oom.device_index}"
     where = "Main memory (RAM)" if oom.on_host else f"Memory of GPU{device}"
-    more = "" if oom.requested_bytes is None else f": {gib(oom.requested_bytes)} more did not fit"
+    more = f": {gib(oom.requested_bytes)} more did not fit" if oom.requested_bytes else ""
     return cause, [f"{where} was full{more}.", *_figures(oom), *_wrapped("Why: ", why + recognised)]
 
 
@@ -163,32 +160,31 @@ def post_mortem(message: str, situation: Situation) -> str:
     lines = [f"Out of memory {where}{batch}.", *_kinds(situation.bytes_by_kind)]
     if oom is not None:
         held = sum(situation.bytes_by_kind.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-        weights_fill = oom.available_bytes is not None and held >= oom.available_bytes
-        cause, account = _account(oom, weights_fill, _recognised(oom.requested_bytes or 0, situation))
+        weights_fill = held >= oom.available_bytes > 0
+        cause, account = _account(oom, weights_fill, _recognised(oom.requested_bytes, situation))
         lines += account
         if cause == "weights":
             of_weights = ("--optimizer", "--dtype")
             situation = replace(situation, changes=[c for c in situation.changes if c[0].startswith(of_weights)])
         if cause in ("weights", "others", "fragmentation", "refused"):
             lines += _wrapped("First: ", "{}  ({})".format(*_WHAT_TO_DO[cause][0]))
-    return "\n".join([*lines, *_changes(situation, oom.available_bytes if oom else None)])
+    return "\n".join([*lines, *_changes(situation, oom.available_bytes if oom else 0)])
 
 
 def _figures(oom: OutOfMemory) -> list[str]:
     """One line for each figure that the message gives; what others hold if it is 1 % of the card or more."""
     others = ", ".join(f"{process} ({gib(size)})" for process, size in oom.other_processes[:3])
-    outside = oom.outside_bytes if oom.process_bytes is None and oom.other_processes_bytes is None else None
-    least = (oom.total_bytes or 0) // 100
+    others_bytes = oom.other_processes_bytes if oom.other_processes_bytes >= oom.total_bytes // 100 else 0
     rows = [
-        (oom.total_bytes, 0, "the whole card"),
-        (oom.free_bytes, 0, "free"),
-        (oom.process_bytes, 0, "this process: PyTorch's reserve, the driver's context, libraries"),
-        (oom.allocated_bytes, 0, "in tensors: weights, gradients, optimizer state, activations"),
-        (oom.reserved_unallocated_bytes, 0, "reserved by PyTorch but in no tensor: cache, and gaps between tensors"),
-        (oom.other_processes_bytes, least, f"other processes: {others or 'not named; or kept back by the driver'}"),
-        (outside, least, "all else: the driver's context (0.3 to 0.7 GiB), other processes"),
+        (oom.process_bytes, "this process: PyTorch's reserve, the driver's context, libraries"),
+        (oom.allocated_bytes, "in tensors: weights, gradients, optimizer state, activations"),
+        (oom.reserved_unallocated_bytes, "reserved by PyTorch but in no tensor: cache, and gaps between tensors"),
+        (others_bytes, f"other processes: {others or 'not named'}"),
     ]
-    return [f"{gib(size):>12}  {meaning}" for size, at_least, meaning in rows if size is not None and size >= at_least]
+    rows = [row for row in rows if row[0]]
+    if oom.total_bytes:
+        rows = [(oom.total_bytes, "the whole card"), (oom.free_bytes, "free"), *rows]
+    return [f"{gib(size):>12}  {meaning}" for size, meaning in rows]
 
 
 def _kinds(bytes_by_kind: dict[str, int]) -> list[str]:
@@ -198,15 +194,15 @@ def _kinds(bytes_by_kind: dict[str, int]) -> list[str]:
     return lines + [f"{gib(size):>12}  {size / whole:>6.1%}  {kind}" for size, kind in rows]
 
 
-def _changes(situation: Situation, available_bytes: int | None) -> list[str]:
+def _changes(situation: Situation, available_bytes: int) -> list[str]:
     """Each change with its saving and, where both are known, the new peak against what there is."""
     peak_bytes = situation.predicted_peak_bytes
-    room = "" if available_bytes is None else f", room {gib(available_bytes)}"
+    room = f", room {gib(available_bytes)}" if available_bytes else ""
     peak = "" if peak_bytes is None else f" (peak {gib(peak_bytes)}{room})"
     lines = [f"What to change, cheapest first, and what it saves by prediction{peak}:"] if situation.changes else []
     for typed, saved_bytes, note in situation.changes[:3]:
         verdict = ""
-        if peak_bytes is not None and available_bytes is not None:
+        if peak_bytes is not None and available_bytes:
             verdict = "fits; " if peak_bytes - saved_bytes <= available_bytes else "not enough alone; "
         lines += _wrapped(f"{'−' + gib(saved_bytes):>12}  {typed}  ", f"{verdict}{note}")
     return lines

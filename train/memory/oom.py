@@ -19,6 +19,7 @@ _FIGURES = {
     "allocated_bytes": "SIZEisallocatedbyPyTorch",
     "reserved_unallocated_bytes": "SIZEisreservedbyPyTorchbutunallocated",
 }
+_CONTEXT_BYTES = 2**30  # upper bound of the driver's context and libraries of one process; 0.3 to 0.7 GiB is common
 _TORCH = "outofmemory.Triedtoallocate"
 _HOST = (
     r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
@@ -32,46 +33,34 @@ _ANY = (  # not the bare words: advice about memory is not a message about it
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The figures of one message in bytes; None where it does not give them."""
+    """The figures of one message in bytes; 0 where it does not give them."""
 
     on_host: bool  # in main memory, not on a device
     device_index: int | None = None
-    requested_bytes: int | None = None
-    total_bytes: int | None = None
-    free_bytes: int | None = None
-    process_bytes: int | None = None  # of this process: PyTorch's reserve, the context, libraries
-    allocated_bytes: int | None = None  # in tensors
-    reserved_unallocated_bytes: int | None = None  # in no tensor
+    requested_bytes: int = 0
+    total_bytes: int = 0
+    free_bytes: int = 0
+    process_bytes: int = 0  # of this process: PyTorch's reserve, the context, libraries
+    allocated_bytes: int = 0  # in tensors
+    reserved_unallocated_bytes: int = 0  # in no tensor
     other_processes: tuple[tuple[int, int], ...] = ()  # (process id, bytes) of each process that the message names
 
     @property
-    def reserved_bytes(self) -> int | None:
+    def reserved_bytes(self) -> int:
         """Held by PyTorch, in tensors or not."""
-        return _total(self.allocated_bytes, self.reserved_unallocated_bytes)
+        return self.allocated_bytes + self.reserved_unallocated_bytes
 
     @property
-    def other_processes_bytes(self) -> int | None:
-        """Held by the processes that the message names, or else what this process does not explain."""
-        named = sum(size for _, size in self.other_processes)
-        return named if self.other_processes else self._rest(self.process_bytes)
-
-    @property
-    def available_bytes(self) -> int | None:
+    def available_bytes(self) -> int:
         """What PyTorch could have of the device as it was: its own reserve and the free rest."""
-        return _total(self.free_bytes, self.reserved_bytes)
+        return self.free_bytes + self.reserved_bytes
 
     @property
-    def outside_bytes(self) -> int | None:
-        """Neither free nor reserved by this PyTorch: the driver's context, libraries and other processes."""
-        return self._rest(self.reserved_bytes)
-
-    def _rest(self, used_bytes: int | None) -> int | None:
-        known = _total(self.free_bytes, used_bytes)
-        return None if known is None or self.total_bytes is None else max(0, self.total_bytes - known)
-
-
-def _total(one: int | None, other: int | None) -> int | None:
-    return None if one is None or other is None else one + other
+    def other_processes_bytes(self) -> int:
+        """Held by the processes that the message names, or else what this process and the driver do not explain."""
+        own = self.process_bytes or self.reserved_bytes + _CONTEXT_BYTES
+        named = sum(size for _, size in self.other_processes)
+        return named or max(0, self.total_bytes - self.free_bytes - own)
 
 
 def parse_oom(message: str) -> OutOfMemory | None:
@@ -107,10 +96,10 @@ def _bytes(number: str, unit: str) -> int:
     return round(float(number) * 2 ** (10 * "bKMGTPE".index("b" if unit.startswith("b") else unit[0].upper())))
 
 
-def _size(pattern: str, text: str) -> int | None:
-    """The size at ``SIZE`` of ``pattern``."""
+def _size(pattern: str, text: str) -> int:
+    """The size at ``SIZE`` of ``pattern``; 0: none."""
     found = re.search(pattern.replace("SIZE", _SIZE), text, re.I)
-    return _bytes(*found.groups()) if found else None
+    return _bytes(*found.groups()) if found else 0
 
 
 def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
@@ -118,11 +107,9 @@ def _own_process_found(oom: OutOfMemory) -> OutOfMemory:
 
     It must be among them if what no listed process holds is too little for what PyTorch has reserved.
     """
-    reserved = oom.reserved_bytes or 0
+    reserved, used = oom.reserved_bytes, oom.total_bytes - oom.free_bytes
     large_enough = [entry for entry in oom.other_processes if entry[1] >= 0.99 * reserved]
-    if oom.process_bytes is not None or oom.outside_bytes is None or not large_enough:
-        return oom
-    if oom.outside_bytes + reserved - sum(size for _, size in oom.other_processes) >= 0.9 * reserved:
+    if oom.process_bytes or not large_enough or used - sum(size for _, size in oom.other_processes) >= 0.9 * reserved:
         return oom
     own = min(large_enough, key=lambda entry: entry[1])
     return replace(oom, process_bytes=own[1], other_processes=tuple(e for e in oom.other_processes if e is not own))
