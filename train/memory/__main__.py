@@ -204,14 +204,12 @@ def _own_flags(command: str) -> Parser:
 def _question(config: Config, request: Namespace) -> Question:
     from train.tasks import load_task
 
+    if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
+        raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
     device = find_device(request.device) if request.device else this_device()
-    world_size, sharding, classifies = request.world_size, request.sharding, load_task(config.data.task).labelled
-    if request.num_labels is not None and not classifies:
-        raise UsageError(f"--num_labels is for tasks with labels, and {config.data.task} has none.")
-    if sharding not in (None, OFFLOAD) and world_size == 1:
-        raise UsageError(f"--sharding {sharding} needs several devices: give --world_size too.")
-    vocab_size, num_labels = request.vocab_size or vocabulary_size(config), request.num_labels or 2 if classifies else 0
-    return Question(config, device, vocab_size, num_labels, world_size, sharding)
+    num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
+    vocab_size = request.vocab_size or vocabulary_size(config)
+    return Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
 
 
 def announce(number: int, job: Job) -> None:

@@ -58,9 +58,9 @@ class OutOfMemory:
     @property
     def other_processes_bytes(self) -> int:
         """Held by the processes that the message names, or else what this process and the driver do not explain."""
-        own = self.process_bytes or self.reserved_bytes + _CONTEXT_BYTES
         named = sum(size for _, size in self.other_processes)
-        return named or max(0, self.total_bytes - self.free_bytes - own)
+        own = self.process_bytes or (self.reserved_bytes and self.reserved_bytes + _CONTEXT_BYTES)
+        return named or (max(0, self.total_bytes - self.free_bytes - own) if own else 0)
 
 
 def parse_oom(message: str) -> OutOfMemory | None:

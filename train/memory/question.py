@@ -69,12 +69,10 @@ def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0,
 def _micro_batch_size(config: Config, world_size: int) -> int:
     """Examples of a micro-batch; with a budget of tokens, as many of the longest as fit into it."""
     optim, max_tokens = config.optimization, config.get("max_tokens_per_micro_batch")
-    if max_tokens is not None:
-        most = (optim.global_batch_size or world_size) - world_size + 1
-        return max(1, min(max_tokens // config.data.max_length, most))
-    if optim.micro_batch_size == "auto":
-        raise UsageError("micro_batch_size: auto does not give a size yet. Give one here.")
-    return optim.micro_batch_size
+    if max_tokens is None:
+        return int(optim.micro_batch_size)
+    most = (optim.global_batch_size or world_size) - world_size + 1
+    return max(1, min(max_tokens // config.data.max_length, most))
 
 
 def vocabulary_size(config: Config) -> int:
@@ -162,10 +160,14 @@ class Question:
         return self.device.kind != "cuda"
 
     @property
+    def target(self) -> Target:
+        """The device as a prediction needs it."""
+        return target_of(self.device)
+
+    @property
     def has_known_speed(self) -> bool:
         """Whether times can be estimated."""
-        target = target_of(self.device)
-        return bool(target.bytes_per_second and target.flops_per_second)
+        return bool(self.target.bytes_per_second and self.target.flops_per_second)
 
     @property
     def total_bytes(self) -> float:
@@ -233,9 +235,8 @@ class Question:
         from train.extras.losses.fused import Place, best_kernel
         from train.extras.losses.objective import objective_of
 
-        target = target_of(self.device)
         dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
-        place = Place(target.device_type, dtype, target.capability)
+        place = Place(self.target.device_type, dtype, self.target.capability)
         return best_kernel(place, has_bias=False, objective=objective_of(self.config))
 
     @property
@@ -258,7 +259,7 @@ class Question:
 
     def precision(self, sharding: str) -> str | None:
         """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
-        asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
+        asked, has_bf16 = self.config.optimization.mixed_precision, self.target.capability >= (8, 0)
         if self.on_cpu or asked not in ("bf16", None):
             return asked
         if asked is None:
@@ -271,7 +272,7 @@ class Question:
 
         Raises UsageError if the optimizer asked for does not work with it.
         """
-        config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
+        config, target = self.config.changed(**self.changes(setting)), self.target
         check_launch(self._launch(setting.sharding), config)
         if not self.has_known_speed:
             processor = Target("cpu", flops_per_second=dict.fromkeys(PRECISIONS, 1e12), bytes_per_second=1e11)  # common
