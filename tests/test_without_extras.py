@@ -128,7 +128,7 @@ PLANNER = """
 import sys
 from train.memory.__main__ import main
 
-assert main(["plan", *sys.argv[1:], "--json", "-"]) == main(["predict", *sys.argv[1:]]) == 0
+assert main(["plan", *sys.argv[1:], "--json"]) == main(["predict", *sys.argv[1:]]) == 0
 """
 
 

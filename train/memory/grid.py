@@ -1,53 +1,20 @@
-"""Memory over sequence length and micro-batch size: a table, JSON and a picture."""
+"""Memory over sequence length and micro-batch size: a table and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train.figures import gib
-from train.memory.plan import Predictions, outcome_of
+from train.figures import count, gib
+from train.memory.plan import Outcome, Predictions, predicted
 from train.memory.question import Question, position_limit, replace_length
 from train.records import UserError
 
 LENGTHS = tuple(1024 * 2**power for power in range(9))  # 1,024 to 262,144 tokens
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
-FAR = 2  # a cell is not predicted if a smaller one needs more than this many times the room
-_COLUMNS_PER_TABLE = 7
-_GREY = "#f2f2f2"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One micro-batch."""
-
-    length: int
-    micro_batch_size: int
-    needed_bytes: int  # of the device; a lower bound where not ``exact``
-    peak_bytes: int | None  # in tensors; None where not predicted
-    fits: bool
-    exact: bool  # predicted; otherwise ``needed_bytes`` is that of a smaller micro-batch
-
-    def __str__(self) -> str:
-        gibs = self.needed_bytes / 2**30
-        return f"{'' if self.exact else '≥ '}{gibs:.{2 if gibs < 100 else 1 if gibs < 1000 else 0}f}"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Cells by length and micro-batch size."""
-
-    title: str
-    settings: str
-    total_bytes: int  # of the device
-    room_bytes: int  # the part of it that may be taken
-    cells: tuple[tuple[Cell, ...], ...]  # one row per length, one column per size, both ascending
-
-    @property
-    def micro_batch_sizes(self) -> list[int]:
-        return [cell.micro_batch_size for cell in self.cells[0]]
+Grid = list[list[Outcome]]  # one row per length, one column per micro-batch size, both ascending
 
 
 def make_grid(
@@ -58,104 +25,69 @@ def make_grid(
     Without ``lengths``: 1,024 to 262,144 tokens, up to the model's positions and the first length of which not even
     the smallest micro-batch fits. Raises UserError if a cell cannot run.
     """
-    limit = position_limit(question.config) or LENGTHS[-1] if lengths is None else 0
-    chosen = sorted(set(lengths or [length for length in LENGTHS if length <= limit] or [limit]))
-    sizes = sorted(set(micro_batch_sizes or MICRO_BATCH_SIZES))
+    limit = position_limit(question.config) or LENGTHS[-1]
     # Whether gradients are accumulated stays as it is, so that cells differ by their size alone.
     accumulates = question.global_batch_size > question.asked.micro_batch_size * question.world_size
     changes: dict[str, Any] = {"global_batch_size": None, "gradient_accumulation_steps": 2 if accumulates else 1}
     if question.config.get("max_tokens_per_micro_batch") is not None:
         changes["max_tokens_per_micro_batch"] = None
-    known: dict[tuple[int, int], Cell] = {}
-    num_parameters = 0
-    # Diagonal by diagonal: all smaller neighbours of a cell are known, and the cells of one can be predicted at once.
-    for diagonal in range(len(chosen) + len(sizes) - 1):
-        jobs = {}
-        for row, column in ((row, diagonal - row) for row in range(len(chosen)) if 0 <= diagonal - row < len(sizes)):
-            if lengths is None and row and ((row - 1, 0) not in known or not known[row - 1, 0].fits):
-                continue
-            below = [known[place] for place in ((row - 1, column), (row, column - 1)) if place in known]
-            least = max((cell.needed_bytes for cell in below), default=0)
-            if least > FAR * question.room_bytes:
-                known[row, column] = Cell(chosen[row], sizes[column], least, None, fits=False, exact=False)
-            else:
-                sized = replace_length(question, chosen[row])
-                sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=sizes[column]))
-                jobs[row, column] = sized.job(sized.asked)
-        for (row, column), found in zip(jobs, predictions.of_all(list(jobs.values())), strict=True):
-            length, size = chosen[row], sizes[column]
-            if isinstance(found, UserError):
-                raise UserError(f"{size} × {length:,} tokens: {found}")
-            outcome = outcome_of(question, question.asked, jobs[row, column], found)
-            num_parameters = found.num_parameters
-            known[row, column] = Cell(length, size, outcome.needed_bytes, found.peak_bytes, outcome.fits, exact=True)
-    shown = [row for row in range(len(chosen)) if (row, 0) in known]
-    rows = tuple(tuple(known[row, column] for column in range(len(sizes))) for row in shown)
-    return Grid(*_titles(question, num_parameters), question.device.total_bytes, question.room_bytes, rows)
+    grid: Grid = []
+    for length in lengths or [length for length in LENGTHS if length <= limit] or [limit]:
+        if lengths is None and grid and not grid[-1][0].fits:
+            break
+        grid.append([])
+        for size in micro_batch_sizes or MICRO_BATCH_SIZES:
+            sized = replace_length(question, length)
+            sized = replace(sized, config=sized.config.changed(**changes, micro_batch_size=size))
+            try:
+                grid[-1].append(predicted(sized, predictions))
+            except UserError as error:
+                raise UserError(f"{size} × {length:,} tokens: {error}") from None
+    return grid
 
 
-def _titles(question: Question, num_parameters: int) -> tuple[str, str]:
-    setting, config, device = question.asked, question.config, question.device
-    ranks, sharding = (f"{question.world_size} × ", f", {setting.sharding}") if question.world_size > 1 else ("", "")
-    title = f"{config.architecture.name}, {num_parameters / 1e6:.1f}M parameters, on {ranks}{device.name}"
-    precision = "fp32" if setting.mixed_precision in (None, "no") else setting.mixed_precision
-    techniques = f"checkpointing {setting.gradient_checkpointing}, loss {setting.loss}, {config.optimization.optimizer}"
-    return f"{title} ({gib(device.total_bytes)})", f"{config.data.task}, {precision}, {techniques}{sharding}"
+def _titles(question: Question, grid: Grid) -> tuple[str, str]:
+    """What the grid is of: model and device, and settings."""
+    config, device, parameters = question.config, question.device, count(grid[0][0].prediction.num_parameters)
+    ranks = f"{question.world_size} × " if question.world_size > 1 else ""
+    title = f"{config.architecture.name}, {parameters} parameters, on {ranks}{device.name} ({gib(device.total_bytes)})"
+    return title, f"{config.data.task}, {question.asked.techniques}, {config.optimization.optimizer}"
 
 
-def grid_text(grid: Grid) -> str:
-    """The grid as tables of at most 100 columns."""
-    lines = [grid.title, grid.settings, ""]
-    for first in range(0, len(grid.micro_batch_sizes), _COLUMNS_PER_TABLE):
-        part = slice(first, first + _COLUMNS_PER_TABLE)
-        lines.append("GiB needed".ljust(12) + "micro-batch size".rjust(17))
-        sizes = "".join(f"{size:>9}   " for size in grid.micro_batch_sizes[part])
-        lines.append(f"{'tokens':>10}  {sizes}".rstrip())
-        for row in grid.cells:
-            cells = "".join(f"{cell!s:>9} {'  ' if cell.fits else 'no'}" for cell in row[part])
-            lines.append(f"{row[0].length:>10,}  {cells}".rstrip())
-        lines.append("")
-    lines.append(f"no: more than the {gib(grid.room_bytes)} that may be taken of {gib(grid.total_bytes)}.")
-    if any(not cell.exact for row in grid.cells for cell in row):
-        lines.append("≥: not predicted; a smaller micro-batch already needs that much.")
-    return "\n".join(lines)
+def grid_text(question: Question, grid: Grid) -> str:
+    """The grid as a table."""
+    sizes = "".join(f"{cell.job.micro_batch_size:>9}   " for cell in grid[0])
+    lines = [*_titles(question, grid), "", "GiB needed   micro-batch size", f"    tokens  {sizes}".rstrip()]
+    for row in grid:
+        cells = "".join(f"{cell.needed_bytes / 2**30:>9.2f} {'  ' if cell.fits else 'no'}" for cell in row)
+        lines.append(f"{row[0].job.length:>10,}  {cells}".rstrip())
+    total, room = gib(question.device.total_bytes), gib(question.room_bytes)
+    return "\n".join([*lines, "", f"no: more than the {room} that may be taken of {total}."])
 
 
-def grid_values(grid: Grid) -> dict[str, Any]:
-    """The grid as plain values for JSON."""
-    return {**asdict(grid), "cells": [asdict(cell) for row in grid.cells for cell in row]}
-
-
-def draw(grid: Grid, path: Path) -> None:
-    """Draws the grid: darker colours for a fuller device, hatched cells for what does not fit."""
+def draw(question: Question, grid: Grid, path: Path) -> None:
+    """Draws the grid: darker colours for a fuller device, grey cells for what does not fit."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows, columns = len(grid.cells), len(grid.micro_batch_sizes)
-    figure = Figure(figsize=(max(6.4, 2.6 + 1.0 * columns), 2.2 + 0.46 * rows), layout="constrained")
+    rows, columns = len(grid), len(grid[0])
+    figure = Figure(figsize=(max(6.4, 2.6 + columns), 2.2 + 0.46 * rows), layout="constrained")
     axes = figure.subplots()
-    shown = [[c.needed_bytes / 2**30 if c.fits else float("nan") for c in row] for row in grid.cells]
-    colours, room_gib = matplotlib.colormaps["YlGnBu"], grid.room_bytes / 2**30
-    image = axes.imshow(shown, cmap=colours, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
-    axes.patch.set(facecolor=_GREY, edgecolor="#bdbdbd", hatch="////")  # seen where no cell fits
-    for i, row in enumerate(grid.cells):
+    shown = [[cell.needed_bytes / 2**30 if cell.fits else float("nan") for cell in row] for row in grid]
+    colours, room_gib = matplotlib.colormaps["YlGnBu"], question.room_bytes / 2**30
+    image = axes.imshow(shown, cmap=colours, alpha=0.5, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
+    axes.set_facecolor("#cccccc")  # seen where no cell fits
+    for i, row in enumerate(grid):
         for j, cell in enumerate(row):
-            is_dark = cell.fits and cell.needed_bytes >= 0.55 * grid.room_bytes
-            box = None if cell.fits else {"facecolor": _GREY, "edgecolor": "none", "pad": 1.5}
-            colour = "white" if is_dark else "#333333"
-            axes.text(j, i, str(cell), ha="center", va="center", fontsize=9, color=colour, bbox=box)
-            for above, right in ((0, 1), (1, 0)) if cell.fits else ():  # the frontier
-                if i + above < rows and j + right < columns and not grid.cells[i + above][j + right].fits:
-                    xs, ys = (j - 0.5 + right, j + 0.5), (i - 0.5 + above, i + 0.5)
-                    axes.plot(xs, ys, color="#b30000", linewidth=3, solid_capstyle="round")
-    axes.set_xticks(range(columns), [str(size) for size in grid.micro_batch_sizes])
-    axes.set_yticks(range(rows), [f"{row[0].length:,}" for row in grid.cells])
-    axes.set_xlabel("micro-batch size (examples)")
-    axes.set_ylabel("sequence length (tokens)")
-    axes.tick_params(length=0)
-    axes.set_title(f"{grid.settings}. Hatched: does not fit", fontsize=9)
-    figure.suptitle(grid.title, fontsize=11, fontweight="bold")
-    figure.colorbar(image, ax=axes, label="memory needed (GiB)", pad=0.02)
+            text, colour = f"{cell.needed_bytes / 2**30:.2f}", "black" if cell.fits else "#b30000"
+            axes.text(j, i, text, ha="center", va="center", color=colour)
+    axes.set_xticks(range(columns), [str(cell.job.micro_batch_size) for cell in grid[0]])
+    axes.set_yticks(range(rows), [f"{row[0].job.length:,}" for row in grid])
+    axes.set(xlabel="micro-batch size (examples)", ylabel="sequence length (tokens)")
+    title, settings = _titles(question, grid)
+    axes.set_title(f"{settings}. Grey: does not fit", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.colorbar(image, ax=axes, label="memory needed (GiB)")
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

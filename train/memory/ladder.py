@@ -1,11 +1,8 @@
-"""What a run can change to need less memory, in one order: the cheapest first.
-
-:data:`LADDER` orders the ways to recompute activations, for planning and for ``gradient_checkpointing: auto``.
-:data:`REMEDIES` orders single flags, for what is said after running out of memory.
-"""
+"""What a run can change to need less memory, the cheapest first: ways to recompute activations, and single flags."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +35,8 @@ LADDER = (
     Recompute("full", gradient_checkpointing_offload=True),
     Recompute("full", gradient_checkpointing_offload=True, tiled_mlp=True),
 )
-"""Each needs less memory, and more time, than the one before it.
-
-Every n layers is selective: recomputing attention saves little memory and, at long sequences, costs much time."""
+"""Each needs less memory, and more time, than the one before it. Every n layers is selective: recomputing attention
+saves little memory and, at long sequences, costs much time."""
 
 
 def ladder_on(device_type: str) -> tuple[Recompute, ...]:
@@ -105,23 +101,19 @@ def choose(
     ``ways`` have names and flags; each needs more bytes than the one before. Raises UserError if nothing fits.
     """
     needed: dict[int, int] = {}
-    problems: dict[int, UserError] = {}
+    problems: list[str] = []
 
-    def needs_of(rung: int) -> int | None:
-        if rung not in needed and rung not in problems:
-            try:
-                needed[rung] = needs(ways[rung][1])
-            except UserError as error:
-                problems[rung] = error
-        return needed.get(rung)
+    def needs_of(rung: int) -> float:
+        try:
+            needed[rung] = needs(ways[rung][1])
+        except UserError as error:
+            problems.append(str(error))
+        return needed.get(rung, math.inf)
 
-    best, start, last = None, 0, len(ways) - 1
-    while best is None and start <= last:  # without what cannot be at all: it may need less than what can
-        rungs, first = range(start, last + 1), last if name == "gradient_checkpointing" else start
-        best = largest_fitting(rungs, needs_of, room_bytes, first)
-        start = start + 1 if best is None and needed and start in problems else last + 1
-    if best is None:
-        reasons = [str(error) for error in problems.values()][:1]
+    last = len(ways) - 1
+    best = last if needs_of(last) <= room_bytes else bisect_right(range(last), room_bytes, key=needs_of) - 1
+    if best < 0:
+        reasons = problems[:1]
         if needed:
             least = min(needed)
             what = f"{ways[least][0]} is predicted to need {gib(needed[least])}, and {gib(room_bytes)} may be taken"
@@ -137,7 +129,7 @@ class Remedy:
     """A flag that makes a run need less memory."""
 
     name: str
-    value: str | None  # what to set it to; None: half of what it is
+    value: Any  # what to set it to; None: half of what it is
     note: str  # what it does, and whether the result stays the same
 
     @property
@@ -152,9 +144,9 @@ REMEDIES = (
     Remedy("loss", "chunked", "never all logits at once; same result"),
     Remedy("micro_batch_size", None, "same result with the same --global_batch_size"),
     Remedy("gradient_checkpointing", "full", "recomputes activations; same result, about a third more time"),
-    Remedy("eval_batch_size", "1", "if it happened in an evaluation; same result"),
+    Remedy("eval_batch_size", 1, "if it happened in an evaluation; same result"),
     Remedy("mixed_precision", "bf16", "about halves activations; differs by rounding"),
-    Remedy("optimizer_offload", "True", "optimizer state to host memory; same result, slower"),
+    Remedy("optimizer_offload", True, "optimizer state to host memory; same result, slower"),
     Remedy("optimizer", "adamw_8bit", "moments of one byte; differs by rounding"),
     Remedy("optimizer", "adafactor", "hardly any optimizer state; changes the result: tune the learning rate again"),
     Remedy("dtype", "bfloat16", "halves weights, gradients and state; changes the result"),
@@ -177,12 +169,13 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         ADAFACTOR: is_adamw,
         MAX_LENGTH: job.length > 1,
     }
-    found = []
+    found, half = [], job.micro_batch_size // 2
+    smaller = max(
+        (n for n in range(1, half + 1) if job.micro_batch_size % n == 0), default=1
+    )  # divides the global batch
     for remedy in (remedy for remedy in REMEDIES if helps.get(remedy)):
-        sizes = {"micro_batch_size": (size := job.micro_batch_size), "max_length": job.length}
-        smaller = max((n for n in range(1, size // 2 + 1) if size % n == 0), default=1)  # divides the global batch, too
-        value = remedy.value or {"micro_batch_size": smaller, "max_length": job.length // 2}[remedy.name]
-        values: dict[str, Any] = {**job.values, **sizes, remedy.name: {"True": True, "1": 1}.get(str(value), value)}
+        value = {MICRO_BATCH: smaller, MAX_LENGTH: job.length // 2}.get(remedy, remedy.value)
+        values = {**job.values, "micro_batch_size": job.micro_batch_size, "max_length": job.length, remedy.name: value}
         if remedy.name == "optimizer" and "bf16_update" in values:  # these belong to AdamW
             values |= {"optimizer_offload": False, "bf16_update": "nearest"}
         size = values["micro_batch_size"]

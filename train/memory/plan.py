@@ -1,7 +1,7 @@
 """Does a configuration fit on a device, and which settings are the fastest that fit.
 
-Every figure comes from :mod:`train.memory.predict`. A prediction takes seconds, so the search skips settings that
-others already decide: memory grows with the micro-batch and shrinks with recomputation, and recomputation costs time.
+A prediction takes seconds, so the search skips settings that others already decide: memory grows with the micro-batch
+and shrinks with recomputation, and recomputation costs time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 from train.memory.ladder import Recompute, largest_fitting
@@ -25,30 +24,25 @@ LONGEST = 4 * 2**20  # tokens; the longest sequence that is tried
 
 
 class Predictions:
-    """Predictions by job, each made once; several predictors share them out and work in parallel."""
+    """Predictions by job, each made once."""
 
-    def __init__(self, predictors: Sequence[Predictor], announce: Callable[[int, Job], None] | None = None) -> None:
-        self._predictors, self._announce = predictors, announce
+    def __init__(self, predictor: Predictor, announce: Callable[[int, Job], None] = lambda number, job: None) -> None:
+        self._predictor, self._announce = predictor, announce
         self.known: dict[str, Prediction | UserError] = {}  # what was predicted, or why it was not
 
-    def of_all(self, jobs: Sequence[Job]) -> list[Prediction | UserError]:
-        """The prediction of each of ``jobs``, or why there is none."""
-        keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
-        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.known}
-        numbered = list(enumerate(new.items(), len(self.known) + 1))
-
-        def predict(place: int) -> None:
-            for number, (key, job) in numbered[place :: len(self._predictors)]:
-                if self._announce is not None:
-                    self._announce(number, job)
-                try:
-                    self.known[key] = self._predictors[place].predict(job)
-                except UserError as error:
-                    self.known[key] = error
-
-        with ThreadPoolExecutor(len(self._predictors)) as pool:
-            list(pool.map(predict, range(len(self._predictors))))
-        return [self.known[key] for key in keys]
+    def of(self, job: Job) -> Prediction:
+        """The prediction of ``job``; raises UserError if there is none."""
+        key = json.dumps(asdict(job), sort_keys=True)
+        if key not in self.known:
+            self._announce(len(self.known) + 1, job)
+            try:
+                self.known[key] = self._predictor.predict(job)
+            except UserError as error:
+                self.known[key] = error
+        found = self.known[key]
+        if isinstance(found, UserError):
+            raise found
+        return found
 
 
 @dataclass(frozen=True)
@@ -104,10 +98,7 @@ def predicted(question: Question, predictions: Predictions, setting: Setting | N
     """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
     setting = setting or question.asked
     job = question.job(setting)
-    found = predictions.of_all([job])[0]
-    if isinstance(found, UserError):
-        raise found
-    return outcome_of(question, setting, job, found)
+    return outcome_of(question, setting, job, predictions.of(job))
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,6 @@ class Plan:
     problem: str | None  # why the configuration as it stands cannot run
     best: Outcome | None  # the fastest setting that fits
     smallest: Outcome  # the setting that needs least
-    longest: int | None  # where nothing fits: the longest that the smallest setting fits, in multiples of 1,024
     num_predictions: int
 
 
@@ -226,7 +216,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
     search = Search(question, predictions)
     asked = None if is_open else search.try_(question.asked)
     problem = None if is_open else search.problems.get(question.asked)
-    best, longest = asked if asked is not None and asked.fits else None, None
+    best = asked if asked is not None and asked.fits else None
     (ways, shardings), *later = question.stages
     smallest = search.smallest(ways, shardings)
     while later and best is None and not smallest.fits:
@@ -234,10 +224,7 @@ def make_plan(question: Question, predictions: Predictions, is_open: bool = Fals
         smallest = search.smallest(ways, shardings, smallest)
     if smallest.fits or best is not None:
         best = search.fastest(ways, shardings, best)
-    else:
-        shorter = range(1024, question.config.data.max_length, 1024)
-        longest = _longest_of(question, smallest.setting, predictions, shorter)
-    return Plan(asked, problem, best, smallest, longest, len(predictions.known))
+    return Plan(asked, problem, best, smallest, len(predictions.known))
 
 
 def longest_length(question: Question, predictions: Predictions) -> tuple[int, Setting]:
@@ -247,21 +234,15 @@ def longest_length(question: Question, predictions: Predictions) -> tuple[int, S
     """
     tokens = question.config.get("max_tokens_per_micro_batch")  # of which one example is not to take more
     limit = min(position_limit(question.config) or LONGEST, tokens or LONGEST, LONGEST)
-    start = replace_length(question, min(8192, limit))
-    search, length, (first, *later) = Search(start, predictions), 0, start.stages
+    candidates, start = range(1024, limit + 1, 1024) or [limit], replace_length(question, min(8192, limit))
+    search, length, (first, *later) = Search(start, predictions), None, start.stages
     smallest = search.smallest(*first)
-    for stage in later[::2]:  # the ways that need least, and if none fits, with weights offloaded
-        if not length:
-            smallest = search.smallest(*stage, smallest)
-            length = _longest_of(question, smallest.setting, predictions, range(1024, limit + 1, 1024) or [limit])
-    return length, smallest.setting
-
-
-def _longest_of(question: Question, setting: Setting, predictions: Predictions, candidates: Sequence[int]) -> int:
-    if not candidates:
-        return 0
 
     def needs(length: int) -> int:
-        return predicted(replace_length(question, length), predictions, setting).needed_bytes
+        return predicted(replace_length(question, length), predictions, smallest.setting).needed_bytes
 
-    return largest_fitting(candidates, needs, question.room_bytes, first=min(8192, candidates[-1])) or 0
+    for stage in later[::2]:  # the ways that need least, and if none fits, with weights offloaded
+        if length is None:
+            smallest = search.smallest(*stage, smallest)
+            length = largest_fitting(candidates, needs, question.room_bytes, first=min(8192, candidates[-1]))
+    return length or 0, smallest.setting

@@ -1,8 +1,7 @@
 """Memory of a training step before there is one: the real builder and the real step, run on fake tensors.
 
-No formula for a layer's memory is used: :mod:`train.memory.trial` builds the model and makes the step as a run does and
-counts every allocation. So a prediction works for any model and recipe, and takes the same few seconds for any sequence
-length. It runs in a separate process, see :class:`Predictor`.
+:mod:`train.memory.trial` builds the model and makes the step as a run does, and counts every allocation. So a
+prediction works for any model and recipe, and takes the same few seconds for any sequence length.
 """
 
 from __future__ import annotations

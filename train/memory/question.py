@@ -41,25 +41,15 @@ def target_of(device: Device) -> Target:
     )
 
 
-def job_of(
-    config: Config,
-    target: Target,
-    vocab_size: int,
-    num_labels: int = 0,
-    padded: bool | None = None,
-    world_size: int = 1,
-) -> Job:
+def job_of(config: Config, target: Target, vocab_size: int, num_labels: int = 0, world_size: int = 1) -> Job:
     """The step of ``config`` with its longest examples; raises UsageError if its sizes contradict each other.
 
-    Micro-batches are ``padded`` if they come with an attention mask; None: if the task makes one for examples of
-    different lengths, and there can be any.
+    Examples are taken to differ in length, so micro-batches are padded where the task then needs an attention mask.
     """
     from train.batching import arithmetic_of
     from train.tasks import load_task
 
     task, size = load_task(config.data.task), _micro_batch_size(config, world_size)
-    if padded is None:
-        padded = not task.is_causal and size > 1 and not config.get("packing")
     share, length = config.get(task.target_share or "", 1.0), config.data.max_length
     return Job(
         values=to_values(config),
@@ -70,7 +60,7 @@ def job_of(
         length=length,
         accumulates=arithmetic_of(config, world_size).global_batch_size > size * world_size,
         num_labels=num_labels,
-        padded=padded,
+        padded=not task.is_causal and size > 1 and not config.get("packing"),
         num_targets=None if share == 1 else math.ceil(share * size * length),
         eval_batch_size=config.output.eval_batch_size or size,
         world_size=world_size,
@@ -80,31 +70,27 @@ def job_of(
 def _micro_batch_size(config: Config, world_size: int) -> int:
     """Examples of a micro-batch; with a budget of tokens, as many of the longest as fit into it."""
     optim, max_tokens = config.optimization, config.get("max_tokens_per_micro_batch")
-    if max_tokens is not None:
-        most = (optim.global_batch_size or world_size) - world_size + 1
-        return max(1, min(max_tokens // config.data.max_length, most))
-    if optim.micro_batch_size == "auto":
-        raise UsageError("micro_batch_size: auto does not give a size yet. Give one here.")
-    return optim.micro_batch_size
+    if max_tokens is None:
+        return int(optim.micro_batch_size)
+    most = (optim.global_batch_size or world_size) - world_size + 1
+    return max(1, min(max_tokens // config.data.max_length, most))
 
 
 def vocabulary_size(config: Config) -> int:
     """Tokens of the model's vocabulary; raises UserError if only data tells, or model or tokenizer cannot be loaded."""
-    architecture, size = config.architecture, _model_says(config, "vocab_size")
-    spec = config.data.tokenizer or architecture.model or ""
-    if size is not None:
-        return int(size)
+    spec = config.data.tokenizer or config.architecture.model or ""
+    if (size := _model_says(config, "vocab_size")) is not None:
+        return size
     if spec == "bytes":
         return BYTE_VOCABULARY
     if spec.startswith("train:"):
         return int(spec.removeprefix("train:"))
     if spec == "words":
-        why = "its size depends on the training text"
-        raise UsageError(f"tokenizer: words: {why}. Give it, such as --vocab_size 20000.")
+        raise UsageError("tokenizer: words: its size depends on the training text. Give it: --vocab_size 20000.")
     from train.data import load_tokenizer
 
     try:
-        return len(load_tokenizer(spec, architecture.trust_remote_code))
+        return len(load_tokenizer(spec, config.architecture.trust_remote_code))
     except UserError as error:
         raise UserError(f"{error} Or give the size of its vocabulary: --vocab_size 32000.") from None
 
@@ -112,19 +98,9 @@ def vocabulary_size(config: Config) -> int:
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
     limit, factor = _model_says(config, "max_position_embeddings") or -1, config.get("rope_scaling_factor")
-    if limit < 0 or config.get("rope_scaling", "none") != "none":  # -1: transformers' word for none
-        return math.ceil(limit * factor) if limit > 0 and factor else None
-    import torch
-    from transformers import AutoConfig, AutoModel
-
-    from train.model import skipped_positions
-    from train.tasks import stored_config
-
-    own = config.architecture
-    with suppress(Exception), torch.device("meta"):  # a run reports what cannot be built
-        known = AutoConfig.for_model(**own.model_config) if own.model_config else stored_config(own)
-        limit -= skipped_positions(AutoModel.from_config(known))
-    return limit
+    if limit < 0 or config.get("rope_scaling", "none") == "none":
+        return limit if limit > 0 else None  # -1: transformers' word for none
+    return math.ceil(limit * factor) if factor else None
 
 
 def _model_says(config: Config, name: str) -> int | None:
@@ -153,13 +129,15 @@ class Setting(Recompute):
     sharding: str = "none"
 
     def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch_size}, {self.techniques}"
+
+    @property
+    def techniques(self) -> str:
+        """All but the micro-batch."""
         precision = "fp32" if self.mixed_precision in (None, "no") else self.mixed_precision
         tiled = ", tiled MLP" if self.tiled_mlp else ""
         sharding = "" if self.sharding == "none" else f", {self.sharding}"
-        return (
-            f"micro-batch {self.micro_batch_size}, checkpointing {super().__str__()}{tiled}, precision {precision}, "
-            f"loss {self.loss}{sharding}"
-        )
+        return f"checkpointing {super().__str__()}{tiled}, precision {precision}, loss {self.loss}{sharding}"
 
     def recomputing(self, way: Recompute) -> Setting:
         """This setting with another way to recompute; tiles that were asked for stay."""
@@ -174,7 +152,6 @@ class Question:
     device: Device
     vocab_size: int
     num_labels: int = 0
-    padded: bool | None = None  # see :func:`job_of`
     world_size: int = 1
     sharding: str | None = None  # None: the better of ddp and fsdp2, or fsdp2_offload if none fits
 
@@ -184,10 +161,14 @@ class Question:
         return self.device.kind != "cuda"
 
     @property
+    def target(self) -> Target:
+        """The device as a prediction needs it."""
+        return target_of(self.device)
+
+    @property
     def has_known_speed(self) -> bool:
         """Whether times can be estimated."""
-        target = target_of(self.device)
-        return bool(target.bytes_per_second and target.flops_per_second)
+        return bool(self.target.bytes_per_second and self.target.flops_per_second)
 
     @property
     def total_bytes(self) -> float:
@@ -225,9 +206,8 @@ class Question:
         """Ways to recompute and shardings for them, least saving first: each stage is for what fits in none before."""
         ways, resorts = (Recompute(),), ()  # without the extra activations there is but one
         if "gradient_checkpointing" in to_values(self.config):
-            ladder = ladder_on(self.device.kind)
-            ways = CHECKPOINTING
-            resorts = tuple(way for way in ladder if way.gradient_checkpointing_offload or way.tiled_mlp)
+            last_ones = [w for w in ladder_on(self.device.kind) if w.gradient_checkpointing_offload or w.tiled_mlp]
+            ways, resorts = CHECKPOINTING, tuple(last_ones)
         found = [(ways, self.shardings), (resorts, self.shardings[-1:])]
         if self.sharding is None and not self.on_cpu and not self.needs_whole_weights:
             found += [(ways, (OFFLOAD,)), (resorts, (OFFLOAD,))]
@@ -256,9 +236,8 @@ class Question:
         from train.extras.losses.fused import Place, best_kernel
         from train.extras.losses.objective import objective_of
 
-        target = target_of(self.device)
         dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
-        place = Place(target.device_type, dtype, target.capability)
+        place = Place(self.target.device_type, dtype, self.target.capability)
         return best_kernel(place, has_bias=False, objective=objective_of(self.config))
 
     @property
@@ -281,7 +260,7 @@ class Question:
 
     def precision(self, sharding: str) -> str | None:
         """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
-        asked, has_bf16 = self.config.optimization.mixed_precision, target_of(self.device).capability >= (8, 0)
+        asked, has_bf16 = self.config.optimization.mixed_precision, self.target.capability >= (8, 0)
         if self.on_cpu or asked not in ("bf16", None):
             return asked
         if asked is None:
@@ -294,13 +273,13 @@ class Question:
 
         Raises UsageError if the optimizer asked for does not work with it.
         """
-        config, target = self.config.changed(**self.changes(setting)), target_of(self.device)
+        config, target = self.config.changed(**self.changes(setting)), self.target
         check_launch(self._launch(setting.sharding), config)
         if not self.has_known_speed:
             processor = Target("cpu", flops_per_second=dict.fromkeys(PRECISIONS, 1e12), bytes_per_second=1e11)  # common
             like = processor if self.on_cpu else target_of(find_device(STAND_IN))
             target = replace(target, flops_per_second=like.flops_per_second, bytes_per_second=like.bytes_per_second)
-        job = job_of(config, target, self.vocab_size, self.num_labels, self.padded, self.world_size)
+        job = job_of(config, target, self.vocab_size, self.num_labels, self.world_size)
         return replace(job, sharding=setting.sharding)
 
     def _launch(self, sharding: str) -> Launch:

@@ -1,12 +1,9 @@
 """One rank of many, alone: a process group that exchanges nothing, and CUDA streams that do nothing.
 
-With them torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size, and its buffers are
-counted like any others. For the process of a prediction only: changes made here stay.
-
-DeepSpeed's engine needs data. So under ZeRO (arXiv 1910.02054) forward and backward are those of the model as the
-engine holds it, in half precision where mixed precision is asked for, its weights sharded in stage 3 as FSDP2 shards
-them; and the engine's own buffers are added: the bytes per parameter of DeepSpeed 0.19 on two CPU processes. Peaks were
-not compared with a real run.
+With them torch's and accelerate's own FSDP2 code runs on fake tensors, whatever the world size. For the process of a
+prediction only: changes made here stay. DeepSpeed's engine needs data, so under ZeRO (arXiv 1910.02054) forward and
+backward are those of the half-precision model that it holds, sharded in stage 3 as FSDP2 shards; its own buffers are
+added: the bytes per parameter of DeepSpeed 0.19 on two CPU processes.
 """
 
 from __future__ import annotations

@@ -71,8 +71,9 @@ class MemorySession:
         is_open, recomputes = (config.get(name) == "auto" for name in ("micro_batch_size", "gradient_checkpointing"))
         if not is_open and not recomputes:
             return config
-        pair = self._data.training_batches(run, BatchArithmetic(2, 1, 1)).longest()
-        self._has_padding = "attention_mask" in pair.inputs
+        if not self._is_predictable:
+            where = str(run.launch) if run.launch.copies > 1 else self._device.type
+            raise UserError(f"auto is not known for {where}: choose micro_batch_size and gradient_checkpointing.")
         if recomputes:
             ways = recomputations(self._device.type, config.get("gradient_checkpointing_offload"))
             tried = config.changed(micro_batch_size=1) if is_open else config
@@ -86,15 +87,13 @@ class MemorySession:
 
     def _chosen(self, name: str, ways: list[tuple[str, dict[str, Any]]], config: Config) -> dict[str, Any]:
         """The flags for what is left to auto under ``name``, the same on every rank."""
+        pair = self._data.training_batches(self._run, BatchArithmetic(2, 1, 1)).longest()
 
         def needs(changes: dict[str, Any]) -> int:
-            if not self._is_predictable:
-                where = str(self._run.launch) if self._run.launch.copies > 1 else self._device.type
-                raise UserError(f"{name}: auto is not known for {where}: choose it yourself.")
             job = self._job(config.changed(**changes))
             most = max(1, -(-len(self._data.examples.validation) // job.world_size))  # all that a rank evaluates
-            padded, evaluated = self._has_padding and job.micro_batch_size > 1, min(job.eval_batch_size or 1, most)
-            job = replace(job, padded=padded, eval_batch_size=evaluated)
+            padded = "attention_mask" in pair.inputs and job.micro_batch_size > 1
+            job = replace(job, padded=padded, eval_batch_size=min(job.eval_batch_size or 1, most))
             found = self._predictor.predict(job)
             if self._device.type != "cpu" and (on_host := host_bytes(job, found)) > (free := free_host_bytes()):
                 where = f"{gib(on_host)} in host memory, of which {gib(free)} is free"
@@ -173,7 +172,7 @@ class MemorySession:
         meter, fault = metering.meter, getattr(error, "fault", None)
         words = fault.error if fault else str(error)
         oom = parse_oom(words)
-        if self._device.type != "cpu" and oom is not None and oom.backend == "host":  # not a matter of the card
+        if self._device.type != "cpu" and oom is not None and oom.on_host:  # not a matter of the card
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         phase = fault.phase if fault else getattr(meter, "phase", "")

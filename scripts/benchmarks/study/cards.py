@@ -144,16 +144,17 @@ def predicted(
             known[row["key"]] = row["value"]
 
     with Predictor() as predictor, file.open("a", encoding="utf-8") as kept:
-        predictions = Predictions([predictor])
+        predictions = Predictions(predictor)
 
         def once(question: Question, **place: Any) -> dict[str, Any]:
             """Bytes and time of a micro-batch, or why there are none."""
             job = question.job(question.asked)
             key = hashlib.sha256(json.dumps([asdict(job), versions], sort_keys=True).encode()).hexdigest()[:16]
             if key not in known:
-                [result] = predictions.of_all([job])
-                if isinstance(result, UserError):  # not kept: tried again next time
-                    return {"reason": str(result)}
+                try:
+                    result = predictions.of(job)
+                except UserError as error:  # not kept: tried again next time
+                    return {"reason": str(error)}
                 outcome = outcome_of(question, question.asked, job, result)
                 value = {"reserved_bytes": result.reserved_bytes, "seconds": outcome.seconds_per_token}
                 known[key] = value
