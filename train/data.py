@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,14 +31,13 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     examples: Examples
     loading: Loading
-    order: Callable[..., Batches] = Batches
     training_digest: str = ""  # of the examples: another digest stands for other data
     validation_digest: str = ""
 
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
         """This rank's part of every step."""
         rank, seed = run.launch.dp_rank, run.config.optimization.seed
-        return self.order(self.examples.train, self.loading, arithmetic, rank, seed)
+        return Batches(self.examples.train, self.loading, arithmetic, rank, seed)
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split: every example once over all ranks, as many batches on each."""
@@ -84,8 +84,14 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
     if (corpus := run.extras.first("documents", run.config, labelled)) is not None:
         return corpus
     if ":" in name and not Path(name).exists():
-        return corpus_of(load_function(name, "dataset")(run.config), run.config, labelled)
+        return corpus_of(call_function(name, "dataset", run.config), run.config, labelled)
     raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
+
+
+def call_function(spec: str, flag: str, config: Config) -> Any:
+    """What the function that ``spec`` names returns; it gets the configuration if it takes an argument."""
+    function = load_function(spec, flag)
+    return function(config) if inspect.signature(function).parameters else function()
 
 
 def load_function(spec: str, flag: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.config import Architecture
-from train.data import load_function
+from train.data import call_function
 from train.records import IGNORE, Run, UserError, one_line
 from train.tasks import Scores, Task, pad_token_id, stored_config
 
@@ -111,8 +111,7 @@ def build_model(
 
 
 def _from_function(run: Run, name: str, num_labels: int) -> Any:
-    build = load_function(name, "model")
-    network: Any = build(run.config) if inspect.signature(build).parameters else build()
+    network = call_function(name, "model", run.config)
     if not isinstance(network, nn.Module):
         raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     known = getattr(getattr(network, "config", None), "num_labels", num_labels)

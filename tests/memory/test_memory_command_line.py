@@ -176,6 +176,18 @@ def test_plan_for_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked["prediction"]["bytes_by_kind"]["optimizer state"] == pytest.approx(2 * parameters, rel=0.02)
 
 
+def test_the_longest_that_is_planned_of_a_stored_roberta_is_what_it_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Whose builder refuses 513 of its 514 positions, for a classifier by the padding token of the tokenizer."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    stored = {"model_type": "roberta", **sizes, "vocab_size": 300, "max_position_embeddings": 514}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    words = ["--model", str(tmp_path), "--tokenizer", "bytes", "--device", "l4", "--max_length", "auto"]
+    assert main(["plan", "--task", "sequence_classification", *words]) == 0
+    assert "Longest that fits on l4: 512 tokens." in capsys.readouterr().out
+
+
 def test_predict_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "--device", "cpu", *MODEL]
     assert main([*words, "--json"]) == 0

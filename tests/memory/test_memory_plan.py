@@ -352,6 +352,21 @@ def test_longest_length_ends_at_the_models_positions() -> None:
         assert longest_length(asked, Predictions(Synthetic()))[0] == longest
 
 
+@pytest.mark.parametrize(("model_type", "usable"), [("roberta", 512), ("mpnet", 512), ("bert", 514)])
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_positions_that_a_model_never_uses_are_not_planned(
+    model_type: str, usable: int, is_stored: bool, tmp_path: Path
+) -> None:
+    """RoBERTa's family counts from the padding token on, so the first rows of its table are never used."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 514}
+    asked = question(model_config={"model_type": model_type, **sizes}, task="masked_lm", max_length=256)
+    if is_stored:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes}))
+        asked = replace(asked, config=asked.config.changed(model=str(tmp_path), model_config=None))
+    assert longest_length(asked, Predictions(Synthetic()))[0] == usable
+    assert lengths_of(make_grid(asked, Predictions(Synthetic()), None, [1])) == [usable]
+
+
 def test_a_model_without_a_limit_on_positions_is_planned_as_long_as_fits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "xlnet"}')  # of whose limit transformers says −1
     asked = question()

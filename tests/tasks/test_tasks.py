@@ -432,3 +432,9 @@ def test_tasks_are_the_files_of_their_folder() -> None:
     for name in ("translation", "__init__", "../config"):
         with pytest.raises(UsageError, match="is not one of causal_lm, masked_lm, sequence_classification"):
             load_task(name)
+
+
+def test_labels_that_differ_only_in_case_or_spaces_are_told() -> None:
+    corpus = corpus_of([("a", "Spam"), ("b", "spam"), ("c", "ham")], [("d", "ham")])
+    [line] = classified(corpus).notes
+    assert line == "3 classes: Spam, ham, spam (of these 'Spam', 'spam' differ only in case or spaces)"

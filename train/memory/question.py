@@ -98,9 +98,19 @@ def vocabulary_size(config: Config) -> int:
 def position_limit(config: Config) -> int | None:
     """Tokens that the model takes at most; None: as many as ``max_length`` says."""
     limit, factor = _model_says(config, "max_position_embeddings") or -1, config.get("rope_scaling_factor")
-    if limit < 0 or config.get("rope_scaling", "none") == "none":
-        return limit if limit > 0 else None  # -1: transformers' word for none
-    return math.ceil(limit * factor) if factor else None
+    if limit < 0 or config.get("rope_scaling", "none") != "none":  # -1: transformers' word for none
+        return math.ceil(limit * factor) if limit > 0 and factor else None
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    from train.model import skipped_positions
+    from train.tasks import stored_config
+
+    own = config.architecture
+    with suppress(Exception), torch.device("meta"):  # a run reports what cannot be built
+        known = AutoConfig.for_model(**own.model_config) if own.model_config else stored_config(own)
+        limit -= skipped_positions(AutoModel.from_config(known))
+    return limit
 
 
 def _model_says(config: Config, name: str) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,9 @@ class Task(tasks.Task):
         """How much of the text was cut."""
         kept, before = column(examples.train, "length"), column(examples.train, "document_length")
         classes = f"{len(examples.label_names)} classes: {', '.join(examples.label_names[:20])}"
+        alike = Counter(" ".join(name.casefold().split()) for name in examples.label_names)
+        if same := [repr(n) for n in examples.label_names if alike[" ".join(n.casefold().split())] > 1]:
+            classes += f" (of these {', '.join(same[:4])} differ only in case or spaces)"
         if not (cut := int((before > kept).sum())):
             return (classes,)
         return classes, (

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from train import extras
 from train.config import Config, option
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 
     from train.data import PreparedData
 
+logger = logging.getLogger(__name__)
 Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
 
@@ -57,6 +64,19 @@ def _is_function(config: Config) -> bool:
     return ":" in config.data.dataset and not Path(config.data.dataset).exists()
 
 
+def _work_offline_without_an_address(config: Config) -> None:
+    """Where the Hub's host has no address, its libraries would ask again and again for half a minute."""
+    names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
+    asks = any(name and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() for name in names)
+    if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
+        host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            logger.warning("%s has no address here: only what is cached of the Hub can be used", host)
+            os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 class Extra(extras.Extra):
     Options = Options
 
@@ -74,6 +94,7 @@ class Extra(extras.Extra):
             raise UsageError(f"tokenizer: 'train:{size}': write train:N with a vocabulary of at least 300.")
         if Path(name).is_dir() and Path(name).resolve() in Path(config.output.output_dir).resolve().parents:
             raise UsageError(f"output_dir: it lies in the dataset {name}: its files would be read as documents.")
+        _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}

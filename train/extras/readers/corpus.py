@@ -15,7 +15,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from train.config import Config
-from train.data import corpus_of, load_function
+from train.data import call_function, corpus_of
 from train.extras.readers import Source, readers, tables
 from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
 from train.figures import several
@@ -66,7 +66,7 @@ def load_returned(config: Config, data: Source) -> Corpus:
     Raises UserError for an unknown split, and for a row without text or label.
     """
     name = data.dataset
-    found = load_function(name, "dataset")(config)
+    found = call_function(name, "dataset", config)
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     if unknown := splits.keys() - {"train", "validation", "test"}:
         raise UserError(f"dataset {name!r} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
