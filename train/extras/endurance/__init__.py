@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,7 +71,6 @@ class Extra(extras.Extra):
         self._saving: Saving | None = None
         self._is_unlocked = False
         self._recovering: Recovering | None = None
-        self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -87,8 +86,6 @@ class Extra(extras.Extra):
         refuse_strangers(os.environ, launch.world_size)
         with ExitStack() as stack:
             stack.callback(gc.unfreeze)
-            stack.callback(gc.enable)
-            gc.disable()  # until libraries are imported: looking through what they make takes a sixth of that time
             from train.extras.endurance.checkpoints import Saving
             from train.extras.endurance.lost_rank import RankWatch, follow_launcher
 
@@ -108,8 +105,6 @@ class Extra(extras.Extra):
     @contextmanager
     def preparing(self) -> Iterator[None]:
         assert self._signals is not None
-        gc.freeze()
-        gc.enable()
         try:
             with self._signals.at_once(), self._watch.preparing() if self._watch else nullcontext():
                 yield
@@ -141,17 +136,12 @@ class Extra(extras.Extra):
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
-        from train.extras.endurance.replicas import Replicas
-
         run.outputs.note(*[WITHOUT] * self._is_unlocked)
-        if run.launch.world_size > 1 and run.launch.has_whole_weights:
-            self._compare_replicas = Replicas(parts.state.model).compare
         gc.collect()
         gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
-        self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
@@ -183,7 +173,6 @@ class Extra(extras.Extra):
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
         assert self._saving is not None
-        self._compare_replicas(progress.step, True)
         self._saving.save(run, state, progress, wait)
         return True
 
@@ -239,22 +228,11 @@ def how_to_resume(config: Config) -> str:
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    started = max(int(environment.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    is_alone = world_size == 1 and "RANK" not in environment
-    if world_size > 1 and missing:
+    others = max(int(environment.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    started = others if world_size == 1 and "RANK" not in environment else world_size
+    if started > 1 and not all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
         raise UserError(
-            f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not set. "
-            "Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
-        )
-    if is_alone and started > 1:
-        raise UserError(
-            f"{started} processes were started that do not know each other: they would all train the same thing. "
-            "Start one launcher per host instead (scripts/slurm.sbatch shows how)."
-        )
-    # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
-    if is_alone and "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
-        raise UserError(
-            "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
-            "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
+            f"{started} processes were started that do not know each other: RANK, MASTER_ADDR or MASTER_PORT is not "
+            "set. Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how); for one "
+            "process unset WORLD_SIZE."
         )
