@@ -54,7 +54,7 @@ def test_plain_engine_is_guarded_unless_the_run_shall_stop(on_oom: str) -> None:
     engine = Engine(run.accelerator, run.config)
     wrapped = extra.wrap_step(run, engine)
     assert isinstance(wrapped, Recovering) is (on_oom != "stop")
-    extra._saving = Mock(stalls_seconds=[])
+    extra._saving = Mock(longest_stall_seconds=None)
     extra.finished(run, cast("Any", None), summary := {})
     assert ("oom_recoveries" in summary) is (on_oom != "stop")
 

@@ -211,7 +211,7 @@ class Extra(extras.Extra):
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         assert self._saving is not None
         summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
-        summary["longest_save_stall_seconds"] = max(self._saving.stalls_seconds, default=None)
+        summary["longest_save_stall_seconds"] = self._saving.longest_stall_seconds
         if self._recovering:
             summary["oom_recoveries"] = self._recovering.recoveries
 
