@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -72,47 +71,33 @@ class Extra(extras.Extra):
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
-        """``progress`` with an evaluation that the log has of a checkpoint written before it; see :meth:`_usable`."""
-        outputs, progress = run.outputs, self._usable(run, progress)
-        step = progress.step
+        """``progress`` with an evaluation that the log has of a checkpoint written before it.
+
+        Without its best step, where that cannot be compared with others, or not be loaded, any more.
+        """
+        outputs, best, step = run.outputs, progress.best_step, progress.step
+        is_gone = bool(self.final_step(run, progress)) and not outputs.from_main(lambda: best in outputs.steps())
+        if best is not None and (is_gone or progress.best_of != self._best_of):
+            reason = f"it was chosen by {progress.best_of}, from now on it is by {self._best_of}"
+            reason = f"its checkpoint is not in {outputs.checkpoints}" if is_gone else reason
+            outputs.note(f"the best step so far, {best}, cannot be used ({reason}): the search for it starts again")
+            progress = replace(progress, best_metric=None, best_step=None, evaluations_without_improvement=0)
 
         def logged() -> list[dict[str, Any]]:
             rows = (row for row in read_metrics(outputs.metrics) if row["step"] == step)
             return [row for row in rows if row.get("data") == self._data and self._metric in row][:1]
 
-        if outputs.is_foreign or progress.evaluated_step == step or not (found := outputs.from_main(logged)):
+        if progress.evaluated_step == step or not (found := outputs.from_main(logged)):
             return progress
         metrics = {name: math.nan if value is None else value for name, value in found[0].items()}
         return self.evaluated(run, replace(progress, evaluated_step=step), Evaluation("validation", step, metrics))
-
-    def _usable(self, run: Run, progress: Progress) -> Progress:
-        """``progress`` without its best step if that cannot be compared with others, or not be loaded, any more."""
-        best, outputs = progress.best_step, run.outputs
-        if best is None:
-            return progress
-        if progress.best_of != self._best_of:
-            reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {self._best_of}"
-        elif self.final_step(run, progress) and not outputs.from_main(lambda: best in outputs.steps()):
-            reason = f"the checkpoint of the best step so far, {best}, is not in {outputs.checkpoints}"
-        else:
-            return progress
-        outputs.note(f"{reason}: the search for the best step starts again")
-        return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
 
     def ends_early(self, run: Run, progress: Progress) -> bool:
         patience = run.config.of(Options).early_stopping_patience
         return patience is not None and progress.evaluations_without_improvement >= patience
 
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
-        """Also the best; and the best of each that stays, which a run that resumes from it needs."""
-        from train.checkpoint import STATE, UNREADABLE
-
-        bests, checkpoints = {progress.best_step or 0}, run.outputs.steps()
-        for step in kept & checkpoints.keys() if run.config.of(Options).load_best_model_at_end else ():
-            with suppress(*UNREADABLE):  # damaged: nobody will resume from it
-                stored = json.loads((checkpoints[step] / STATE).read_text(encoding="utf-8"))
-                bests.add(stored["progress"]["best_step"] or 0)
-        return kept | bests
+        return kept | {progress.best_step or 0}
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
         return progress.best_step if run.config.of(Options).load_best_model_at_end else None
