@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.extras.endurance.lock import WITHOUT, lock
+from train.extras.endurance.lock import lock
 from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error
 from train.launch import Launch
@@ -45,9 +45,8 @@ class Options:
     on_oom: Literal["auto", "split", "adapt", "stop"] = option(
         "auto",
         "Out of memory in a step: split the micro-batch and make the step again; adapt: where a single example does "
-        "not fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process; stop with "
-        "several, because recovering keeps DDP from averaging gradients during backward, and with "
-        "optimizer_in_backward.",
+        "not fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process, stop with "
+        "several (recovering averages gradients only after backward) and with optimizer_in_backward.",
     )
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
     max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
@@ -69,7 +68,6 @@ class Extra(extras.Extra):
         self._signals: Signals | None = None
         self._config: Config | None = None
         self._saving: Saving | None = None
-        self._is_unlocked = False
         self._recovering: Recovering | None = None
 
     @classmethod
@@ -82,7 +80,7 @@ class Extra(extras.Extra):
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
-        self._config, remedy = config, partial(how_to_resume, config)
+        self._config = config
         refuse_strangers(os.environ, launch.world_size)
         with ExitStack() as stack:
             stack.callback(gc.unfreeze)
@@ -90,14 +88,13 @@ class Extra(extras.Extra):
             from train.extras.endurance.lost_rank import RankWatch, follow_launcher
 
             follow_launcher()
-            self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
+            self._signals = Signals(stop)
             stack.enter_context(self._signals.listening())
             if launch.world_size > 1:
+                seconds, remedy = config.optimization.distributed_timeout_seconds, partial(how_to_resume, config)
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
             if launch.rank == 0:
-                held = lock(Path(config.output.output_dir))
-                self._is_unlocked = held is None
-                stack.enter_context(held or nullcontext())
+                stack.enter_context(lock(Path(config.output.output_dir)))
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
@@ -136,7 +133,6 @@ class Extra(extras.Extra):
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
-        run.outputs.note(*[WITHOUT] * self._is_unlocked)
         gc.collect()
         gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
 
@@ -145,12 +141,9 @@ class Extra(extras.Extra):
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             known = "unknown" if usual is None else f"{usual:.4g}"
-            raise DivergenceError(
-                f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {known}. Lower the "
-                "learning rate, warm up longer, look at the data, or raise --loss_spike_factor.",
-                progress,
-                since_step,
-            )
+            what = f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {known}."
+            remedy = "Lower the learning rate, warm up longer, look at the data, or raise --loss_spike_factor."
+            raise DivergenceError(f"{what} {remedy}", progress, since_step)
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
@@ -158,15 +151,10 @@ class Extra(extras.Extra):
         """Raises DivergenceError where no later step can be expected to have a finite gradient."""
         in_a_row = progress.consecutive_nonfinite_steps
         if loss_scale is not None and loss_scale <= MIN_LOSS_SCALE:
-            reason = (
-                f"the gradients overflow fp16 even at a loss scale of {loss_scale}. Try --mixed_precision bf16 or no, "
-                "a lower learning rate or a longer warm-up."
-            )
+            reason = f"the gradients overflow fp16 even at a loss scale of {loss_scale}. Try --mixed_precision bf16."
         elif in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
-            reason = (
-                f"no finite gradient in {in_a_row} steps in a row; none of them changed a weight. Look at the examples "
-                "named in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
-            )
+            reason = f"no finite gradient in {in_a_row} steps in a row; none of them changed a weight. Look at the "
+            reason += "examples in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
         else:
             return
         raise DivergenceError(f"step {progress.step}: {reason}", progress, progress.step - in_a_row)
@@ -197,7 +185,7 @@ class Extra(extras.Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
-        refuse_nonfinite(run, state, progress, state.blocks(run.accelerator.process_index))
+        refuse_nonfinite(run, state, progress)
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""

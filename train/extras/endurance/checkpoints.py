@@ -56,8 +56,8 @@ class Saving:
             return
         # After a failure nothing is left to the background: the store that its ranks meet by may be gone.
         in_background = self._in_background and not (wait or self._last_failed)
+        refuse_nonfinite(run, state, progress)
         if not in_background or not self._begin(run, state, progress):
-            refuse_nonfinite(run, state, progress, state.blocks(run.accelerator.process_index))
             checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator.process_index)
             self._last_failed = False
             run.outputs.rotate(run, progress)
@@ -72,8 +72,7 @@ class Saving:
         try:
             # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
             checkpoint.together(self._own_part_is_done.wait)
-            if thread.is_alive():
-                thread.join()
+            thread.join()
             checkpoint.together(self._raise_error)
         except OSError as error:
             if run.accelerator.process_index == 0:
@@ -85,7 +84,7 @@ class Saving:
 
     def wait(self, seconds: float) -> None:
         """Gives this rank's thread time to end, without asking other ranks."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
@@ -98,7 +97,6 @@ class Saving:
             if NO_ROOM not in run.outputs.notes:
                 run.outputs.note(NO_ROOM)
             return False
-        refuse_nonfinite(run, state, progress, blocks)
         copies = copied(blocks, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
         self.checkpoints_in_background += 1
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
@@ -152,9 +150,10 @@ class Saving:
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
-def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress, blocks: Blocks) -> None:
-    """Raises DivergenceError, on all ranks, if a trained weight or a moment of one's ``blocks`` is not finite."""
+def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> None:
+    """Raises DivergenceError, on all ranks together, if a trained weight or a moment of one is not finite."""
     trained = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
+    blocks = state.blocks(run.accelerator.process_index)
     held = {n: p.tensor for s in blocks for n, p in blocks[s].items() if s == "optimizer" or n in trained}
 
     def is_finite(tensor: Tensor) -> bool:

@@ -105,7 +105,7 @@ class RankWatch:
     ) -> None:
         self._rank, self._ranks = launch.rank, range(launch.world_size)
         self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._address, self._port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        self._address, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
         self._store: Store | None = None
@@ -133,10 +133,8 @@ class RankWatch:
         if self._store is not None:
             return self._conclude(self._store)
         if self._rank != 0 and self._is_local_first:
-            self._tell(
-                f"rank 0 did not come: nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT), "
-                "where all processes meet. Start the launchers of all hosts, each with the address of rank 0's."
-            )
+            where = f"nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT)"
+            self._tell(f"rank 0 did not come: {where}. Start the launchers of all hosts, each with rank 0's address.")
         return self._rank != 0
 
     def confirms_stop(self) -> bool:
@@ -194,7 +192,7 @@ class RankWatch:
         gone_since = time.monotonic()
         while not self._closing.is_set():
             try:
-                store = Store(self._address, int(self._port))
+                store = Store(self._address, self._port)
                 store.set(f"who/{self._rank}", f"{socket.gethostname()}, process {os.getpid()}")
                 self._store, gone_since = store, math.inf
                 self._connected.set()
@@ -242,9 +240,11 @@ class RankWatch:
                         return False
                     if store.add("told", 1) == 1:
                         self._tell(self._describe(store, lost, left))
-            except RuntimeError:
+            except RuntimeError:  # nobody can be asked any more
                 if self._is_local_first:
-                    self._tell(self._without_store())
+                    whose = "rank 0 is lost: the launcher of its" if self._rank else "the launcher of this"
+                    what = f"{whose} host, {self._address}, through which all processes met, no longer answers"
+                    self._tell(f"{what}. {self._remedy()}")
             self._has_concluded = True
             return True
 
@@ -261,24 +261,14 @@ class RankWatch:
             time.sleep(POLL_SECONDS / 10)
         return sorted(missing), sorted(left)
 
-    # What to tell
-
     def _describe(self, store: Store, lost: list[int], left: list[int]) -> str:
         if not lost:
             return f"rank {', '.join(map(str, left))} ended before the others; its own message says why."
         hosts = {rank: store.value(f"who/{rank}") for rank in lost[:8]}
         who = [f"{rank} ({f'host {host}' if host else 'never came'})" for rank, host in hosts.items()]
         more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
-        return (
-            f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. The other "
-            f"{len(self._ranks) - len(lost)} of {len(self._ranks)} ended for it. {self._remedy()}"
-        )
-
-    def _without_store(self) -> str:
-        """Where nobody can be asked any more."""
-        whose = "rank 0 is lost: the launcher of its" if self._rank else "the launcher of this"
-        where = f"{whose} host, {self._address}, through which all processes met"
-        return f"{where}, no longer answers. {self._remedy()}"
+        others = f"The other {len(self._ranks) - len(lost)} of {len(self._ranks)} ended for it"
+        return f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. {others}. {self._remedy()}"
 
 
 def follow_launcher() -> None:

@@ -43,13 +43,11 @@ class OutOfMemoryError(StepError):
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self.weights_intact = fault, fault.phase in ("forward", "backward")
-        what, remedy = "", "optimizer_offload, less optimizer state (adamw_8bit, adafactor), or several processes"
-        state = "Some weights may already be updated: resume from the last checkpoint, do not use these."
+        advice = "Resume from the last checkpoint, with optimizer_offload or less optimizer state (adamw_8bit)"
         if self.weights_intact:
-            what, state = ", which cannot be split", "Weights and optimizer are as before this step."
-            remedy = "gradient_checkpointing, a smaller max_length or a smaller model"
+            advice = "It cannot be split. Try gradient_checkpointing, a smaller max_length or a smaller model"
         words = " ".join(fault.error.split())[:500]
-        super().__init__(f"out of memory in {fault.where}{what}. {state} Try {remedy}. The first error was: {words}")
+        super().__init__(f"out of memory in {fault.where}. {advice}. The first error was: {words}")
 
 
 def can_recover(accelerator: Accelerator) -> bool:

@@ -72,8 +72,7 @@ def vanishing(rows: Rows) -> Illness | None:
     worst, (norm, where) = min(sorted(both), key=lambda place: norms[place]), largest(rows[-1], norms)
     finding = f"its norm is {norms[worst]:.2g}, that of {where} {norm:.2g} ({len(both)} of {len(blocks)} blocks)"
     if worst not in small(rows[0]):
-        finding = f"since the start its gradient has vanished: {finding}"
-        return Illness("learning rate too high", names[worst], finding, LOWER_RATE)
+        return Illness("learning rate too high", names[worst], f"since the start {finding}", LOWER_RATE)
     remedy = f"{NORMALISE}, or use ReLU or GELU with an initialisation that suits them"
     return Illness("vanishing gradient", names[worst], finding, remedy)
 
@@ -85,19 +84,16 @@ def exploding(rows: Rows) -> Illness | None:
     if row["grad_norm"] is not None and norm <= EXPLODED and (len(usual) < 5 or norm <= JUMP * median(usual)):
         return None
     remedy = f"{NORMALISE}, initialise with smaller weights, clip (max_grad_norm: 1.0), lower learning_rate"
-    activation, where = largest(row, row["activations"])
-    finding = f"its norm is {norm:.2g}, and activations reach {activation:.2g} in {where}"
-    return Illness("exploding gradient", layer, finding, remedy)
+    return Illness("exploding gradient", layer, f"its norm is {norm:.2g}", remedy)
 
 
 def fp16_trouble(rows: Rows) -> Illness | None:
     """fp16 makes zero of more than a few elements of a gradient, or activations come close to its largest number."""
     row, scale = rows[-1], rows[-1]["loss_scale"]
     # All zero is underflow only where it stays so: LoRA's first matrices have no gradient in the first step.
-    shares = zip(
-        row["flushed" if scale is None else "flushed_scaled"], row["norms"], rows[-2:][0]["norms"], strict=True
-    )
-    share, layer = largest(row, [share if norm or before or len(rows) < 2 else 1.0 for share, norm, before in shares])
+    flushed = row["flushed" if scale is None else "flushed_scaled"]
+    twice = zip(flushed, row["norms"], rows[-2:][0]["norms"], strict=True)
+    share, layer = largest(row, [share if norm or before or len(rows) < 2 else 1.0 for share, norm, before in twice])
     activation, where = largest(row, row["activations"])
     if row["fp16"] and share > LOST_SHARE:
         finding = f"with {'no loss scale' if scale is None else f'a loss scale of {scale:g}'} {share:.0%} becomes zero"
