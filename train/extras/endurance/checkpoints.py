@@ -189,10 +189,9 @@ def _place_bytes(tensor: Tensor) -> int:
 def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     """Restores an intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
-    As the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1): weights, optimizer and schedule go back;
-    the order of the data continues behind the last step that was made. The newest checkpoint is taken that a later
-    step has proved, else one that none has; but never where the last rollback went. Returns where to continue; raises
-    DivergenceError where there is no intact checkpoint from before, UserError where a later one stays.
+    As in PaLM's training (Chowdhery et al. 2022, section 5.1) weights, optimizer and schedule go back; the order of the
+    data continues behind the last step. The newest checkpoint is taken that a later step has proved, else one that none
+    has; but never where the last rollback went. Raises DivergenceError where there is no intact checkpoint from before.
     """
     outputs, lost, sound = run.outputs, error.progress, error.sound_step
 

@@ -2,8 +2,7 @@
 
 Every rank counts up a key in the store through which the processes met, from a thread, so that it answers even while
 a collective blocks it. A rank whose collective fails, or whose next neighbour has not counted for too long, calls the
-roll; whoever does not count on is lost. So a rank is named that can say nothing itself: killed, stopped, on a host that
-is gone, or one that never came. This does not depend on the backend; docs/multi_node.md tells what is seen under which.
+roll; whoever does not count on is lost. docs/multi_node.md tells what is seen under which backend.
 """
 
 from __future__ import annotations

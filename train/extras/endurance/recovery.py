@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -39,7 +39,7 @@ class Fault:
 
 
 class OutOfMemoryError(StepError):
-    """A step that does not fit in memory, whatever was tried; ``fault`` has the words of its first error."""
+    """A step that does not fit in memory, whatever was tried."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self.weights_intact = fault, fault.phase in ("forward", "backward")
@@ -47,14 +47,14 @@ class OutOfMemoryError(StepError):
         if self.weights_intact:
             advice = "It cannot be split. Try gradient_checkpointing, a smaller max_length or a smaller model"
         words = " ".join(fault.error.split())[:500]
-        super().__init__(f"out of memory in {fault.where}. {advice}. The first error was: {words}")
+        super().__init__(f"out of memory in {fault.where}. {advice}. The error was: {words}")
 
 
 def can_recover(accelerator: Accelerator) -> bool:
     """Whether :class:`Recovering` works here: one process, or data parallelism with whole models and gradients.
 
-    Sharded models (FSDP, ZeRO, tensor parallelism) communicate within forward and backward, where a rank that fails
-    leaves the others waiting. A compiled DistributedDataParallel and its communication hooks cannot be bypassed.
+    Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting. A
+    compiled DistributedDataParallel and its communication hooks cannot be bypassed.
     """
     kind, handler, compiler = accelerator.distributed_type, accelerator.ddp_handler, accelerator.state.dynamo_plugin
     return kind == DistributedType.NO or (
@@ -75,10 +75,7 @@ class Recovering(Engine):
 
     With several processes each rank computes its gradients without any collective. At the end of the last backward
     all ranks agree on whether every one has them, and only then are they averaged: a rank that fails alone keeps none
-    of the others waiting for ever. This gives up the overlap of communication with backward.
-
-    It replaces a plain ``engine``, on all ranks together. A rank is told in one line, by ``say``, what happened on it;
-    ``find_measures`` is asked once, for the prepared model, and what it returns is tried in order, by all at once.
+    of the others waiting for ever. ``find_measures`` is asked once, for the prepared model.
     """
 
     def __init__(self, engine: Engine, say: Callable[[str], None], find_measures: FindMeasures = lambda _: ()) -> None:
@@ -88,7 +85,6 @@ class Recovering(Engine):
         self._ranks = Ranks(engine.accelerator)
         self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
-        self._modules: list[nn.Module] = []  # of the network, which is the first
         self._totals: Counts | None = None  # of the step that is being made
 
     def step(
@@ -97,14 +93,11 @@ class Recovering(Engine):
         """One step, made again as often as it takes; raises OutOfMemoryError where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
         self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        if self._modules[:1] != [self._network]:  # looking for them at each step is slow
-            self._modules = list(self._network.modules())
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-            for buffer in persistent_buffers(self._modules):
+            for buffer in persistent_buffers(self._network):
                 dist.broadcast(buffer, src=0)
         # What the step begins with: the generators, which seed_step has seeded, and the buffers.
-        self._seed, first_words = torch.initial_seed(), ""
-        self._buffers = [buffer.clone() for buffer in persistent_buffers(self._modules)]
+        self._seed, self._buffers = torch.initial_seed(), [b.clone() for b in persistent_buffers(self._network)]
         # A rank that makes its step again must not ask for the totals again: that is a collective.
         self._totals = super().total(count(micro_batches, stop))
         try:
@@ -120,8 +113,7 @@ class Recovering(Engine):
                 if fault.phase not in ("forward", "backward"):  # once the ranks have averaged, none can go back alone
                     raise OutOfMemoryError(fault)
                 self._rewind()
-                first_words = first_words or fault.error
-                self._prepare_another(replace(fault, error=first_words))
+                self._prepare_another(fault)
         finally:
             self._totals = None
 
@@ -202,7 +194,7 @@ class Recovering(Engine):
         release_memory()  # collects garbage, too: frames of an exception that was raised again may form cycles
         seed_generators(self._seed)
         with torch.no_grad():
-            for buffer, value in zip(persistent_buffers(self._modules), self._buffers, strict=True):
+            for buffer, value in zip(persistent_buffers(self._network), self._buffers, strict=True):
                 buffer.copy_(value)
 
     def _recovered(self, fault: Fault, remedy: str) -> None:
@@ -245,9 +237,9 @@ class Ranks:
             work.wait()
 
 
-def persistent_buffers(modules: Sequence[nn.Module]) -> list[Tensor]:
+def persistent_buffers(network: nn.Module) -> list[Tensor]:
     """The buffers that a checkpoint holds, such as BatchNorm's averages; others are constants or computed each time."""
-    owned = ((module, name, buffer) for module in modules for name, buffer in module._buffers.items())
+    owned = ((module, name, buffer) for module in network.modules() for name, buffer in module._buffers.items())
     return [b for module, name, b in owned if b is not None and name not in module._non_persistent_buffers_set]
 
 

@@ -1,8 +1,7 @@
 """The gradient noise scale tr(Σ) ÷ |G|² of arXiv 1812.06162, from gradients that a step computes anyway.
 
 G is the mean gradient of one target and Σ its covariance. The mean over n targets has E|g|² = |G|² + tr(Σ) ÷ n, so the
-norms at two sizes give both (appendix A.1): the global batch, and the first micro-batch of a rank. Steps are sorted by
-length, so of ragged examples the first micro-batch has the longest; weighting by targets corrects its size alone.
+norms at two sizes give both (appendix A.1): the global batch, and the first micro-batch of a rank.
 """
 
 from __future__ import annotations
