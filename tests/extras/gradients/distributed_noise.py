@@ -15,7 +15,6 @@ from train.config import Config, Optimization
 from train.extras.gradients.noise import NoiseScale
 from train.launch import accelerator_options, init_gloo, read_launch
 from train.model import ModelWithLoss
-from train.records import BatchArithmetic
 from train.step import Engine, optimizer_step
 
 
@@ -28,7 +27,7 @@ def main(parts: list[list[list[int]]], lengths: list[int]) -> None:
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.0))
     mine, examples = parts[launch.rank], examples_of(lengths)
-    noise = NoiseScale(model, BatchArithmetic(2, 2, launch.world_size))
+    noise = NoiseScale(model, launch.world_size)
     engine = Engine(accelerator, Config(optimization=Optimization(max_grad_norm=0.1)), noise.mark)
     micro_batches = [batch([examples[i] for i in ids]) for ids in mine]
     for _ in range(2):  # what a step leaves behind must not change the next

@@ -18,7 +18,7 @@ from torch import Tensor
 from train import checkpoint
 from train.extras.host_memory import free_host_bytes, page_locked
 from train.figures import read_metrics
-from train.records import DivergenceError, Progress, Run, UserError, exchange
+from train.records import DivergenceError, Progress, Run, exchange
 from train.state import Block, TrainingState
 
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
@@ -143,10 +143,7 @@ class Saving:
             raise self._error
 
     def _forgive(self, run: Run, error: OSError) -> None:
-        refusal = checkpoint.refusal(self._final, error)
-        if self._last_failed:
-            raise refusal from None
-        self._last_failed = True
+        self._last_failed, refusal = True, checkpoint.refusal(self._final, error)
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
@@ -203,11 +200,8 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
                 found = there[step]
                 break
             outputs.note(f"damaged checkpoint skipped: {there[step].name}: {problem}")
-        try:
-            for later in [path for path in reversed(there.values()) if found and path > found]:
-                checkpoint.remove(later)
-        except OSError as problem:
-            raise UserError(f"a checkpoint in {outputs.checkpoints} cannot be removed: {problem.strerror}.") from None
+        for later in [path for path in reversed(there.values()) if found and path > found]:
+            checkpoint.remove(later)
         return found
 
     found = outputs.from_main(choose)

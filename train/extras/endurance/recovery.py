@@ -82,7 +82,10 @@ class Recovering(Engine):
         super().__init__(engine.accelerator, engine.config, self._enter)
         self.recoveries = 0  # faults of this rank after which the step was made again
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark
-        self._ranks = Ranks(engine.accelerator)
+        self._group = None  # on the host, where nothing that failed elsewhere can be pending
+        if engine.accelerator.num_processes > 1:
+            handler = engine.accelerator.init_handler
+            self._group = dist.new_group(backend="gloo", timeout=handler.timeout if handler is not None else None)
         self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
         self._totals: Counts | None = None  # of the step that is being made
@@ -96,6 +99,7 @@ class Recovering(Engine):
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
             for buffer in persistent_buffers(self._network):
                 dist.broadcast(buffer, src=0)
+        self._shared = [p for p in self._network.parameters() if p.requires_grad]
         # What the step begins with: the generators, which seed_step has seeded, and the buffers.
         self._seed, self._buffers = torch.initial_seed(), [b.clone() for b in persistent_buffers(self._network)]
         # A rank that makes its step again must not ask for the totals again: that is a collective.
@@ -140,23 +144,32 @@ class Recovering(Engine):
 
     def _average(self) -> None:
         """Waits until every rank has its gradients, and leaves their means in the parameters."""
-        if self._ranks.size == 1:
+        if self._group is None:
             return
-        shared = [p for p in self._network.parameters() if p.requires_grad]
-        had = [p.grad is not None for p in shared]
+        shared, had = self._shared, [p.grad is not None for p in self._shared]
         for parameter in shared:  # may run out: a fault of this backward
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         while (used := self._vote(had)) is None:
             self._apply_next_measure(None)
-        self._ranks.average([p.grad for p in shared if p.grad is not None])
+        num_ranks = self.accelerator.num_processes
+        for work in [dist.all_reduce(p.grad.div_(num_ranks), async_op=True) for p in shared if p.grad is not None]:
+            if work is not None:
+                work.wait()
         for parameter, is_used in zip(shared, used, strict=True):
             parameter.grad = parameter.grad if is_used else None
 
     def _vote(self, had: list[bool] | None) -> list[bool] | None:
         """Of each trained parameter, whether some rank has a gradient; None, as for ``had``, if a rank failed."""
-        num_flags = sum(p.requires_grad for p in self._network.parameters())
-        failed, *used = self._ranks.any([had is None, *(had or [False] * num_flags)])
+        failed, *used = self._any([had is None, *(had or [False] * len(self._shared))])
         return None if failed else used
+
+    def _any(self, flags: list[bool]) -> list[bool]:
+        """Of each flag, whether some rank has it; as many flags on every rank."""
+        if self._group is None:
+            return flags
+        votes = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
+        return [bool(vote) for vote in votes.tolist()]
 
     def _prepare_another(self, fault: Fault) -> None:
         if fault.shape[0] > 1:  # this rank alone: the others wait for its vote
@@ -174,16 +187,21 @@ class Recovering(Engine):
             self._measures = list(filter(None, self._find_measures(self._network)))
         while self._measures:
             description, apply = self._measures.pop(0)
-            if self._ranks.any([apply()])[0]:
+            if self._any([apply()])[0]:
                 self._too_many = None  # what failed before may fit now
                 if fault is not None:
                     self._recovered(fault, f"{description}, and the step is made again")
                 return
         self._rewind()
-        raise OutOfMemoryError(self._ranks.first(fault))
+        everyone = [fault]
+        if self._group is not None:
+            everyone = [None] * self.accelerator.num_processes
+            dist.all_gather_object(everyone, fault, group=self._group)
+        raise OutOfMemoryError(next(known for known in everyone if known is not None))
 
     def _fault(self, error: Exception) -> Fault:
-        (batch_size, length), rank = self._shape, f", rank {self._ranks.rank}" if self._ranks.size > 1 else ""
+        (batch_size, length), own = self._shape, self.accelerator.process_index
+        rank = f", rank {own}" if self._group is not None else ""
         where = f"{self._phase}, micro-batch of {batch_size:,} × {length:,}{rank}"
         return Fault(self._phase, self._shape, where, str(error) or type(error).__name__)
 
@@ -200,41 +218,6 @@ class Recovering(Engine):
     def _recovered(self, fault: Fault, remedy: str) -> None:
         self.recoveries += 1
         self._say(f"out of memory in {fault.where}: {remedy}")
-
-
-class Ranks:
-    """The processes of a run; made by all of them together.
-
-    They agree over a gloo group of their own: on the host, where nothing that failed elsewhere can be pending.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.size, self.rank, self._group = accelerator.num_processes, accelerator.process_index, None
-        if self.size > 1:
-            timeout = accelerator.init_handler.timeout if accelerator.init_handler is not None else None
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Of each flag, whether some rank has it; as many flags on every rank."""
-        if self._group is None:
-            return list(flags)
-        votes = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
-        return [bool(vote) for vote in votes.tolist()]
-
-    def first(self, own: Fault | None) -> Fault:
-        """The fault of the first rank that has one; at least one has."""
-        everyone = [own]
-        if self._group is not None:
-            everyone = [None] * self.size
-            dist.all_gather_object(everyone, own, group=self._group)
-        return next(fault for fault in everyone if fault is not None)
-
-    def average(self, gradients: Sequence[Tensor]) -> None:
-        """Sets each gradient to its mean over the ranks, without allocating; of the same shapes on every rank."""
-        works = [dist.all_reduce(gradient.div_(self.size), async_op=True) for gradient in gradients]
-        for work in filter(None, works):
-            work.wait()
 
 
 def persistent_buffers(network: nn.Module) -> list[Tensor]:

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import UsageError
 
 if TYPE_CHECKING:
     from train.loop import Parts
     from train.records import MicroBatch, Run
-
-TWO_SIZES = "it compares gradients of the first micro-batch and of the whole step"
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,19 @@ class Extra(extras.Extra):
         if own.gradient_noise_scale:
             from train.batching import arithmetic_of
 
-            is_open = config.optimization.micro_batch_size == "auto" or config.get("max_tokens_per_micro_batch")
+            is_auto = config.optimization.micro_batch_size == "auto"
             is_whole = launch.engine == "ddp" and launch.copies == 1
-            is_one = not is_open and arithmetic_of(config, launch.world_size).accumulation_steps == 1
+            is_one = (
+                not config.get("max_tokens_per_micro_batch")
+                and arithmetic_of(config, launch.world_size).accumulation_steps == 1
+            )
+            two = "it compares the first micro-batch with the whole step. Give gradient_accumulation_steps: 2 or more"
             extras.refuse(
                 "gradient_noise_scale",
                 (f"{launch} in the launch file", not is_whole, "it needs whole gradients. Use ddp.yaml or one process"),
                 ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out"),
-                ("one micro-batch per step", is_one, f"{TWO_SIZES}. Give gradient_accumulation_steps: 2 or more"),
+                ("micro_batch_size: auto", is_auto, "that may choose one micro-batch per step. Give a number"),
+                ("one micro-batch per step", is_one, two),
             )
 
     def ready(self, run: Run, parts: Parts) -> None:
@@ -70,11 +72,7 @@ class Extra(extras.Extra):
         if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
             from train.extras.gradients.noise import NoiseScale
 
-            sizes, by_tokens = parts.batches.arithmetic, run.config.get("max_tokens_per_micro_batch")
-            if sizes.accumulation_steps == 1 and not by_tokens:
-                chosen = f"micro_batch_size: auto chose {sizes.micro_batch_size}, all of a step: give fewer"
-                raise UsageError(f"gradient_noise_scale: {TWO_SIZES}, but {chosen}.")
-            self._noise = NoiseScale(parts.model, sizes)
+            self._noise = NoiseScale(parts.model, parts.batches.arithmetic.world_size)
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if self._health is not None:  # no other event tells which step comes next

@@ -2,8 +2,8 @@
 
 A layer is a block of the model (``model.layers.0``) or a module outside of blocks (``lm_head``). Each due step writes a
 row ``health`` to ``metrics.jsonl``, with a list over layers for each of FIGURES. The gradient is that of the mean loss,
-before clipping and without its loss scale. Exponents of fp32 are counted, not elements above some threshold: one pass
-tells what any loss scale would flush or overflow, and what any bound on values would clip.
+before clipping and without its loss scale. Exponents of fp32 are counted: one pass tells what any loss scale would
+flush or overflow, and what any bound on values would clip.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.extras.gradients.illnesses import illnesses
+from train.records import exchange
 
 if TYPE_CHECKING:
     from train.records import Run
@@ -91,10 +92,12 @@ class Health:
     def _record(self, step: int) -> None:
         """Writes the row of a step, of all ranks together, and tells of each illness once."""
         run, seen = self._run, self._activations or {}
-        own = [[float(seen.get(name, -1.0)) for name in self._weights]]
-        table = of_all_ranks(run, self._gradients, "SUM")
-        figures = figures_of(table, [sum(p.numel() for p in w) for w in self._weights.values()], self._loss_scale)
-        figures["activations"] = [rounded(value) if value >= 0 else None for value in of_all_ranks(run, own, "MAX")[0]]
+        own = [float(seen.get(name, -1.0)) for name in self._weights]
+        gradients, activations = zip(*exchange((self._gradients, own)), strict=True)  # by rank
+        sizes = [sum(p.numel() for p in weights) for weights in self._weights.values()]
+        figures = figures_of(np.sum(gradients, axis=0).tolist(), sizes, self._loss_scale)
+        largest = np.max(activations, axis=0).tolist()
+        figures["activations"] = [rounded(value) if value >= 0 else None for value in largest]
         row = {"loss_scale": self._loss_scale, "fp16": self._has_fp16, "layers": list(self._weights), **figures}
         run.outputs.record(run, "health", step, row)
         self._rows = [*self._rows[:1], *self._rows[1:][-ROWS:], row]
@@ -132,15 +135,6 @@ def gradient_of(weights: Sequence[Tensor], is_fp16: bool) -> list[float]:
             held = (gradient != 0).flatten(1)
             lost += int(held.any(1).sum() * held.any(0).sum() - held.sum())
     return [*counts.tolist(), squares, lost]
-
-
-def of_all_ranks(run: Run, rows: list[list[float]], how: str) -> list[list[float]]:
-    """Sum or maximum over ranks of each figure."""
-    if run.accelerator.num_processes == 1:
-        return rows
-    table = torch.tensor(rows, dtype=torch.float64, device=run.accelerator.device)
-    dist.all_reduce(table, getattr(dist.ReduceOp, how))
-    return table.tolist()
 
 
 def figures_of(table: list[list[float]], sizes: list[int], loss_scale: float | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from train.records import BatchArithmetic, MicroBatch, exchange
+from train.records import MicroBatch, exchange
 
 MEMORY = 0.95  # of the moving means of |G|² and tr(Σ), per step: about the last 20 steps
 
@@ -29,8 +29,8 @@ class NoiseScale:
     loss scale does not matter. Steps whose first micro-batch was split, for want of memory, are left out.
     """
 
-    def __init__(self, model: nn.Module, sizes: BatchArithmetic) -> None:
-        self._parameters, self._ranks = [p for p in model.parameters() if p.requires_grad], sizes.world_size
+    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+        self._parameters, self._ranks = [p for p in model.parameters() if p.requires_grad], num_ranks
         self._counts: list[tuple[int, int, int]] = []  # per step: targets of the first micro-batch, targets, examples
         self._ratios: list[Tensor] = []  # per step: () norm after the first ÷ norm of all, as backward left them
         self._unknown = torch.full((), math.nan, device=self._parameters[0].device)
