@@ -62,12 +62,12 @@ class Extra(extras.Extra):
     """Recovery from OOM, background saving, rollback and the watch over ranks, for one run."""
 
     Options = Options
+    _signals: Signals  # these two from open() on
+    _saving: Saving
 
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
-        self._signals: Signals | None = None
         self._config: Config | None = None
-        self._saving: Saving | None = None
         self._recovering: Recovering | None = None
 
     @classmethod
@@ -101,7 +101,6 @@ class Extra(extras.Extra):
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        assert self._signals is not None
         try:
             with self._signals.at_once(), self._watch.preparing() if self._watch else nullcontext():
                 yield
@@ -140,8 +139,8 @@ class Extra(extras.Extra):
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
-            known = "unknown" if usual is None else f"{usual:.4g}"
-            what = f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {known}."
+            usual_text = "unknown" if usual is None else f"{usual:.4g}"
+            what = f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {usual_text}."
             remedy = "Lower the learning rate, warm up longer, look at the data, or raise --loss_spike_factor."
             raise DivergenceError(f"{what} {remedy}", progress, since_step)
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
@@ -160,7 +159,6 @@ class Extra(extras.Extra):
         raise DivergenceError(f"step {progress.step}: {reason}", progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
-        assert self._saving is not None
         self._saving.save(run, state, progress, wait)
         return True
 
@@ -178,8 +176,7 @@ class Extra(extras.Extra):
 
         if error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
             return None
-        if self._saving is not None:
-            self._saving.finish(run)
+        self._saving.finish(run)
         return go_back(run, state, error)
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
@@ -197,7 +194,6 @@ class Extra(extras.Extra):
         return f"{where} cannot be written: {error.strerror}. {how_to_resume(self._config)}"
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
-        assert self._saving is not None
         summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
         summary["longest_save_stall_seconds"] = self._saving.longest_stall_seconds
         if self._recovering:

@@ -170,12 +170,10 @@ class RankWatch:
         return [self._met().value(f"{name}/{rank}") for rank in self._ranks]
 
     def _wait_for(self, *keys: str) -> None:
-        seconds = POLL_SECONDS / 64
         while not self._met().check(*keys):
             if self._met().check(LEFT):
                 raise RankLeftError("a rank ended before the others")
-            time.sleep(seconds)
-            seconds = min(2 * seconds, POLL_SECONDS)  # soon where data is cached, seldom where a thousand ranks wait
+            time.sleep(POLL_SECONDS / 16)
 
     def _met(self) -> Store:
         """The store, once it is open; after a cut that was mended, the one over a new connection."""
@@ -278,5 +276,4 @@ def follow_launcher() -> None:
     """
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
     if sys.platform == "linux" and any(name in os.environ for name in launchers):
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, see prctl(2)

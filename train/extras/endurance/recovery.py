@@ -51,11 +51,9 @@ class OutOfMemoryError(StepError):
 
 
 def can_recover(accelerator: Accelerator) -> bool:
-    """Whether :class:`Recovering` works here: one process, or data parallelism with whole models and gradients.
-
-    Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting. A
-    compiled DistributedDataParallel and its communication hooks cannot be bypassed.
-    """
+    """Whether :class:`Recovering` works here: one process, or data parallelism with whole models and gradients."""
+    # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting. A
+    # compiled DistributedDataParallel and its communication hooks cannot be bypassed.
     kind, handler, compiler = accelerator.distributed_type, accelerator.ddp_handler, accelerator.state.dynamo_plugin
     return kind == DistributedType.NO or (
         kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
@@ -151,10 +149,9 @@ class Recovering(Engine):
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         while (used := self._vote(had)) is None:
             self._apply_next_measure(None)
-        num_ranks = self.accelerator.num_processes
-        for work in [dist.all_reduce(p.grad.div_(num_ranks), async_op=True) for p in shared if p.grad is not None]:
-            if work is not None:
-                work.wait()
+        size, gradients = self.accelerator.num_processes, [p.grad for p in shared if p.grad is not None]
+        for work in filter(None, [dist.all_reduce(grad.div_(size), async_op=True) for grad in gradients]):
+            work.wait()
         for parameter, is_used in zip(shared, used, strict=True):
             parameter.grad = parameter.grad if is_used else None
 
@@ -169,7 +166,7 @@ class Recovering(Engine):
             return flags
         votes = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
-        return [bool(vote) for vote in votes.tolist()]
+        return votes.bool().tolist()
 
     def _prepare_another(self, fault: Fault) -> None:
         if fault.shape[0] > 1:  # this rank alone: the others wait for its vote

@@ -49,10 +49,8 @@ class Extra(extras.Extra):
 
             is_auto = config.optimization.micro_batch_size == "auto"
             is_whole = launch.engine == "ddp" and launch.copies == 1
-            is_one = (
-                not config.get("max_tokens_per_micro_batch")
-                and arithmetic_of(config, launch.world_size).accumulation_steps == 1
-            )
+            accumulated = arithmetic_of(config, launch.world_size).accumulation_steps
+            is_one = accumulated == 1 and not config.get("max_tokens_per_micro_batch")
             two = "it compares the first micro-batch with the whole step. Give gradient_accumulation_steps: 2 or more"
             extras.refuse(
                 "gradient_noise_scale",

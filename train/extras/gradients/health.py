@@ -30,7 +30,6 @@ USUAL_SCALE = 2.0**16  # torch's first loss scale: what fp16 would do where a ru
 BINS, BIAS = 256, 127  # exponents of fp32; the first bin holds zeros, the last infinity and NaN
 SMALLEST, LARGEST = -25, 16  # fp16 makes zero of what is below 2^-25, and infinity of what is 2^16 or above
 ROWS = 64  # that a diagnosis looks back on, in addition to the first one
-MOST = torch.finfo(torch.float32).max  # stands for activations that are not finite
 
 
 class Health:
@@ -76,7 +75,7 @@ class Health:
             known = self._activations
             if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel():
                 low, high = torch.aminmax(local(output))
-                largest = torch.maximum(-low, high).float().nan_to_num(math.inf).clamp(max=MOST)
+                largest = torch.maximum(-low, high).float().nan_to_num(torch.finfo(torch.float32).max)
                 known[layer] = torch.maximum(known.get(layer, largest), largest)
                 self._has_fp16 = self._has_fp16 or output.dtype == torch.float16
 

@@ -1,10 +1,9 @@
 """Names what ails a run: pure functions of its rows ``health``.
 
-The bounds stand between what healthy and sick small models showed in 100 steps (llama, gpt2, bert, MLPs; adamw, sgd,
-adafactor; measured at steps 1, 2, 4, ... and every 20th). Smallest norm of a block over the largest of a layer: healthy
-≥ 4e-3, 8 or 30 sigmoid, tanh or plain ReLU layers ≤ 2e-7. Growth of activations: healthy ≤ 13, learning rate × 30 and
-× 100 480 to 50,000. Norm of the gradient: healthy ≤ 9, large initial weights without normalisation ≥ 4e7. fp16's 5 %
-are those of arXiv 1710.03740.
+The bounds stand between what healthy and sick small models showed in 100 steps (llama, gpt2, bert, MLPs). Smallest norm
+of a block over the largest of a layer: healthy ≥ 4e-3, many layers without normalisation ≤ 2e-7. Growth of activations:
+healthy ≤ 13, learning rate × 30 ≥ 480. Norm of the gradient: healthy ≤ 9, large initial weights ≥ 4e7. fp16's 5 % are
+those of arXiv 1710.03740.
 """
 
 from __future__ import annotations
