@@ -55,15 +55,6 @@ def test_tightest_group_above_counts(tmp_path: Path) -> None:
     assert free_host_bytes(machine(tmp_path, "0::/job/step\n", files), {}) == GIB
 
 
-def test_group_of_version_1(tmp_path: Path) -> None:
-    files = {
-        "memory/a/memory.limit_in_bytes": f"{4 * GIB}\n",
-        "memory/a/memory.usage_in_bytes": f"{3 * GIB}\n",
-        "memory/a/memory.stat": f"cache 7\ntotal_inactive_file {GIB}\n",
-    }
-    assert free_host_bytes(machine(tmp_path, "5:memory:/a\n4:pids:/a\n", files), {}) == 2 * GIB
-
-
 def test_this_machine_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert free_host_bytes() > 2**20

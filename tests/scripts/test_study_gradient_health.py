@@ -18,7 +18,7 @@ from scripts.benchmarks.study.trials import DIVERGED, DONE
 def row(step: int, norms: Sequence[float] = (1.0, 0.5, 2.0), **other: Any) -> dict[str, Any]:
     names = ("flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
     own = {name: [0.0] * len(norms) for name in names}
-    own |= {"update_ratios": [1e-3] * len(norms), "activations": [3.0] * len(norms), "loss_scale": None, "fp16": False}
+    own |= {"activations": [3.0] * len(norms), "loss_scale": None, "fp16": False}
     own |= {"exponents": {"-27": 0.05, "-26": 0.05, "-10": 0.4, "-3": 0.4}, "zeros": 0.1, "grad_norm": 2.3}
     return {"step": step, "layers": ["embed", "layers.0", "head"], "norms": list(norms), **own, **other}
 
@@ -101,8 +101,8 @@ def test_runs_of_other_seeds_that_lie_in_the_folder_do_not_count(tmp_path: Path)
 
 def test_layers_have_a_row_each() -> None:
     titles, *rows = health.layer_rows([row(1), row(2, flushed=[0.2, 0.0, 0.0], activations=[None, 5.0, 3.0])])
-    assert titles[:5] == ["layer", "norm", "update ratio", "activation", "flushed"]
-    assert rows[0][:5] == ["embed", "1", "0.001", "3", "10 %"] and rows[1][3] == "5"
+    assert titles[:4] == ["layer", "norm", "activation", "flushed"]
+    assert rows[0][:4] == ["embed", "1", "3", "10 %"] and rows[1][2] == "5"
 
 
 def test_charts_are_drawn_of_a_gradient_that_vanishes() -> None:

@@ -16,11 +16,6 @@ from torch import Tensor
 
 from train.figures import gib
 
-GROUPS = {  # of version 2 and 1, by controller
-    "": ("sys/fs/cgroup", "memory.max", "memory.current"),
-    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-}
-
 _OUT_OF_MEMORY = re.compile(
     # torch's allocators: of devices, asynchronous, of MPS and of the host; numpy's; the C++ library's
     r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend) out of memory(\.|\s*(\(|\n|$))"
@@ -100,18 +95,13 @@ class StreamTransfers:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each control group around this process leaves, of version 1 or 2; files it has read count as free."""
+    """What each control group around this process leaves; files it has read count as free."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in GROUPS:
-            continue
-        place, limit, usage = GROUPS[controllers]
-        group = root / place / path.lstrip("/")
-        for folder in (group, *group.parents):  # those above the groups hold no such files
+        group = root / "sys/fs/cgroup" / line.split(":", 2)[2].lstrip("/")
+        for folder in (group, *group.parents):  # those above the groups hold no such files; nor does version 1
             with suppress(OSError, ValueError):  # no number: "max"
-                left = int((folder / limit).read_text(encoding="ascii"))
-                left -= int((folder / usage).read_text(encoding="ascii"))
+                left = int((folder / "memory.max").read_text(encoding="ascii"))
+                left -= int((folder / "memory.current").read_text(encoding="ascii"))
                 entries = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-                cached = dict(entry.split() for entry in entries)
-                yield max(0, left + int(cached.get("total_inactive_file", cached.get("inactive_file", 0))))
+                yield max(0, left + int(dict(entry.split() for entry in entries).get("inactive_file", 0)))

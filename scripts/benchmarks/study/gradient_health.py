@@ -192,15 +192,15 @@ def value_rows(found: Mapping[str, Any]) -> list[list[str]]:
 def layer_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """By layer, medians over the measured steps, the largest activation, and mean shares in fp16."""
     in_fp16 = ("flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
-    made = [["layer", "norm", "update ratio", "activation", *(name.replace("_", ", ") for name in in_fp16), ""]]
+    made = [["layer", "norm", "activation", *(name.replace("_", ", ") for name in in_fp16), ""]]
     for place, layer in enumerate(rows[0]["layers"] if rows else []):
 
         def of(name: str, place: int = place) -> list[float]:
             return [row[name][place] for row in rows if row[name][place] is not None]
 
-        medians = [f"{statistics.median(of(name)):.2g}" if of(name) else "–" for name in ("norms", "update_ratios")]
+        norm = f"{statistics.median(of('norms')):.2g}" if of("norms") else "–"
         activation = f"{max(of('activations')):.3g}" if of("activations") else "–"
-        made.append([layer, *medians, activation, *(percent(statistics.fmean(of(name))) for name in in_fp16), ""])
+        made.append([layer, norm, activation, *(percent(statistics.fmean(of(name))) for name in in_fp16), ""])
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from dataclasses import replace
@@ -84,7 +83,7 @@ def test_copy_is_of_the_step_that_was_saved_although_training_continues(
     assert checkpoint.verify(outputs.checkpoints / "step-00000001") is None
     assert checkpoint.restore(outputs.checkpoints / "step-00000001", state).step == 1
     assert all(torch.equal(before[k], v) for k, v in state.model.state_dict().items())
-    assert saving.checkpoints_in_background == len(saving.stalls_seconds) == 1
+    assert saving.checkpoints_in_background == 1 and (saving.longest_stall_seconds or 0) > 0
 
 
 class OnCard(Tensor):
@@ -128,7 +127,7 @@ def test_last_checkpoint_is_there_when_saving_returns(run: Run, outputs: Notes, 
     saving.save(run, state, Progress(step=2), wait=True)
     assert names(outputs) == ["step-00000001", "step-00000002"]
     assert outputs.rotated == [1, 2]
-    assert saving.checkpoints_in_background == len(saving.stalls_seconds) == 1
+    assert saving.checkpoints_in_background == 1 and (saving.longest_stall_seconds or 0) > 0
 
 
 PLACES = [
@@ -152,7 +151,6 @@ def test_weight_or_moment_that_is_not_finite_is_named_and_nothing_is_written(
     value: float,
     in_background: bool,
 ) -> None:
-    monkeypatch.setattr(checkpoints, "PIECE", 2)
     state = trained_state()
     state.blocks(0)[section][name].tensor.view(-1)[place] = value
     with pytest.raises(DivergenceError, match=f"^step 7: {name} is not finite any more") as caught:
@@ -196,24 +194,6 @@ def test_without_room_for_a_copy_training_waits_and_says_so_once(
         saving.save(run, state, Progress(step=step), wait=False)
         assert outputs.rotated[-1] == step
     assert (outputs.notes, saving.checkpoints_in_background) == ([NO_ROOM], 0)
-
-
-def test_a_thread_that_cannot_start_costs_time_and_no_checkpoint(
-    run: Run, outputs: Notes, state: TrainingState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A limit on processes counts threads, too."""
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    saving = Saving(in_background=True)
-    for step in (1, 2):
-        saving.save(run, state, Progress(step=step), wait=False)
-    saving.wait(1)
-    saving.finish(run)
-    assert (names(outputs), outputs.rotated) == (["step-00000001", "step-00000002"], [1, 2])
-    assert checkpoint.verify(outputs.checkpoints / "step-00000002") is None
 
 
 def test_one_failure_is_forgiven_and_two_in_a_row_are_not(
@@ -264,13 +244,13 @@ def test_a_rollback_takes_an_unproved_checkpoint_where_all_before_it_are_damaged
     folders = {step: tmp_path / f"step-{step:08d}" for step in (2, 4)}
     for folder in folders.values():
         folder.mkdir()
-        (folder / "state.json").write_text(json.dumps({"progress": {"rollbacks": 0}}))
+    (tmp_path / "metrics.jsonl").touch()
     monkeypatch.setattr(checkpoint, "verify", lambda path: "altered" if path == folders[2] else None)
     monkeypatch.setattr(checkpoint, "restore", lambda found, *_: Progress(step=int(found.name[5:])))
-    outputs: Any = Mock(checkpoints=tmp_path, from_main=lambda choose: choose())
+    outputs: Any = Mock(checkpoints=tmp_path, metrics=tmp_path / "metrics.jsonl", from_main=lambda choose: choose())
     error = DivergenceError("step 6: the loss is 9", Progress(step=6, epoch=1, step_in_epoch=2), sound_step=4)
     found = checkpoints.go_back(Mock(outputs=outputs, extras=Extras({})), Mock(), error)
     assert (found.step, found.epoch, found.step_in_epoch, found.rollbacks) == (4, 1, 2, 1)
     monkeypatch.setattr(checkpoint, "verify", lambda path: "altered")
-    with pytest.raises(UserError, match=r"no checkpoint .* is intact"):
+    with pytest.raises(DivergenceError, match="no intact checkpoint from before it"):
         checkpoints.go_back(Mock(outputs=outputs, extras=Extras({})), Mock(), error)

@@ -54,7 +54,7 @@ def test_plain_engine_is_guarded_unless_the_run_shall_stop(on_oom: str) -> None:
     engine = Engine(run.accelerator, run.config)
     wrapped = extra.wrap_step(run, engine)
     assert isinstance(wrapped, Recovering) is (on_oom != "stop")
-    extra._saving = Mock(stalls_seconds=[])
+    extra._saving = Mock(longest_stall_seconds=None)
     extra.finished(run, cast("Any", None), summary := {})
     assert ("oom_recoveries" in summary) is (on_oom != "stop")
 
@@ -124,25 +124,13 @@ def test_run_ends_where_no_rollback_is_left() -> None:
     assert Extra().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None
 
 
-def test_garbage_collection_waits_for_the_imports_and_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
+def test_garbage_collection_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
     extra, run = Extra(), run_with(output_dir=str(tmp_path))
     run.launch = Launch()
     with extra.open(run.config, run.launch, []):
-        assert not gc.isenabled()
-        with extra.preparing():
-            assert gc.isenabled()
-            assert gc.get_freeze_count() > 10_000
-        new, before = [[number] for number in range(10_000)], gc.get_freeze_count()
         extra.ready(run, cast("Any", None))
-        assert gc.get_freeze_count() - before > len(new)
+        assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
-
-
-def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path) -> None:
-    run = run_with(output_dir=str(tmp_path))
-    with pytest.raises(UserError), Extra().open(run.config, Launch(), []):
-        raise UserError("early")
-    assert gc.isenabled()
 
 
 def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
@@ -161,19 +149,15 @@ def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
 MEET = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "4 processes were started that do not know each other"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 processes were started"),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "asked for several processes and started one"),
-    ],
-)
-def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("environment", [{"SLURM_STEP_NUM_TASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}])
+def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str]) -> None:
+    [number] = environment.values()
+    with pytest.raises(UserError, match=f"{number} processes were started that do not know each other"):
         refuse_strangers(environment, 1)
-    refuse_strangers({**environment, **MEET, "WORLD_SIZE": "2", "RANK": "0"}, 2)
+    given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
+    refuse_strangers({**environment, **given}, 2)
+    refuse_strangers({**environment, **given}, 1)
+    refuse_strangers({}, 1)
     for missing in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        given = {**MEET, "WORLD_SIZE": "2", "RANK": "0"}
-        with pytest.raises(UserError, match=f"WORLD_SIZE is 2, .* but {missing} is not set"):
+        with pytest.raises(UserError, match=r"2 processes were started .*for one process unset WORLD_SIZE"):
             refuse_strangers({name: value for name, value in given.items() if name != missing}, 2)

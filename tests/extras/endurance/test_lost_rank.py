@@ -95,24 +95,6 @@ def test_nobody_is_blamed_while_all_answer(store: TCPStore, watch: Callable[...,
     assert told == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation to complete",
-        "Application timeout caused pair closure",
-    ],
-)
-def test_rank_that_is_late_but_alive_is_told_with_the_flag_to_raise(
-    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], text: str
-) -> None:
-    late = RuntimeError(text)
-    with watch(0) as first, watch(1) as second, watch(2):
-        assert not first.concludes(late) and not second.concludes(late)
-    assert len(told) == 1
-    assert told[0].startswith("all 3 ranks are alive, but not all came to the same point within 60 s.")
-    assert "--distributed_timeout_seconds" in told[0]
-
-
 def test_rank_that_ended_by_itself_is_not_called_lost(
     store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
 ) -> None:
@@ -152,7 +134,6 @@ def test_lost_store_means_the_launcher_of_rank_0(
         raise RuntimeError("Broken pipe")
 
     with watch(rank) as one:
-        one._came = {0, 1, 2}
         monkeypatch.setattr(one, "_call_roll", broken)
         assert one.concludes(BROKEN)
     assert told[0].startswith(lost)
@@ -318,25 +299,6 @@ def test_connection_that_breaks_is_made_anew(
     assert told == []
 
 
-def test_rank_0_whose_own_store_is_gone_names_who_never_came(
-    store: TCPStore, watch: Callable[..., RankWatch], told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a launcher the store goes with the process group that could not be made."""
-
-    def broken(*arguments: object) -> None:
-        raise RuntimeError("Broken pipe")
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    with watch(0) as first, watch(1) as second:
-        second._connected.wait(20)
-        time.sleep(0.5)
-        monkeypatch.setattr(first, "_call_roll", broken)
-        assert first.concludes(BROKEN)
-        assert first.concludes(BROKEN)
-    assert len(told) == 1
-    assert told[0].startswith("rank 2 (never came) is lost")
-
-
 class Cable:
     """What lies between this process and a store; unplugged, it loses what is sent and tells nobody."""
 
@@ -405,7 +367,10 @@ def test_cut_that_is_mended_in_time_changes_nothing(
     assert told == []
 
 
-def test_port_that_is_taken_is_named(store: TCPStore, watch: Callable[..., RankWatch], told: list[str]) -> None:
+def test_port_that_another_run_has_taken_concludes_nothing(
+    store: TCPStore, watch: Callable[..., RankWatch], told: list[str]
+) -> None:
     with watch(0, 2) as first:
-        assert first.concludes(DistNetworkError("The server socket has failed to bind. code: -98, name: EADDRINUSE"))
-    assert len(told) == 1 and told[0].startswith(f"MASTER_PORT: {store.port} is taken on this host")
+        error = DistNetworkError("The server socket has failed to bind. code: -98, name: EADDRINUSE")
+        assert not first.concludes(error)
+    assert told == []

@@ -16,12 +16,11 @@ from train.extras.gradients.noise import NoiseScale
 from train.extras.hardware import init_gloo
 from train.launch import accelerator_options, read_launch
 from train.model import ModelWithLoss
-from train.records import BatchArithmetic
 from train.step import Engine, optimizer_step
 
 
-def main(parts: list[list[list[int]]], lengths: list[int], accumulation_steps: int) -> None:
-    """``parts``: [rank][micro-batch] lists of examples; ``accumulation_steps``: as they were planned."""
+def main(parts: list[list[list[int]]], lengths: list[int]) -> None:
+    """``parts``: [rank][micro-batch] lists of examples."""
     launch = read_launch()
     init_gloo(launch)
     accelerator = Accelerator(**accelerator_options(launch, torch.device("cpu")))
@@ -29,7 +28,7 @@ def main(parts: list[list[list[int]]], lengths: list[int], accumulation_steps: i
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.0))
     mine, examples = parts[launch.rank], examples_of(lengths)
-    noise = NoiseScale(model, BatchArithmetic(2, accumulation_steps, launch.world_size))
+    noise = NoiseScale(model, launch.world_size)
     engine = Engine(accelerator, Config(optimization=Optimization(max_grad_norm=0.1)), noise.mark)
     micro_batches = [batch([examples[i] for i in ids]) for ids in mine]
     for _ in range(2):  # what a step leaves behind must not change the next

@@ -6,9 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from test_distributed import ENVIRONMENT, forked
 from test_step import TinyModel, batch, rows
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.batching import without_targets
 from train.config import Config, Optimization, parse
@@ -27,7 +25,7 @@ from train.figures import read_metrics
 from train.launch import Launch
 from train.main import main
 from train.model import ModelWithLoss
-from train.records import EXIT_DONE, BatchArithmetic, MicroBatch, UsageError
+from train.records import EXIT_DONE, MicroBatch, UsageError
 from train.step import Engine, optimizer_step
 
 LENGTHS = [9, 2, 5, 7, 3, 3, 8, 1]
@@ -50,7 +48,7 @@ def stepped(
     network = TinyModel().double()
     model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=0.0))
     assert isinstance(optimizer, AcceleratedOptimizer)
-    noise = NoiseScale(model, BatchArithmetic(2, 2, 1))
+    noise = NoiseScale(model, 1)
     engine = Scaled(accelerator, Config(optimization=Optimization(max_grad_norm=0.1)), noise.mark)
     for number, micro_batches in enumerate(steps):
         engine.by = loss_scales[number] if number < len(loss_scales) else 1.0
@@ -187,25 +185,15 @@ def test_a_run_logs_what_its_micro_batches_give(recipe: Path, tmp_path: Path, mo
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("parts", "accumulation_steps"),
-    [
-        ([[[0, 1]], [[2, 3]]], 1),
-        ([[[0, 1]], [[2, 3]]], 2),  # formed by tokens they may be fewer than planned
-        ([[[0], [1]], [[2], [3]]], 1),
-        ([[[0], [1, 2]], [[3], [4, 5]]], 2),
-    ],
-)
-def test_two_ranks_average_what_each_finds(parts: list[list[list[int]]], accumulation_steps: int) -> None:
-    """Without accumulation a rank's part is the smaller one, with it a rank's first micro-batch."""
+@pytest.mark.parametrize("parts", [[[[0], [1]], [[2], [3]]], [[[0], [1, 2]], [[3], [4, 5]]]])
+def test_two_ranks_average_what_each_finds(parts: list[list[list[int]]]) -> None:
     lengths = LENGTHS[: sum(len(ids) for rank in parts for ids in rank)]
     script = Path(__file__).with_name("distributed_noise.py")
-    done = forked(script, json.dumps(parts), json.dumps(lengths), accumulation_steps, env=ENVIRONMENT)
+    done = forked(script, json.dumps(parts), json.dumps(lengths), env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     examples, (_, network) = examples_of(lengths), stepped([])
     whole = [batch([e]) for e in examples]
-    smaller = [rank[0] if accumulation_steps > 1 else [i for ids in rank for i in ids] for rank in parts]
-    found = [directly(network, batch([examples[i] for i in ids]), whole) for ids in smaller]
+    found = [directly(network, batch([examples[i] for i in rank[0]]), whole) for rank in parts]
     squared, trace = (sum(values) / len(parts) for values in zip(*found, strict=True))
     expected = max(trace, 0.0) / squared * len(lengths) / sum(lengths)
     assert expected > 0 and json.loads(done.stdout.rpartition("noise scale: ")[2]) == pytest.approx(expected, rel=1e-9)
@@ -220,9 +208,11 @@ ONE, TWO = "--gradient_accumulation_steps=1", "--gradient_accumulation_steps=2"
 @pytest.mark.parametrize(
     ("flags", "launch", "message"),
     [
-        ([ONE], Launch(), "one micro-batch per step: it compares gradients of two sizes"),
+        ([ONE], Launch(), "one micro-batch per step: it compares the first"),
         (["--global_batch_size=2", "--micro_batch_size=2"], Launch(), "one micro-batch per step"),
-        ([ONE, "--optimizer_in_backward", "--max_grad_norm=None"], Launch(), "optimizer_in_backward: true: leave one"),
+        (["--global_batch_size=4", "--micro_batch_size=2"], Launch(world_size=2), "one micro-batch per step"),
+        (["--global_batch_size=8", "--micro_batch_size=auto"], Launch(), "micro_batch_size: auto: that may choose one"),
+        ([ONE, "--optimizer_in_backward", "--max_grad_norm=None"], Launch(), "optimizer_in_backward: no whole"),
         ([TWO], Launch(world_size=2, engine="fsdp2"), "fsdp2 in the launch file: it needs whole"),
         ([TWO], Launch(world_size=2, sp_size=2), "ddp, sequence parallel 2 in the launch file"),
     ],
@@ -232,24 +222,3 @@ def test_what_has_no_gradients_of_two_sizes_is_refused(flags: list[str], launch:
     config = config.changed(gradient_noise_scale=True)
     with pytest.raises(UsageError, match=f"gradient_noise_scale cannot be combined with {message}"):
         Extra.check(config, launch)
-
-
-@pytest.mark.parametrize("flags", [[ONE], [TWO, "--global_batch_size=8", "--micro_batch_size=2"]])
-def test_several_processes_need_no_accumulation(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    Extra.check(parse(["--gradient_noise_scale", *flags]), Launch(world_size=2))
-
-
-def test_a_size_that_is_not_known_yet_is_accepted() -> None:
-    parse(["--gradient_noise_scale", "--micro_batch_size=auto", "--global_batch_size=8"])
-
-
-@pytest.mark.parametrize(("accumulation", "world", "is_refused"), [(1, 1, True), (2, 1, False), (1, 2, False)])
-def test_a_size_that_auto_chose_is_looked_at_before_the_first_step(
-    accumulation: int, world: int, is_refused: bool
-) -> None:
-    run: Any = SimpleNamespace(config=Config().changed(gradient_noise_scale=True))
-    batches = SimpleNamespace(arithmetic=BatchArithmetic(4, accumulation, world))
-    parts: Any = SimpleNamespace(batches=batches, model=nn.Linear(1, 1))
-    with pytest.raises(UsageError, match="auto chose all 4 examples of a step") if is_refused else nullcontext():
-        Extra().starting(run, parts)

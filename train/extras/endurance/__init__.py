@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.extras.endurance.lock import WITHOUT, lock
+from train.extras.endurance.lock import lock
 from train.extras.endurance.signals import Signals, deliver
 from train.figures import show_error
 from train.launch import Launch
@@ -45,9 +45,8 @@ class Options:
     on_oom: Literal["auto", "split", "adapt", "stop"] = option(
         "auto",
         "Out of memory in a step: split the micro-batch and make the step again; adapt: where a single example does "
-        "not fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process; stop with "
-        "several, because recovering keeps DDP from averaging gradients during backward, and with "
-        "optimizer_in_backward.",
+        "not fit, also switch on checkpointing and a chunked loss; stop: end. auto: split with one process, stop with "
+        "several (recovering averages gradients only after backward) and with optimizer_in_backward.",
     )
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
     max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
@@ -63,16 +62,14 @@ class Extra(extras.Extra):
     """Recovery from OOM, background saving, rollback and the watch over ranks, for one run."""
 
     Options = Options
+    _signals: Signals  # these two from open() on
+    _saving: Saving
 
     def __init__(self) -> None:
         self._watch: RankWatch | None = None
-        self._signals: Signals | None = None
         self._config: Config | None = None
-        self._saving: Saving | None = None
-        self._is_unlocked = False
-        self._logged_step = 0  # up to which the loss is known
         self._recovering: Recovering | None = None
-        self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
+        self._logged_step = 0  # up to which the loss is known
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -84,33 +81,27 @@ class Extra(extras.Extra):
     @contextmanager
     def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
         """Watches over signals and ranks; a checkpoint that is being written gets a moment to be completed."""
-        self._config, remedy = config, partial(how_to_resume, config)
+        self._config = config
         refuse_strangers(os.environ, launch.world_size)
         with ExitStack() as stack:
             stack.callback(gc.unfreeze)
-            stack.callback(gc.enable)
-            gc.disable()  # until libraries are imported: looking through what they make takes a sixth of that time
             from train.extras.endurance.checkpoints import Saving
             from train.extras.endurance.lost_rank import RankWatch, follow_launcher
 
             follow_launcher()
-            self._signals, seconds = Signals(stop), config.optimization.distributed_timeout_seconds
+            self._signals = Signals(stop)
             stack.enter_context(self._signals.listening())
             if launch.world_size > 1:
+                seconds, remedy = config.optimization.distributed_timeout_seconds, partial(how_to_resume, config)
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))
             if launch.rank == 0:
-                held = lock(Path(config.output.output_dir))
-                self._is_unlocked = held is None
-                stack.enter_context(held or nullcontext())
+                stack.enter_context(lock(Path(config.output.output_dir)))
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        assert self._signals is not None
-        gc.freeze()
-        gc.enable()
         try:
             with self._signals.at_once(), self._watch.preparing() if self._watch else nullcontext():
                 yield
@@ -142,26 +133,17 @@ class Extra(extras.Extra):
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
-        from train.extras.endurance.replicas import Replicas
-
-        run.outputs.note(*[WITHOUT] * self._is_unlocked)
-        if run.launch.world_size > 1 and run.launch.has_whole_weights:
-            self._compare_replicas = Replicas(parts.state.model).compare
         gc.collect()
         gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
-        self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
-            known = "unknown" if usual is None else f"{usual:.4g}"
-            raise DivergenceError(
-                f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {known}. Lower the "
-                "learning rate, warm up longer, look at the data, or raise --loss_spike_factor.",
-                progress,
-                since_step,
-            )
+            usual_text = "unknown" if usual is None else f"{usual:.4g}"
+            what = f"step {progress.step}: the loss since step {since_step} is {loss:.4g}, usual is {usual_text}."
+            remedy = "Lower the learning rate, warm up longer, look at the data, or raise --loss_spike_factor."
+            raise DivergenceError(f"{what} {remedy}", progress, since_step)
         self._logged_step = progress.step
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
@@ -170,22 +152,15 @@ class Extra(extras.Extra):
         """Raises DivergenceError where no later step can be expected to have a finite gradient."""
         in_a_row = progress.consecutive_nonfinite_steps
         if loss_scale is not None and loss_scale <= MIN_LOSS_SCALE:
-            reason = (
-                f"the gradients overflow fp16 even at a loss scale of {loss_scale}. Try --mixed_precision bf16 or no, "
-                "a lower learning rate or a longer warm-up."
-            )
+            reason = f"the gradients overflow fp16 even at a loss scale of {loss_scale}. Try --mixed_precision bf16."
         elif in_a_row >= run.config.of(Options).max_consecutive_nonfinite_steps:
-            reason = (
-                f"no finite gradient in {in_a_row} steps in a row; none of them changed a weight. Look at the examples "
-                "named in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
-            )
+            reason = f"no finite gradient in {in_a_row} steps in a row; none of them changed a weight. Look at the "
+            reason += "examples in metrics.jsonl, lower the learning rate, or raise --max_consecutive_nonfinite_steps."
         else:
             return
         raise DivergenceError(f"step {progress.step}: {reason}", progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
-        assert self._saving is not None
-        self._compare_replicas(progress.step, True)
         self._saving.save(run, state, progress, wait)
         return True
 
@@ -203,14 +178,13 @@ class Extra(extras.Extra):
 
         if error.progress.rollbacks >= run.config.of(Options).max_rollbacks:
             return None
-        if self._saving is not None:
-            self._saving.finish(run)
+        self._saving.finish(run)
         return go_back(run, state, error)
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
-        refuse_nonfinite(run, state, progress, state.blocks(run.accelerator.process_index))
+        refuse_nonfinite(run, state, progress)
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""
@@ -222,9 +196,8 @@ class Extra(extras.Extra):
         return f"{where} cannot be written: {error.strerror}. {how_to_resume(self._config)}"
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
-        assert self._saving is not None
         summary["checkpoints_in_background"] = self._saving.checkpoints_in_background
-        summary["longest_save_stall_seconds"] = max(self._saving.stalls_seconds, default=None)
+        summary["longest_save_stall_seconds"] = self._saving.longest_stall_seconds
         if self._recovering:
             summary["oom_recoveries"] = self._recovering.recoveries
 
@@ -241,22 +214,11 @@ def how_to_resume(config: Config) -> str:
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
     """Stops a process that was meant to be one of several, and is alone or does not know where to meet them."""
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    started = max(int(environment.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    is_alone = world_size == 1 and "RANK" not in environment
-    if world_size > 1 and missing:
+    others = max(int(environment.get(name) or 1) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    started = others if world_size == 1 and "RANK" not in environment else world_size
+    if started > 1 and not all(environment.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
         raise UserError(
-            f"WORLD_SIZE is {world_size}, so this is one of several processes, but {', '.join(missing)} is not set. "
-            "Start them with accelerate launch or torchrun, which set these, or unset WORLD_SIZE."
-        )
-    if is_alone and started > 1:
-        raise UserError(
-            f"{started} processes were started that do not know each other: they would all train the same thing. "
-            "Start one launcher per host instead (scripts/slurm.sbatch shows how)."
-        )
-    # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
-    if is_alone and "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
-        raise UserError(
-            "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
-            "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
+            f"{started} processes were started that do not know each other: RANK, MASTER_ADDR or MASTER_PORT is not "
+            "set. Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how); for one "
+            "process unset WORLD_SIZE."
         )

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from train import checkpoint
 from train.extras.host_memory import free_host_bytes, page_locked
-from train.records import DivergenceError, Progress, Run, UserError, exchange
+from train.figures import read_metrics
+from train.records import DivergenceError, Progress, Run, exchange
 from train.state import Block, TrainingState
 
 SHARE_FOR_A_COPY = 0.5  # of the host memory that is free
-PIECE = 2**19  # elements, which the cache still holds when they are read again
 Blocks: TypeAlias = Mapping[str, Mapping[str, Block]]  # by section and name
 NO_ROOM = "checkpoints: the host's memory has no room for a copy of the state, so training waits until each is written"
 
@@ -42,7 +42,7 @@ class Saving:
         self._last_failed, self._written = False, None
         self._buffer = torch.empty(0)
         self.checkpoints_in_background = 0
-        self.stalls_seconds: list[float] = []  # how long training stood still for each checkpoint on the way
+        self.longest_stall_seconds: float | None = None  # for which training stood still for a checkpoint on the way
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, in the background if nobody has to ``wait`` and the host's memory has room for a copy.
@@ -56,13 +56,13 @@ class Saving:
             return
         # After a failure nothing is left to the background: the store that its ranks meet by may be gone.
         in_background = self._in_background and not (wait or self._last_failed)
+        refuse_nonfinite(run, state, progress)
         if not in_background or not self._begin(run, state, progress):
-            refuse_nonfinite(run, state, progress, state.blocks(run.accelerator.process_index))
             checkpoint.write(run.outputs.checkpoints, state, progress, run.accelerator.process_index)
             self._last_failed = False
             run.outputs.rotate(run, progress)
         if not wait:
-            self.stalls_seconds.append(time.perf_counter() - started)
+            self.longest_stall_seconds = max(self.longest_stall_seconds or 0.0, time.perf_counter() - started)
 
     def finish(self, run: Run) -> None:
         """Waits for the checkpoint that is being written, and removes old ones once it is in place."""
@@ -72,8 +72,7 @@ class Saving:
         try:
             # A rank that is lost breaks this, as it does every collective; its thread is not waited for.
             checkpoint.together(self._own_part_is_done.wait)
-            if thread.is_alive():
-                thread.join()
+            thread.join()
             checkpoint.together(self._raise_error)
         except OSError as error:
             if run.accelerator.process_index == 0:
@@ -85,7 +84,7 @@ class Saving:
 
     def wait(self, seconds: float) -> None:
         """Gives this rank's thread time to end, without asking other ranks."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(seconds)
 
     def _begin(self, run: Run, state: TrainingState, progress: Progress) -> bool:
@@ -98,8 +97,7 @@ class Saving:
             if NO_ROOM not in run.outputs.notes:
                 run.outputs.note(NO_ROOM)
             return False
-        copies, sums = copied(blocks, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
-        refuse_nonfinite(run, state, progress, blocks, sums)
+        copies = copied(blocks, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
         self.checkpoints_in_background += 1
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
         self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
@@ -112,10 +110,7 @@ class Saving:
         self._error, work = None, (copies, {"progress": asdict(progress), **state.values()}, rank)
         # A daemon: a process that has to end does not wait for a disk.
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # as many threads as the system allows: written at once, while others' threads wait
-            self._write(*work)
+        self._thread.start()
         return True
 
     def _buffer_of(self, size_bytes: int, on_card: bool) -> Tensor:
@@ -148,48 +143,39 @@ class Saving:
             raise self._error
 
     def _forgive(self, run: Run, error: OSError) -> None:
-        refusal = checkpoint.refusal(self._final, error)
-        if self._last_failed:
-            raise refusal from None
-        self._last_failed = True
+        self._last_failed, refusal = True, checkpoint.refusal(self._final, error)
         run.outputs.note(f"{refusal} Training continues, and the next checkpoint is tried.")
 
 
-def refuse_nonfinite(
-    run: Run, state: TrainingState, progress: Progress, blocks: Blocks, sums: Mapping[str, Tensor] | None = None
-) -> None:
-    """Raises DivergenceError, on all ranks together, if a trained weight or a moment of one's ``blocks`` is not finite.
-
-    ``sums`` are theirs, where they are known.
-    """
+def refuse_nonfinite(run: Run, state: TrainingState, progress: Progress) -> None:
+    """Raises DivergenceError, on all ranks together, if a trained weight or a moment of one is not finite."""
     trained = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
+    blocks = state.blocks(run.accelerator.process_index)
     held = {n: p.tensor for s in blocks for n, p in blocks[s].items() if s == "optimizer" or n in trained}
-    # Looking at each element takes forty times as long as the sum, which else only an overflow makes infinite.
-    # Tensors of bytes are integers, or of a type that cannot be added.
-    sums = sums or {name: tensor.sum() for name, tensor in held.items() if tensor.itemsize > 1}
-    found = [n for n in held if n in sums and not sums[n].isfinite() and not held[n].isfinite().all()]
-    if names := list(itertools.chain(*exchange(found))):
+
+    def is_finite(tensor: Tensor) -> bool:
+        # Looking at each element takes forty times as long as the sum, which else only an overflow makes infinite.
+        # Tensors of bytes are integers, or of a type that cannot be added.
+        return tensor.itemsize == 1 or bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+    if names := list(itertools.chain(*exchange([name for name, tensor in held.items() if not is_finite(tensor)]))):
         what = f"step {progress.step}: {names[0]} is not finite any more, so nothing is saved."
         remedy = "Resume from a checkpoint from before it, with a lower learning rate or a longer warm-up."
         sound = progress.step - progress.consecutive_nonfinite_steps - 1
         raise DivergenceError(f"{what} {remedy}", progress, sound)
 
 
-def copied(blocks: Blocks, buffer: Tensor) -> tuple[dict[str, dict[str, Block]], dict[str, Tensor]]:
-    """``blocks`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue; and their sums."""
-    copies, sums, place = {section: {} for section in blocks}, {}, 0
+def copied(blocks: Blocks, buffer: Tensor) -> dict[str, dict[str, Block]]:
+    """``blocks`` with tensors in ``buffer``, (bytes,) of host memory, so that training may continue."""
+    copies, place = {section: {} for section in blocks}, 0
     for section, name, block in ((s, n, p) for s, named in blocks.items() for n, p in named.items()):
         tensor = block.tensor
         host = buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place += _place_bytes(tensor)
-        for to, piece in zip(host.view(-1).split(PIECE), tensor.reshape(-1).split(PIECE), strict=True):
-            to.copy_(piece, non_blocking=True)
-            if piece.itemsize > 1:  # those of one byte are integers, or of a type that cannot be added
-                sums[name] = sums.get(name, 0) + piece.sum()
-        copies[section][name] = replace(block, tensor=host)
+        copies[section][name] = replace(block, tensor=host.copy_(tensor, non_blocking=True))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return copies, sums
+    return copies
 
 
 def _place_bytes(tensor: Tensor) -> int:
@@ -200,38 +186,27 @@ def _place_bytes(tensor: Tensor) -> int:
 def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     """Restores an intact checkpoint from before training diverged, and removes later ones; by all ranks.
 
-    As the authors of PaLM did by hand (Chowdhery et al. 2022, section 5.1): weights, optimizer and schedule go back;
-    the order of the data continues behind the last step that was made. The newest checkpoint is taken that a later
-    step has proved, else one that none has; but never where the last rollback went. Returns where to continue; raises
-    DivergenceError where there is no checkpoint from before, UserError where none is intact or a later one stays.
+    As in PaLM's training (Chowdhery et al. 2022, section 5.1) weights, optimizer and schedule go back; the order of the
+    data continues behind the last step. The newest checkpoint is taken that a later step has proved, else one that none
+    has; but never where the last rollback went. Raises DivergenceError where there is no intact checkpoint from before.
     """
-    outputs, lost = run.outputs, error.progress
+    outputs, lost, sound = run.outputs, error.progress, error.sound_step
 
     def choose() -> Path | None:
-        found, problems = None, []
-        for until in (error.sound_step - 1, error.sound_step):
-            try:
-                found, problems = checkpoint.newest_good(outputs.checkpoints, until)
-            except UserError:  # all of them are damaged; the one that nothing has proved may not be
-                if until == error.sound_step:
-                    raise
-            if found is not None:
-                state_of_it = json.loads((found / checkpoint.STATE).read_text(encoding="utf-8"))
-                if state_of_it["progress"]["rollbacks"] < lost.rollbacks:  # the last one went there
-                    found, problems = checkpoint.newest_good(outputs.checkpoints, int(found.name[5:]) - 1)
-            if found is not None:
+        there, found = checkpoint.by_step(outputs.checkpoints), None
+        last = [row["step"] for row in read_metrics(outputs.metrics) if row["kind"] == "rollback"][-1:]
+        for step in sorted({s for s in there if s <= sound} - {*last}, key=lambda step: (step == sound, -step)):
+            if (problem := checkpoint.verify(there[step])) is None:
+                found = there[step]
                 break
-        outputs.note(*(f"damaged checkpoint skipped: {problem}" for problem in problems))
-        try:
-            for later in [p for p in reversed(checkpoint.by_step(outputs.checkpoints).values()) if found and p > found]:
-                checkpoint.remove(later)
-        except OSError as problem:
-            raise UserError(f"a checkpoint in {outputs.checkpoints} cannot be removed: {problem.strerror}.") from None
+            outputs.note(f"damaged checkpoint skipped: {there[step].name}: {problem}")
+        for later in [path for path in reversed(there.values()) if found and path > found]:
+            checkpoint.remove(later)
         return found
 
     found = outputs.from_main(choose)
     if found is None:
-        raise DivergenceError(f"{error} There is no checkpoint from before it.", lost, error.sound_step)
+        raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
     restored = checkpoint.restore(found, state, run.config.output.allow_changes_on_resume)
     outputs.keep_log(restored)
     restored = run.extras.pipe("resumed", run, restored)

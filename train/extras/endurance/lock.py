@@ -6,8 +6,9 @@ import errno
 import os
 import platform
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from train.figures import writable
 from train.records import UserError
@@ -21,26 +22,27 @@ NAME = ".lock"
 WITHOUT = "output_dir: this file system has no locks. Take care that no other run writes to the same folder."
 
 
-def lock(folder: Path) -> IO[str] | None:
-    """Locks ``folder`` until the file returned is closed or the process ends; None where the file system cannot lock.
+def lock(folder: Path) -> AbstractContextManager[Any]:
+    """Locks ``folder`` until the context is left or the process ends; says so where the file system cannot lock.
 
     It is a POSIX lock, which NFS has too (not run there). Raises UserError where it is taken or cannot be written.
     """
     if fcntl is None:
-        return None
+        print(WITHOUT)
+        return nullcontext()
     with writable(folder / NAME):
         file = (folder / NAME).open("a+", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
         if error.errno not in (errno.EAGAIN, errno.EACCES):
-            return None
+            print(WITHOUT)
+            return file
+        file.close()
         time.sleep(0.5)  # the other one may have started at the same moment, and not have written its name yet
         holder = (folder / NAME).read_text(encoding="utf-8") or "another process"
-        raise UserError(
-            f"{folder} is in use by {holder}. Wait for it, stop it, or give another --output_dir."
-        ) from None
+        remedy = "Wait for it, stop it, or give another --output_dir."
+        raise UserError(f"{folder} is in use by {holder}. {remedy}") from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()

@@ -2,8 +2,7 @@
 
 Every rank counts up a key in the store through which the processes met, from a thread, so that it answers even while
 a collective blocks it. A rank whose collective fails, or whose next neighbour has not counted for too long, calls the
-roll; whoever does not count on is lost. So a rank is named that can say nothing itself: killed, stopped, on a host that
-is gone, or one that never came. This does not depend on the backend; docs/multi_node.md tells what is seen under which.
+roll; whoever does not count on is lost. docs/multi_node.md tells what is seen under which backend.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -106,13 +104,13 @@ class RankWatch:
     ) -> None:
         self._rank, self._ranks = launch.rank, range(launch.world_size)
         self._is_local_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._address, self._port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        self._address, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._host = os.environ.get("GROUP_RANK") or socket.gethostname()  # ranks may be dealt to hosts in any order
         self._timeout_seconds, self._remedy, self._tell = timeout_seconds, remedy, tell
         self._store: Store | None = None
         self._connected, self._closing = threading.Event(), threading.Event()
         self._lock, self._thread = threading.Lock(), threading.Thread(target=self._watch, daemon=True)
-        self._came, self._all_met, self._has_concluded = {launch.rank}, False, False
+        self._has_concluded = False
 
     def __enter__(self) -> RankWatch:
         self._thread.start()
@@ -128,25 +126,14 @@ class RankWatch:
 
     def concludes(self, error: Exception) -> bool:
         """Whether ``error`` came of a rank that is no longer there, of which one rank has then told; takes seconds."""
-        if not is_broken_connection(error):
+        if not is_broken_connection(error) or "EADDRINUSE" in str(error):  # the port of another run
             return False
-        if "EADDRINUSE" in str(error):
-            self._tell(
-                f"MASTER_PORT: {self._port} is taken on this host, by another run or program. Give another one "
-                "(--main_process_port to accelerate launch, --master_port to torchrun)."
-            )
-            return True
         self._connected.wait(ANSWER_SECONDS)
         if self._store is not None:
-            has_concluded = self._conclude(self._store)
-            if not has_concluded and re.search("timed out|timeout", str(error), re.IGNORECASE):
-                self._tell_of_late_ranks(self._store)
-            return has_concluded
+            return self._conclude(self._store)
         if self._rank != 0 and self._is_local_first:
-            self._tell(
-                f"rank 0 did not come: nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT), "
-                "where all processes meet. Start the launchers of all hosts, each with the address of rank 0's."
-            )
+            where = f"nothing answers at {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT)"
+            self._tell(f"rank 0 did not come: {where}. Start the launchers of all hosts, each with rank 0's address.")
         return self._rank != 0
 
     def confirms_stop(self) -> bool:
@@ -167,50 +154,32 @@ class RankWatch:
             self._wait_for(f"went first/{self._host}")
         yield
         if self._is_local_first:
-            self._ask(lambda store: store.set(f"went first/{self._host}", "1"))
-        if self.gather("prepared", "1"):
-            self._ask(lambda store: store.set("all prepared", "1"))
-        self._wait_for("all prepared")
+            self._met().set(f"went first/{self._host}", "1")
+        self._met().set(f"prepared/{self._rank}", "1")
+        self._wait_for(*(f"prepared/{rank}" for rank in self._ranks))
 
     def gather(self, name: str, text: str) -> list[str]:
         """The ``text`` of every rank, on rank 0, which waits for them; nothing on the others, which do not wait.
 
         A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
         """
-        self._ask(lambda store: store.set(f"{name}/{self._rank}", text))
+        self._met().set(f"{name}/{self._rank}", text)
         if self._rank != 0:
             return []
         self._wait_for(*(f"{name}/{rank}" for rank in self._ranks))
-        return [self._ask(lambda store, rank=rank: store.value(f"{name}/{rank}")) for rank in self._ranks]
+        return [self._met().value(f"{name}/{rank}") for rank in self._ranks]
 
     def _wait_for(self, *keys: str) -> None:
-        seconds = POLL_SECONDS / 64
-        while not self._ask(lambda store: store.check(*keys)):
-            if self._ask(lambda store: store.check(LEFT)):
+        while not self._met().check(*keys):
+            if self._met().check(LEFT):
                 raise RankLeftError("a rank ended before the others")
-            time.sleep(seconds)
-            seconds = min(2 * seconds, POLL_SECONDS)  # soon where data is cached, seldom where a thousand ranks wait
+            time.sleep(POLL_SECONDS / 16)
 
-    def _ask(self, question: Callable[[Store], T]) -> T:
-        """What the store answers, over a new connection where one breaks."""
-        since = time.monotonic()
-        while True:
-            self._connected.wait()
-            assert self._store is not None
-            try:
-                return question(self._store)
-            except RuntimeError:
-                if time.monotonic() - since > self._timeout_seconds or self._store_has_ended():
-                    raise
-                time.sleep(POLL_SECONDS)
-
-    def _store_has_ended(self) -> bool:
-        """Whether its host is there, but not the store: unlike a cable, that is not mended."""
-        try:
-            socket.create_connection((self._address, int(self._port)), STORE_SECONDS).close()
-        except OSError as error:
-            return isinstance(error, ConnectionRefusedError)
-        return False
+    def _met(self) -> Store:
+        """The store, once it is open; after a cut that was mended, the one over a new connection."""
+        self._connected.wait()
+        assert self._store is not None
+        return self._store
 
     def _watch(self) -> None:
         """The thread, over a connection of its own: the process group's may be waiting in a blocked collective.
@@ -220,7 +189,7 @@ class RankWatch:
         gone_since = time.monotonic()
         while not self._closing.is_set():
             try:
-                store = Store(self._address, int(self._port))
+                store = Store(self._address, self._port)
                 store.set(f"who/{self._rank}", f"{socket.gethostname()}, process {os.getpid()}")
                 self._store, gone_since = store, math.inf
                 self._connected.set()
@@ -237,7 +206,7 @@ class RankWatch:
     def _look(self, store: Store) -> None:
         """Counts, looks at the next rank, and ends a process that cannot end itself."""
         neighbour = f"beat/{(self._rank + 1) % len(self._ranks)}"
-        last, since = "", time.monotonic()
+        last, since, have_met = "", time.monotonic(), False
         for count in itertools.count():
             if self._closing.wait(POLL_SECONDS if count else 0):  # one that ends while it connects is not there
                 return
@@ -245,13 +214,8 @@ class RankWatch:
             beat = store.value(neighbour)
             if beat != last or beat == LEFT:
                 last, since = beat, time.monotonic()
-            if not self._all_met:
-                # Rank 0 sees who has come: if it asks later, its store may be gone with it.
-                missing = set(self._ranks) - self._came if self._rank == 0 else set()
-                self._came |= {rank for rank in missing if store.check(f"who/{rank}")}
-                self._all_met = torch.distributed.is_initialized()
-            is_lost = time.monotonic() - since > self._timeout_seconds
-            is_lost = is_lost or (not self._all_met and store.check(LEFT))
+            have_met = have_met or torch.distributed.is_initialized()
+            is_lost = time.monotonic() - since > self._timeout_seconds or (not have_met and store.check(LEFT))
             if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
                 self._end_process()
                 return
@@ -273,9 +237,11 @@ class RankWatch:
                         return False
                     if store.add("told", 1) == 1:
                         self._tell(self._describe(store, lost, left))
-            except RuntimeError:
+            except RuntimeError:  # nobody can be asked any more
                 if self._is_local_first:
-                    self._tell(self._without_store())
+                    whose = "rank 0 is lost: the launcher of its" if self._rank else "the launcher of this"
+                    what = f"{whose} host, {self._address}, through which all processes met, no longer answers"
+                    self._tell(f"{what}. {self._remedy()}")
             self._has_concluded = True
             return True
 
@@ -292,61 +258,22 @@ class RankWatch:
             time.sleep(POLL_SECONDS / 10)
         return sorted(missing), sorted(left)
 
-    # What to tell
-
     def _describe(self, store: Store, lost: list[int], left: list[int]) -> str:
         if not lost:
             return f"rank {', '.join(map(str, left))} ended before the others; its own message says why."
         hosts = {rank: store.value(f"who/{rank}") for rank in lost[:8]}
         who = [f"{rank} ({f'host {host}' if host else 'never came'})" for rank, host in hosts.items()]
         more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
-        return (
-            f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. The other "
-            f"{len(self._ranks) - len(lost)} of {len(self._ranks)} ended for it. {self._remedy()}"
-        )
-
-    def _without_store(self) -> str:
-        """Where nobody can be asked any more."""
-        never_came = sorted(set(self._ranks) - self._came)
-        if self._rank == 0 and never_came:
-            ranks = ", ".join(map(str, never_came[:8]))
-            lost = f"rank {ranks} (never came) is lost: not started, killed, or its host is gone"
-        else:
-            whose = "rank 0 is lost: the launcher of its" if self._rank else "the launcher of this"
-            lost = f"{whose} host, {self._address}, through which all processes met, no longer answers"
-        return f"{lost}. {self._remedy()}"
-
-    def _tell_of_late_ranks(self, store: Store) -> None:
-        """The error itself then says where this one waited."""
-        with suppress(RuntimeError):
-            if store.add("told of late ranks", 1) == 1:
-                self._tell(
-                    f"all {len(self._ranks)} ranks are alive, but not all came to the same point within "
-                    f"{self._timeout_seconds:g} s. Where one may take longer, as for a checkpoint on a slow disk, "
-                    "raise --distributed_timeout_seconds."
-                )
+        others = f"The other {len(self._ranks) - len(lost)} of {len(self._ranks)} ended for it"
+        return f"rank {', '.join(who)}{more} is lost: killed, stopped, or its host is gone. {others}. {self._remedy()}"
 
 
 def follow_launcher() -> None:
-    """Has this process send itself SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
+    """Has the kernel send this process SIGTERM, the request to save and stop, when its launcher dies, even by SIGKILL.
 
     An orphan would train on, unseen, and hold its GPUs. Only on Linux, and only for a process that a launcher started:
     one that was started from a shell, perhaps with nohup, is meant to outlive it.
     """
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
-    if sys.platform != "linux" or not any(name in os.environ for name in launchers):
-        return
-    process, parent = os.getpid(), os.getppid()
-    may_launch = True  # whether process 1 may itself be the launcher, as in a container that runs nothing else
-    with suppress(OSError):
-        may_launch = b"python" in Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
-
-    def look(*_: object) -> None:
-        is_orphan = os.getppid() != parent or (parent == 1 and not may_launch)
-        if is_orphan and os.getpid() == process:  # its own processes inherit this
-            os.kill(process, signal.SIGTERM)
-
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see prctl(2)
-    signal.signal(signal.SIGCONT, look)  # which reaches a process that is stopped, too
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGCONT)
-    look()  # the kernel says nothing of a launcher that died before
+    if sys.platform == "linux" and any(name in os.environ for name in launchers):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, see prctl(2)

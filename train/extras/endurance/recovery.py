@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -20,12 +20,10 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBa
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train.extras.endurance.retry import Ranks, Start, Writes, persistent_buffers, reset_scaler, room_for
 from train.extras.host_memory import is_out_of_memory
 from train.records import IGNORE, MicroBatch, StepError, StepOutcome
-from train.step import Counts, Engine, count
+from train.step import Counts, Engine, count, seed_generators
 
-T = TypeVar("T")
 Measure: TypeAlias = tuple[str, Callable[[], bool]]  # what it does, for a person; does it, and tells if it could
 FindMeasures: TypeAlias = Callable[[Any], Sequence[Measure]]
 
@@ -35,33 +33,27 @@ class Fault:
     """Where memory ran out: text and numbers, because the exception itself would keep the activations alive."""
 
     phase: str  # forward, backward, clip or optimizer
-    shape: tuple[int, int]  # (B, S) of the micro-batch at work; after the last backward, of the step's largest
+    shape: tuple[int, int]  # (B, S) of the micro-batch at work
     where: str  # both, and the rank, for a person
     error: str  # the library's own words
 
 
 class OutOfMemoryError(StepError):
-    """A step that does not fit in memory, whatever was tried; ``fault`` has the words of its first error."""
+    """A step that does not fit in memory, whatever was tried."""
 
-    def __init__(self, fault: Fault, weights_intact: bool) -> None:
-        self.fault, self.weights_intact = fault, weights_intact
-        if fault.phase in ("forward", "backward"):
-            what, remedy = ", which cannot be split", "gradient_checkpointing, a smaller max_length or a smaller model"
-        else:
-            what, remedy = "", "optimizer_offload, less optimizer state (adamw_8bit, adafactor), or several processes"
-        state = "Some weights may already be updated: resume from the last checkpoint, do not use these."
-        if weights_intact:
-            state = "Weights and optimizer are as before this step."
+    def __init__(self, fault: Fault) -> None:
+        self.fault, self.weights_intact = fault, fault.phase in ("forward", "backward")
+        advice = "Resume from the last checkpoint, with optimizer_offload or less optimizer state (adamw_8bit)"
+        if self.weights_intact:
+            advice = "It cannot be split. Try gradient_checkpointing, a smaller max_length or a smaller model"
         words = " ".join(fault.error.split())[:500]
-        super().__init__(f"out of memory in {fault.where}{what}. {state} Try {remedy}. The first error was: {words}")
+        super().__init__(f"out of memory in {fault.where}. {advice}. The error was: {words}")
 
 
 def can_recover(accelerator: Accelerator) -> bool:
-    """Whether :class:`Recovering` works here: one process, or data parallelism with whole models and gradients.
-
-    Sharded models (FSDP, ZeRO, tensor parallelism) communicate within forward and backward, where a rank that fails
-    leaves the others waiting. A compiled DistributedDataParallel and its communication hooks cannot be bypassed.
-    """
+    """Whether :class:`Recovering` works here: one process, or data parallelism with whole models and gradients."""
+    # Sharded models communicate within forward and backward, where a rank that fails leaves the others waiting. A
+    # compiled DistributedDataParallel and its communication hooks cannot be bypassed.
     kind, handler, compiler = accelerator.distributed_type, accelerator.ddp_handler, accelerator.state.dynamo_plugin
     return kind == DistributedType.NO or (
         kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
@@ -77,68 +69,55 @@ class Recovering(Engine):
     A fault in forward or backward takes this rank back to the step's start; the micro-batch that failed, and from
     then on every one with at least as many positions, is split in halves along the batch dimension. Where single
     examples do not fit, the measures are applied one after another. The update is that of a step without a fault,
-    except that dropout draws differently for pieces.
+    except that dropout draws differently for pieces. A fault in clipping or in the update ends the run.
 
     With several processes each rank computes its gradients without any collective. At the end of the last backward
     all ranks agree on whether every one has them, and only then are they averaged: a rank that fails alone keeps none
-    of the others waiting for ever. This gives up the overlap of communication with backward.
-
-    It replaces a plain ``engine``, on all ranks together. A rank is told in one line, by ``say``, what happened on it;
-    ``find_measures`` is asked once, for the prepared model, and what it returns is tried in order, by all at once.
+    of the others waiting for ever. ``find_measures`` is asked once, for the prepared model.
     """
 
     def __init__(self, engine: Engine, say: Callable[[str], None], find_measures: FindMeasures = lambda _: ()) -> None:
         super().__init__(engine.accelerator, engine.config, self._enter)
-        self.recoveries = 0  # faults of this rank after which the step, or its update, was made again
+        self.recoveries = 0  # faults of this rank after which the step was made again
         self._say, self._find_measures, self._tell = say, find_measures, engine.mark
-        self._ranks = Ranks(engine.accelerator)
+        self._group = None  # on the host, where nothing that failed elsewhere can be pending
+        if engine.accelerator.num_processes > 1:
+            handler = engine.accelerator.init_handler
+            self._group = dist.new_group(backend="gloo", timeout=handler.timeout if handler is not None else None)
         self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
-        self._modules: list[nn.Module] = []  # of the network, which is the first
         self._totals: Counts | None = None  # of the step that is being made
-        self._writes: Writes | None = None  # of its update, once the gradients are averaged
-        self._fault_in_clip: Fault | None = None
 
     def step(
         self, model: nn.Module, optimizer: AcceleratedOptimizer, micro_batches: Sequence[MicroBatch], stop: bool = False
     ) -> StepOutcome:
-        """One step, made again as often as it takes; raises OutOfMemoryError, on every rank, where it does not fit."""
+        """One step, made again as often as it takes; raises OutOfMemoryError where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
         self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        if self._modules[:1] != [self._network]:  # looking for them at each step is slow
-            self._modules = list(self._network.modules())
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-            for buffer in persistent_buffers(self._modules):
+            for buffer in persistent_buffers(self._network):
                 dist.broadcast(buffer, src=0)
-        self._shared = [p for p in self._network.parameters() if p.requires_grad] if self._ranks.size > 1 else []
-        self._optimizer, self._largest = optimizer.optimizer, max((b.shape for b in micro_batches), key=math.prod)
-        self._start, first_words = Start(self._modules), ""
+        self._shared = [p for p in self._network.parameters() if p.requires_grad]
+        # What the step begins with: the generators, which seed_step has seeded, and the buffers.
+        self._seed, self._buffers = torch.initial_seed(), [b.clone() for b in persistent_buffers(self._network)]
         # A rank that makes its step again must not ask for the totals again: that is a collective.
         self._totals = super().total(count(micro_batches, stop))
         try:
             while True:
-                pieces, self._writes = split(micro_batches, self._too_many), None
+                pieces = split(micro_batches, self._too_many)
                 self._phase, self._shape = "forward", pieces[0].shape
-                result = self._guarded(partial(super().step, self._network, optimizer, pieces, stop))
-                if not isinstance(result, Fault):
-                    return result
-                if self._writes is not None:  # once the ranks have averaged, none can go back to the start alone
-                    raise OutOfMemoryError(result, weights_intact=False)
-                first_words = first_words or result.error
+                try:
+                    return super().step(self._network, optimizer, pieces, stop)
+                except Exception as error:  # ends here: it keeps the activations alive
+                    if not is_out_of_memory(error):
+                        raise
+                    fault = self._fault(error)
+                if fault.phase not in ("forward", "backward"):  # once the ranks have averaged, none can go back alone
+                    raise OutOfMemoryError(fault)
                 self._rewind()
-                self._prepare_another(replace(result, error=first_words))
+                self._prepare_another(fault)
         finally:
             self._totals = None
-
-    def _prepare_another(self, fault: Fault) -> None:
-        if fault.shape[0] > 1:  # this rank alone: the others wait for its vote
-            # A piece of several examples has fewer positions than ever failed, so this number falls until it fits.
-            self._too_many = math.prod(fault.shape)
-            remedy = "the step is made again, and micro-batches of this size or larger are made in halves from now on"
-            self._recovered(fault, remedy)
-        else:
-            self._vote(None)
-            self._apply_next_measure(fault)
 
     # What the step asks of its engine
 
@@ -157,45 +136,47 @@ class Recovering(Engine):
         super().backward(loss, scale)
         if self.accelerator.sync_gradients:
             self._average()
-            self._writes, self._fault_in_clip = Writes(self._optimizer), None
-
-    def clip(self, model: nn.Module) -> float:
-        """The norm before clipping; NaN where memory ran out, which :meth:`update` then reports."""
-        norm = self._once_more(partial(super().clip, model))
-        self._fault_in_clip = norm if isinstance(norm, Fault) else None
-        return math.nan if isinstance(norm, Fault) else norm
-
-    def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
-        """Updates, and agrees with the other ranks on whether all could."""
-        assert self._writes is not None
-        result = self._fault_in_clip or self._once_more(partial(super().update, optimizer, norm))
-        fault = result if isinstance(result, Fault) else None
-        wrote = self._fault_in_clip is None and (fault is None or self._writes.to_weights_or_state())
-        failed, some_rank_wrote = self._ranks.any([fault is not None, wrote])
-        if not isinstance(result, Fault) and not failed:
-            return result
-        self._rewind()
-        reset_scaler(self.accelerator.scaler)
-        raise OutOfMemoryError(self._ranks.first(fault), weights_intact=not some_rank_wrote)
+            self._phase = "clip"
 
     # Inside
 
     def _average(self) -> None:
         """Waits until every rank has its gradients, and leaves their means in the parameters."""
-        if self._ranks.size == 1:
+        if self._group is None:
             return
-        had = [p.grad is not None for p in self._shared]
-        room = room_for(self._shared, self.accelerator.device)  # may run out: a fault of this backward
+        shared, had = self._shared, [p.grad is not None for p in self._shared]
+        for parameter in shared:  # may run out: a fault of this backward
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         while (used := self._vote(had)) is None:
             self._apply_next_measure(None)
-        self._ranks.average([p.grad for p in self._shared if p.grad is not None], room)
-        for parameter, is_used in zip(self._shared, used, strict=True):
+        size, gradients = self.accelerator.num_processes, [p.grad for p in shared if p.grad is not None]
+        for work in filter(None, [dist.all_reduce(grad.div_(size), async_op=True) for grad in gradients]):
+            work.wait()
+        for parameter, is_used in zip(shared, used, strict=True):
             parameter.grad = parameter.grad if is_used else None
 
     def _vote(self, had: list[bool] | None) -> list[bool] | None:
-        """Of each shared parameter, whether some rank has a gradient; None, as for ``had``, if a rank failed."""
-        failed, *used = self._ranks.any([had is None, *(had or [False] * len(self._shared))])
+        """Of each trained parameter, whether some rank has a gradient; None, as for ``had``, if a rank failed."""
+        failed, *used = self._any([had is None, *(had or [False] * len(self._shared))])
         return None if failed else used
+
+    def _any(self, flags: list[bool]) -> list[bool]:
+        """Of each flag, whether some rank has it; as many flags on every rank."""
+        if self._group is None:
+            return flags
+        votes = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
+        return votes.bool().tolist()
+
+    def _prepare_another(self, fault: Fault) -> None:
+        if fault.shape[0] > 1:  # this rank alone: the others wait for its vote
+            # A piece of several examples has fewer positions than ever failed, so this number falls until it fits.
+            self._too_many = math.prod(fault.shape)
+            remedy = "the step is made again, and micro-batches of this size or larger are made in halves from now on"
+            self._recovered(fault, remedy)
+        else:
+            self._vote(None)
+            self._apply_next_measure(fault)
 
     def _apply_next_measure(self, fault: Fault | None) -> None:
         """By all ranks together, after a vote that failed; ``fault`` is this rank's, if it had one."""
@@ -203,51 +184,43 @@ class Recovering(Engine):
             self._measures = list(filter(None, self._find_measures(self._network)))
         while self._measures:
             description, apply = self._measures.pop(0)
-            if self._ranks.any([apply()])[0]:
+            if self._any([apply()])[0]:
                 self._too_many = None  # what failed before may fit now
                 if fault is not None:
                     self._recovered(fault, f"{description}, and the step is made again")
                 return
         self._rewind()
-        raise OutOfMemoryError(self._ranks.first(fault), weights_intact=True)
+        everyone = [fault]
+        if self._group is not None:
+            everyone = [None] * self.accelerator.num_processes
+            dist.all_gather_object(everyone, fault, group=self._group)
+        raise OutOfMemoryError(next(known for known in everyone if known is not None))
 
-    def _once_more(self, work: Callable[[], T]) -> T | Fault:
-        """``work()``, and again if it ran out of memory before it had written anything."""
-        assert self._writes is not None
-        gradients = self._writes.gradient_versions()
-        first = self._guarded(work)
-        if not isinstance(first, Fault) or not self._writes.undone(gradients):
-            return first
-        release_memory()
-        self._recovered(first, "nothing had been written yet, so it is tried once more")
-        second = self._guarded(work)
-        if isinstance(second, Fault):
-            self._writes.undone(gradients)
-            return first
-        return second
-
-    def _guarded(self, work: Callable[[], T]) -> T | Fault:
-        """``work()``, or the fault where memory ran out; the exception ends here, for it keeps activations alive."""
-        try:
-            return work()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            batch_size, length = shape = self._largest if self._phase in ("clip", "optimizer") else self._shape
-            rank = f", rank {self._ranks.rank}" if self._ranks.size > 1 else ""
-            where = f"{self._phase}, micro-batch of {batch_size:,} × {length:,}{rank}"
-            return Fault(self._phase, shape, where, str(error) or type(error).__name__)
+    def _fault(self, error: Exception) -> Fault:
+        (batch_size, length), own = self._shape, self.accelerator.process_index
+        rank = f", rank {own}" if self._group is not None else ""
+        where = f"{self._phase}, micro-batch of {batch_size:,} × {length:,}{rank}"
+        return Fault(self._phase, self._shape, where, str(error) or type(error).__name__)
 
     def _rewind(self) -> None:
         """Back to the start: no gradients, the random state and the persistent buffers of then."""
         for parameter in self._network.parameters():
             parameter.grad = None
         release_memory()  # collects garbage, too: frames of an exception that was raised again may form cycles
-        self._start.restore()
+        seed_generators(self._seed)
+        with torch.no_grad():
+            for buffer, value in zip(persistent_buffers(self._network), self._buffers, strict=True):
+                buffer.copy_(value)
 
     def _recovered(self, fault: Fault, remedy: str) -> None:
         self.recoveries += 1
         self._say(f"out of memory in {fault.where}: {remedy}")
+
+
+def persistent_buffers(network: nn.Module) -> list[Tensor]:
+    """The buffers that a checkpoint holds, such as BatchNorm's averages; others are constants or computed each time."""
+    owned = ((module, name, buffer) for module in network.modules() for name, buffer in module._buffers.items())
+    return [b for module, name, b in owned if b is not None and name not in module._non_persistent_buffers_set]
 
 
 def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[MicroBatch]:

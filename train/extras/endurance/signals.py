@@ -71,12 +71,11 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
     """
     ids, waiting, has_delivered = iter(id_lists), deque[Any](), False
 
-    def planned() -> Iterator[Any]:
-        for own in ids:
-            waiting.append(own)
-            yield own
+    def noted(own: Any) -> Any:
+        waiting.append(own)
+        return own
 
-    batches = _start(loader(sampler=planned(), worker_init_fn=_obey_parent))
+    batches = _start(loader(sampler=map(noted, ids), worker_init_fn=_obey_parent))
     try:
         for batch in batches:
             waiting.popleft()
@@ -91,9 +90,8 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
             raise
     del batches  # ends the other processes
     how = ", ".join(signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends)
-    what_next = "new ones continue" if has_delivered else "this process loads the rest itself"
-    remedy = "If the host has no memory left, use fewer --dataloader_num_workers."
-    say(f"a process that loads batches ended ({how}): {what_next}. {remedy}")
+    next_ = "new ones continue" if has_delivered else "this process loads the rest itself"
+    say(f"a process that loads batches ended ({how}): {next_}. Memory may be full: use fewer --dataloader_num_workers.")
     rest = itertools.chain(waiting, ids)
     yield from deliver(say, loader, rest) if has_delivered else loader(sampler=rest, num_workers=0)
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from train import extras
 from train.config import Config, option
-from train.launch import Launch, read_launch
-from train.records import UsageError
+from train.launch import Launch
 
 if TYPE_CHECKING:
     from train.loop import Parts
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 class Options:
     """What the gradient tells."""
 
-    gradient_health: bool = option(False, "Measure gradients, updates and activations by layer, and name illnesses.")
+    gradient_health: bool = option(False, "Measure gradients and activations by layer, and name illnesses.")
     gradient_health_every_steps: int = option(50, "Measure every n steps, and before at steps 1, 2, 4, 8, ...", ge=1)
     gradient_noise_scale: bool = option(
-        False, "Log the batch size, in examples, from which larger batches save few steps; needs accumulation or ranks."
+        False, "Log the batch size, in examples, from which larger batches save few steps; needs accumulation."
     )
 
 
@@ -37,17 +36,29 @@ class Extra(extras.Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        own = config.of(Options)
+        own, in_backward = config.of(Options), bool(config.get("optimizer_in_backward"))
         if own.gradient_health:
-            hidden, early = launch.engine == "deepspeed" or launch.tp_size > 1, config.get("optimizer_in_backward")
+            hidden = launch.engine == "deepspeed" or launch.tp_size > 1
             extras.refuse(
                 "gradient_health",
                 (f"{launch} in the launch file", hidden, "it needs gradients as DDP and FSDP2 leave them. Use one"),
-                ("optimizer_in_backward", bool(early), "no whole gradient exists then. Leave one of them out"),
+                ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out"),
             )
         if own.gradient_noise_scale:
-            # Flags are first checked as if for one process.
-            _check_noise_scale(config, launch if launch.world_size > 1 else read_launch())
+            from train.batching import arithmetic_of
+
+            is_auto = config.optimization.micro_batch_size == "auto"
+            is_whole = launch.engine == "ddp" and launch.copies == 1
+            accumulated = arithmetic_of(config, launch.world_size).accumulation_steps
+            is_one = accumulated == 1 and not config.get("max_tokens_per_micro_batch")
+            two = "it compares the first micro-batch with the whole step. Give gradient_accumulation_steps: 2 or more"
+            extras.refuse(
+                "gradient_noise_scale",
+                (f"{launch} in the launch file", not is_whole, "it needs whole gradients. Use ddp.yaml or one process"),
+                ("optimizer_in_backward", in_backward, "no whole gradient exists then. Leave one of them out"),
+                ("micro_batch_size: auto", is_auto, "that may choose one micro-batch per step. Give a number"),
+                ("one micro-batch per step", is_one, two),
+            )
 
     def ready(self, run: Run, parts: Parts) -> None:
         if (own := run.config.of(Options)).gradient_health:
@@ -59,11 +70,7 @@ class Extra(extras.Extra):
         if run.config.of(Options).gradient_noise_scale:  # now: it would hear of the rehearsal's steps
             from train.extras.gradients.noise import NoiseScale
 
-            sizes, by_tokens = parts.batches.arithmetic, run.config.get("max_tokens_per_micro_batch")
-            if sizes.accumulation_steps * sizes.world_size == 1 and not by_tokens:
-                chosen = f"micro_batch_size: auto chose all {sizes.micro_batch_size} examples of a step: give fewer"
-                raise UsageError(f"gradient_noise_scale compares gradients of two sizes, but {chosen}.")
-            self._noise = NoiseScale(parts.model, sizes)
+            self._noise = NoiseScale(parts.model, parts.batches.arithmetic.world_size)
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if self._health is not None:  # no other event tells which step comes next
@@ -85,19 +92,3 @@ class Extra(extras.Extra):
     def measured(self, run: Run, values: dict[str, Any]) -> None:
         if self._noise is not None:
             values["gradient_noise_scale_examples"] = self._noise.examples()
-
-
-def _check_noise_scale(config: Config, launch: Launch) -> None:
-    """Raises UsageError where a step never has gradients of two sizes, or no rank has a whole one."""
-    from train.batching import arithmetic_of
-
-    is_open = config.optimization.micro_batch_size == "auto" or config.get("max_tokens_per_micro_batch")
-    is_whole, is_alone = launch.engine == "ddp" and launch.copies == 1, launch.world_size == 1 and not is_open
-    whole = "it needs whole gradients of different examples on every process. Use ddp.yaml or one process"
-    two = "it compares gradients of two sizes. Give gradient_accumulation_steps: 2 or more, or use several processes"
-    extras.refuse(
-        "gradient_noise_scale",
-        (f"{launch} in the launch file", not is_whole, whole),
-        ("optimizer_in_backward: true", bool(config.get("optimizer_in_backward")), "leave one of the two out"),
-        ("one micro-batch per step", is_alone and arithmetic_of(config, 1).accumulation_steps == 1, two),
-    )

@@ -1,9 +1,9 @@
-"""Measures gradients, updates and activations by layer in the steps that are due, and tells what ails them.
+"""Measures gradients and activations by layer in the steps that are due, and tells what ails them.
 
 A layer is a block of the model (``model.layers.0``) or a module outside of blocks (``lm_head``). Each due step writes a
 row ``health`` to ``metrics.jsonl``, with a list over layers for each of FIGURES. The gradient is that of the mean loss,
-before clipping and without its loss scale. Exponents of fp32 are counted, not elements above some threshold: one pass
-tells what any loss scale would flush or overflow, and what any bound on values would clip.
+before clipping and without its loss scale. Exponents of fp32 are counted: one pass tells what any loss scale would
+flush or overflow, and what any bound on values would clip.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.extras.gradients.illnesses import illnesses
+from train.records import exchange
 
 if TYPE_CHECKING:
     from train.records import Run
 
-FIGURES = ("norms", "update_ratios", "flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
-SAMPLES = 4096  # elements of a tensor, at most, whose update is measured
+FIGURES = ("norms", "flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
 PIECE = 2**22  # elements that are counted at a time, because counting takes as much memory as they do
 USUAL_SCALE = 2.0**16  # torch's first loss scale: what fp16 would do where a run has none
 BINS, BIAS = 256, 127  # exponents of fp32; the first bin holds zeros, the last infinity and NaN
 SMALLEST, LARGEST = -25, 16  # fp16 makes zero of what is below 2^-25, and infinity of what is 2^16 or above
 ROWS = 64  # that a diagnosis looks back on, in addition to the first one
-MOST = torch.finfo(torch.float32).max  # stands for activations that are not finite
 
 
 class Health:
@@ -57,7 +56,6 @@ class Health:
     def measuring(self) -> Iterator[None]:
         """Surrounds a step that is due."""
         step, self.step, self._gradients, self._activations = self.step, 0, [], {}
-        before = [[sample(p) for p in weights] for weights in self._weights.values()]
         # A compiled layer would keep the hooks for ever.
         modules = () if self._run.config.get("compile") else self._network.named_modules()
         named = [(layer_of(name), module) for name, module in modules]
@@ -65,8 +63,7 @@ class Health:
         try:
             yield
             if self._gradients:
-                changes = [change_of(*of_layer) for of_layer in zip(before, self._weights.values(), strict=True)]
-                self._record(step, changes)
+                self._record(step)
         finally:
             self._activations = None
             for hook in hooks:
@@ -78,7 +75,7 @@ class Health:
             known = self._activations
             if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel():
                 low, high = torch.aminmax(local(output))
-                largest = torch.maximum(-low, high).float().nan_to_num(math.inf).clamp(max=MOST)
+                largest = torch.maximum(-low, high).float().nan_to_num(torch.finfo(torch.float32).max)
                 known[layer] = torch.maximum(known.get(layer, largest), largest)
                 self._has_fp16 = self._has_fp16 or output.dtype == torch.float16
 
@@ -91,13 +88,15 @@ class Health:
             self._loss_scale = None if scaler is None else scaler.get_scale()  # the update may change it
             self._gradients = [gradient_of(weights, self._has_fp16) for weights in self._weights.values()]
 
-    def _record(self, step: int, changes: list[list[float]]) -> None:
+    def _record(self, step: int) -> None:
         """Writes the row of a step, of all ranks together, and tells of each illness once."""
         run, seen = self._run, self._activations or {}
-        own = [[float(seen.get(name, -1.0)) for name in self._weights]]
-        table = of_all_ranks(run, [a + b for a, b in zip(self._gradients, changes, strict=True)], "SUM")
-        figures = figures_of(table, [sum(p.numel() for p in w) for w in self._weights.values()], self._loss_scale)
-        figures["activations"] = [rounded(value) if value >= 0 else None for value in of_all_ranks(run, own, "MAX")[0]]
+        own = [float(seen.get(name, -1.0)) for name in self._weights]
+        gradients, activations = zip(*exchange((self._gradients, own)), strict=True)  # by rank
+        sizes = [sum(p.numel() for p in weights) for weights in self._weights.values()]
+        figures = figures_of(np.sum(gradients, axis=0).tolist(), sizes, self._loss_scale)
+        largest = np.max(activations, axis=0).tolist()
+        figures["activations"] = [rounded(value) if value >= 0 else None for value in largest]
         row = {"loss_scale": self._loss_scale, "fp16": self._has_fp16, "layers": list(self._weights), **figures}
         run.outputs.record(run, "health", step, row)
         self._rows = [*self._rows[:1], *self._rows[1:][-ROWS:], row]
@@ -116,22 +115,6 @@ def layer_of(path: str) -> str:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def sample(weight: Tensor) -> Tensor:
-    """Elements of this rank's part, far apart; at an odd distance, so that they are not all of a few columns."""
-    flat = local(weight).flatten()
-    return flat[:: -(-len(flat) // SAMPLES) | 1].float().clone()
-
-
-def change_of(before: Sequence[Tensor], weights: Sequence[Tensor]) -> list[float]:
-    """Sums of squares of what has changed since the samples ``before``, and of these, scaled up to all elements."""
-    sums = [0.0, 0.0]
-    for old, weight in zip(before, weights, strict=True):
-        share = max(1, len(old)) / max(1, local(weight).numel())
-        for place, part in enumerate((sample(weight) - old, old)):
-            sums[place] += part.square().sum().item() / share
-    return sums
 
 
 def gradient_of(weights: Sequence[Tensor], is_fp16: bool) -> list[float]:
@@ -153,30 +136,20 @@ def gradient_of(weights: Sequence[Tensor], is_fp16: bool) -> list[float]:
     return [*counts.tolist(), squares, lost]
 
 
-def of_all_ranks(run: Run, rows: list[list[float]], how: str) -> list[list[float]]:
-    """Sum or maximum over ranks of each figure."""
-    if run.accelerator.num_processes == 1:
-        return rows
-    table = torch.tensor(rows, dtype=torch.float64, device=run.accelerator.device)
-    dist.all_reduce(table, getattr(dist.ReduceOp, how))
-    return table.tolist()
-
-
 def figures_of(table: list[list[float]], sizes: list[int], loss_scale: float | None) -> dict[str, Any]:
-    """Figures of the whole gradient and, as lists, of the layers; None: not finite, or of weights that are all zero.
+    """Figures of the whole gradient and, as lists, of the layers; None: not finite.
 
-    ``table`` has by layer what :func:`gradient_of` and :func:`change_of` gave, summed over ranks, who may hold copies;
-    ``sizes`` are the elements of each layer; the gradient is multiplied by ``loss_scale``, a power of two.
+    ``table`` has by layer what :func:`gradient_of` gave, summed over ranks, who may hold copies; ``sizes`` are the
+    elements of each layer; the gradient is multiplied by ``loss_scale``, a power of two.
     """
     present = 0 if loss_scale is None else round(math.log2(loss_scale))
     usual = round(math.log2(USUAL_SCALE)) if loss_scale is None else present
     found: dict[str, Any] = {name: [] for name in FIGURES}
     whole, total = [0.0] * BINS, 0.0
-    for (*counts, squares, lost, changed, weights), size in zip(table, sizes, strict=True):
+    for (*counts, squares, lost), size in zip(table, sizes, strict=True):
         copies, some = sum(counts) / size, max(1, sum(counts[1:]) + lost)
         whole, total = [a + b / copies for a, b in zip(whole, counts, strict=True)], total + squares / copies
         found["norms"].append(rounded(math.sqrt(squares / copies) / 2.0**present))
-        found["update_ratios"].append(rounded(math.sqrt(changed / weights)) if weights else None)
         for scale, name, more in ((0, "", lost), (usual, "_scaled", lost if loss_scale else 0)):
             zero = BIAS + present - scale  # the bin of 1.0 once the gradient has this scale
             found[f"flushed{name}"].append(rounded((sum(counts[1 : zero + SMALLEST]) + more) / some))

@@ -1,9 +1,7 @@
 """The gradient noise scale tr(Σ) ÷ |G|² of arXiv 1812.06162, from gradients that a step computes anyway.
 
 G is the mean gradient of one target and Σ its covariance. The mean over n targets has E|g|² = |G|² + tr(Σ) ÷ n, so the
-norms at two sizes give both (appendix A.1): the global batch; and the first micro-batch of a rank, or without
-accumulation its part of the step. Steps are sorted by length, so of ragged examples the first micro-batch has the
-longest; weighting by targets corrects its size alone.
+norms at two sizes give both (appendix A.1): the global batch, and the first micro-batch of a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from train.records import BatchArithmetic, MicroBatch, exchange
+from train.records import MicroBatch, exchange
 
 MEMORY = 0.95  # of the moving means of |G|² and tr(Σ), per step: about the last 20 steps
 
@@ -31,27 +29,18 @@ class NoiseScale:
     loss scale does not matter. Steps whose first micro-batch was split, for want of memory, are left out.
     """
 
-    def __init__(self, model: nn.Module, sizes: BatchArithmetic) -> None:
-        self._parameters, self._ranks = [p for p in model.parameters() if p.requires_grad], sizes.world_size
-        self._counts: list[tuple[int, int, int]] = []  # per step: targets of the smaller part, targets and examples
-        self._ratios: list[Tensor] = []  # per step: () norm of the smaller part ÷ norm of all, as backward left them
-        self._parts: list[Tensor] = []  # norms of this rank's part, parameter by parameter
+    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+        self._parameters, self._ranks = [p for p in model.parameters() if p.requires_grad], num_ranks
+        self._counts: list[tuple[int, int, int]] = []  # per step: targets of the first micro-batch, targets, examples
+        self._ratios: list[Tensor] = []  # per step: () norm after the first ÷ norm of all, as backward left them
         self._unknown = torch.full((), math.nan, device=self._parameters[0].device)
         self._means = [0.0] * 4  # moving: |G|², tr(Σ), targets and examples of a step
-        self._planned, self._by_ranks = sizes.accumulation_steps, False  # micro-batches formed by tokens may be fewer
-        for parameter in self._parameters if self._ranks > 1 else ():  # this hook comes before DDP's, which averages
-            parameter.register_post_accumulate_grad_hook(self._see_part)
-
-    def _see_part(self, parameter: Tensor) -> None:
-        if self._by_ranks:
-            self._parts.append(_norm([parameter]))
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """A step of these micro-batches comes next."""
         targets = [batch.num_targets for batch in micro_batches]
         examples = sum(len(batch.example_ids) for batch in micro_batches)
-        self._by_ranks = min(self._planned, len(targets)) == 1
-        self._counts.append((sum(targets) if self._by_ranks else targets[0], sum(targets), examples))
+        self._counts.append((targets[0], sum(targets), examples))
         self._ratios.append(self._unknown)
         self._first, self._left = None, len(micro_batches)
 
@@ -59,13 +48,10 @@ class NoiseScale:
         """A phase of the step begins."""
         if phase == "forward":
             self._left -= 1
-            self._parts.clear()
             if self._first is None and any(p.grad is not None for p in self._parameters):
                 self._first = _norm(self._parameters)
-        elif phase == "clip":
-            small = torch.linalg.vector_norm(torch.stack(self._parts)) if self._parts else self._first
-            if small is not None and (self._parts or self._left == 0):
-                self._ratios[-1] = small / _norm(self._parameters)
+        elif phase == "clip" and self._first is not None and self._left == 0:
+            self._ratios[-1] = self._first / _norm(self._parameters)
 
     def examples(self) -> float | None:
         """The noise scale as a number of examples; None: no step since the last call tells. By all ranks together."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +41,12 @@ class Extra(extras.Extra):
             raise UsageError("early_stopping_patience needs eval_every_steps.")
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        """Raises UserError for a metric that the task does not have, not first after the first evaluation."""
-        import numpy as np
-
-        options, examples = run.config.of(Options), data.examples
+        options = run.config.of(Options)
         self._metric = options.metric_for_best or data.task.default_metric
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
         self._data = data.validation_digest
         self._best_of = f"{self._metric} on data {self._data}"
-        if options.metric_for_best:
-            with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
-                one = np.array([[0.0, 1, 1, 1, 0, 0]])
-                found = data.task.metrics(one, examples.validation, examples.label_names)
-                self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
@@ -72,9 +62,17 @@ class Extra(extras.Extra):
         return replace(progress, best_metric=value, best_step=progress.step, evaluations_without_improvement=0)
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
-        """``progress`` with an evaluation that the log has of a checkpoint written before it; see :meth:`_usable`."""
-        outputs, progress = run.outputs, self._usable(run, progress)
-        step = progress.step
+        """``progress`` with an evaluation that the log has of a checkpoint written before it.
+
+        Without its best step, where that cannot be compared with others, or not be loaded, any more.
+        """
+        outputs, best, step = run.outputs, progress.best_step, progress.step
+        is_gone = bool(self.final_step(run, progress)) and not outputs.from_main(lambda: best in outputs.steps())
+        if best is not None and (is_gone or progress.best_of != self._best_of):
+            reason = f"it was chosen by {progress.best_of}, from now on it is by {self._best_of}"
+            reason = f"its checkpoint is not in {outputs.checkpoints}" if is_gone else reason
+            outputs.note(f"the best step so far, {best}, cannot be used ({reason}): the search for it starts again")
+            progress = replace(progress, best_metric=None, best_step=None, evaluations_without_improvement=0)
 
         def logged() -> list[dict[str, Any]]:
             rows = (row for row in read_metrics(outputs.metrics) if row["step"] == step)
@@ -85,34 +83,12 @@ class Extra(extras.Extra):
         metrics = {name: math.nan if value is None else value for name, value in found[0].items()}
         return self.evaluated(run, replace(progress, evaluated_step=step), Evaluation("validation", step, metrics))
 
-    def _usable(self, run: Run, progress: Progress) -> Progress:
-        """``progress`` without its best step if that cannot be compared with others, or not be loaded, any more."""
-        best, outputs = progress.best_step, run.outputs
-        if best is None:
-            return progress
-        if progress.best_of != self._best_of:
-            reason = f"the best step so far was chosen by {progress.best_of}, from now on it is by {self._best_of}"
-        elif self.final_step(run, progress) and not outputs.from_main(lambda: best in outputs.steps()):
-            reason = f"the checkpoint of the best step so far, {best}, is not in {outputs.checkpoints}"
-        else:
-            return progress
-        outputs.note(f"{reason}: the search for the best step starts again")
-        return replace(progress, best_metric=None, best_step=None, best_of=None, evaluations_without_improvement=0)
-
     def ends_early(self, run: Run, progress: Progress) -> bool:
         patience = run.config.of(Options).early_stopping_patience
         return patience is not None and progress.evaluations_without_improvement >= patience
 
     def keep(self, run: Run, kept: set[int], progress: Progress) -> set[int]:
-        """Also the best; and the best of each that stays, which a run that resumes from it needs."""
-        from train.checkpoint import STATE, UNREADABLE
-
-        bests, checkpoints = {progress.best_step or 0}, run.outputs.steps()
-        for step in kept & checkpoints.keys() if run.config.of(Options).load_best_model_at_end else ():
-            with suppress(*UNREADABLE):  # damaged: nobody will resume from it
-                stored = json.loads((checkpoints[step] / STATE).read_text(encoding="utf-8"))
-                bests.add(stored["progress"]["best_step"] or 0)
-        return kept | bests
+        return kept | {progress.best_step or 0}
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
         return progress.best_step if run.config.of(Options).load_best_model_at_end else None
