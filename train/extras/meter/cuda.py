@@ -14,7 +14,6 @@ from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMete
 from train.extras.meter.tracker import ACTIVATIONS, GRADIENTS, KINDS, LOGITS, WORKSPACE
 from train.records import MicroBatch
 
-COUNT_EVERY_STEPS = 50  # parameters and optimizer state are counted again; and when more parameters have state
 ELSEWHERE = "elsewhere"  # the phase between steps: loading, saving, sampling
 
 
@@ -35,7 +34,7 @@ class CudaMeter(MemoryMeter):
         self._held: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._start_bytes = self._activations = self._logits = 0
         self._in_head = self._has_gradients = False
-        self._states_counted, self._steps_since_count = -1, 0
+        self._states_counted = -1
         self._count_held()
         self._states_counted = -1  # once more when there are gradients
         self._stats = torch.cuda.memory_stats_as_nested_dict(self.device)
@@ -44,7 +43,6 @@ class CudaMeter(MemoryMeter):
             embedding.register_forward_pre_hook(self._head_begins)
 
     def _begin(self, batches: Sequence[MicroBatch]) -> None:
-        self._steps_since_count += self.phase == "forward"
         self._mark(self.phase)
 
     def _mark(self, phase: str) -> None:
@@ -77,7 +75,6 @@ class CudaMeter(MemoryMeter):
             {self._reading: allocated["peak"]},
             self._kinds(allocated["peak"]),
             stats["num_alloc_retries"] - before["num_alloc_retries"],
-            stats["num_ooms"] - before["num_ooms"],
         )
         self._add(measured)
         self._split(max(0, allocated["current"] - self._start_bytes))  # the next phase begins with what is left
@@ -104,14 +101,14 @@ class CudaMeter(MemoryMeter):
         return sizes
 
     def _count_held(self) -> None:
-        """Counts parameters, gradients and optimizer state, if that is due."""
-        if len(self.optimizer.state) == self._states_counted and self._steps_since_count < COUNT_EVERY_STEPS:
+        """Counts parameters, gradients and optimizer state, if more parameters have state than at the last count."""
+        if len(self.optimizer.state) == self._states_counted:
             return
         counted = tracker.StorageTracker(self.device.type)
         tracker.tag_held(counted, self.network, self.optimizer)
         gradients = counted.bytes_by_kind[GRADIENTS] or self._held[GRADIENTS]  # at the end of a step there are none
         self._held = {**counted.bytes_by_kind, GRADIENTS: gradients}
-        self._states_counted, self._steps_since_count = len(self.optimizer.state), 0
+        self._states_counted = len(self.optimizer.state)
 
     def _allocated_bytes(self) -> int:
         return torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"]

@@ -44,7 +44,6 @@ class Measured:
     peak_bytes_by_phase: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)  # at the peak
     num_alloc_retries: int = 0
-    num_ooms: int = 0
 
     def merged(self, other: Measured) -> Measured:
         """The larger of each figure; counts are added."""
@@ -54,7 +53,6 @@ class Measured:
             dict(Counter(self.peak_bytes_by_phase) | Counter(other.peak_bytes_by_phase)),
             (other if other.peak_allocated_bytes >= self.peak_allocated_bytes else self).bytes_by_kind,
             self.num_alloc_retries + other.num_alloc_retries,
-            self.num_ooms + other.num_ooms,
         )
 
     def figures(self) -> dict[str, Any]:
@@ -215,17 +213,11 @@ class LeakWatch:
             self._listed_bytes, self._listed = now, self._list_live()
 
     def _report(self, now: int, left: Inventory) -> str:
-        more, sizes = Counter[str](), Counter[str]()
-        for (name, size), number in left.items():
-            more[name] += number
-            sizes[name] += number * size
-        grown = now - self._listed_bytes
-        large = [name for name, size in sizes.most_common() if size >= 0.01 * grown]
-        named = [f"{more[name]} × {name}" for name in large[:_NAMED]]
-        if others := sum(more[name] for name in large[_NAMED:]):
-            named.append(f"{others} others")
-        if grown - sizes.total() >= 0.01 * grown:  # graphs hold tensors that Python does not know of
-            named.append(f"{gib(grown - sizes.total())} held by autograd graphs")
+        grown, bytes_of = now - self._listed_bytes, {entry: entry[1] * number for entry, number in left.items()}
+        largest = sorted(left, key=lambda entry: bytes_of[entry], reverse=True)[:_NAMED]
+        named = [f"{left[entry]} × {entry[0]}" for entry in largest]
+        if (unseen := grown - sum(bytes_of.values())) >= 0.01 * grown:  # Python does not know of what graphs hold
+            named.append(f"{gib(unseen)} held by autograd graphs")
         num_steps = self._step - self._first_step
         return (
             f"memory leak: {gib((now - self._first_bytes) / num_steps)} more after each step, seen over {num_steps} "
