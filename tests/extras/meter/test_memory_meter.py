@@ -277,9 +277,9 @@ def test_the_highest_peak_is_in_bytes_wherever_it_comes_from(monkeypatch: pytest
         monkeypatch.setattr("sys.platform", platform)
         assert peak_bytes(CPU) == expected
     monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
-    for memory, expected in ((SimpleNamespace(rss=5, peak_wset=11), 11), (SimpleNamespace(rss=5), 5)):
-        monkeypatch.setattr("psutil.Process", lambda memory=memory: SimpleNamespace(memory_info=lambda: memory))
-        assert peak_bytes(CPU) == expected
+    memory = SimpleNamespace(peak_wset=11)
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: memory))
+    assert peak_bytes(CPU) == 11
 
 
 def test_nothing_runs_before_the_first_step_and_the_largest_micro_batch_is_that_of_most_positions(training: Training):
@@ -471,27 +471,13 @@ class Allocator:
         self.current -= and_gave_back_bytes
 
 
-class Head(nn.Module):
+class OneWeight(nn.Module):
     """Weights on a device that need not be there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1024, 1024, device="cuda"))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
-class Headed(nn.Module):
-    """A model with an output embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = Head()
         self.frozen = nn.Parameter(torch.empty(0, device="cuda"), requires_grad=False)  # it never has a gradient
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
 
 
 WEIGHTS, STATE = 4 * 2**20, 8 * 2**20
@@ -503,7 +489,7 @@ class CudaTraining:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocator = Allocator(monkeypatch)
-        self.network = Headed()
+        self.network = OneWeight()
         self.optimizer = torch.optim.SGD(self.network.parameters())
         self.allocator.take(WEIGHTS + 50 * MIB, 50 * MIB)  # loading
         self.said: list[str] = []
@@ -514,12 +500,11 @@ class CudaTraining:
         self.meter = CudaMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
 
     def step(self, micro_batches: int = 1, leak_bytes: int = 0, work: Callable[[], None] = lambda: None) -> None:
-        meter, take, weight = self.meter, self.allocator.take, self.network.head.weight
+        meter, take, weight = self.meter, self.allocator.take, self.network.weight
         with meter.measure("forward", [self.batch] * micro_batches):
             for _ in range(micro_batches):
                 meter.mark("forward")
                 take(23 * MIB, 3 * MIB)
-                self.network.head(torch.empty(1))
                 take(15 * MIB, 5 * MIB)
                 meter.mark("backward")
                 work()
@@ -570,8 +555,8 @@ def test_cuda_phases_and_kinds(fake_cuda: None, monkeypatch: pytest.MonkeyPatch)
         PARAMETERS: WEIGHTS,
         GRADIENTS: WEIGHTS,
         OPTIMIZER_STATE: STATE,
-        ACTIVATIONS: 20 * MIB,
-        LOGITS: 10 * MIB,
+        ACTIVATIONS: 30 * MIB,
+        LOGITS: 0,  # which count as activations
         WORKSPACE: 10 * MIB,
     }
     assert second["peak_reserved_bytes"] == 2 * second["peak_allocated_bytes"]
@@ -595,40 +580,32 @@ def test_cuda_peak_between_steps_is_the_runs(fake_cuda: None, monkeypatch: pytes
     assert cuda.meter.interval()["peak_bytes_by_phase"]["elsewhere"] == WEIGHTS + STATE + 500 * MIB
 
 
-def test_cuda_evaluation_tells_logits_from_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+def test_cuda_evaluation_is_all_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     cuda = CudaTraining(monkeypatch)
     cuda.meter.interval()
     with cuda.meter.measure("evaluation", [cuda.batch]):
-        cuda.allocator.take(9 * MIB, 7 * MIB)
-        cuda.network.head(torch.empty(1))
-        cuda.allocator.take(30 * MIB, 32 * MIB)
+        cuda.allocator.take(32 * MIB, 32 * MIB)
     figures = cuda.meter.interval()
     assert figures["peak_bytes_by_phase"]["evaluation"] == figures["peak_allocated_bytes"] == WEIGHTS + 32 * MIB
-    assert figures["bytes_by_kind"][ACTIVATIONS] == 2 * MIB and figures["bytes_by_kind"][LOGITS] == 30 * MIB
+    assert figures["bytes_by_kind"][ACTIVATIONS] == 32 * MIB
 
 
 def test_cuda_memory_that_was_there_before_is_workspace(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     """What is freed meanwhile makes no activations fewer than none."""
-    cuda, head = CudaTraining(monkeypatch), torch.empty(1)
+    cuda = CudaTraining(monkeypatch)
     cuda.meter.interval()
     cuda.allocator.take(40 * MIB)
     with cuda.meter.measure("evaluation", [cuda.batch]):
-        cuda.allocator.take(9 * MIB)
-        cuda.network.head(head)
-        cuda.allocator.take(5 * MIB, 14 * MIB)
+        cuda.allocator.take(14 * MIB, 14 * MIB)
     kinds = cuda.meter.interval()["bytes_by_kind"]
-    assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[WORKSPACE]) == (9 * MIB, 5 * MIB, 40 * MIB)
-    for has_head, activations in ((True, 9 * MIB), (False, 0)):
-        with cuda.meter.measure("forward", [cuda.batch]):
-            cuda.allocator.take(9 * MIB)
-            if has_head:
-                cuda.network.head(head)
-            cuda.allocator.take(0, 10 * MIB)
-            cuda.meter.mark("backward")
-            cuda.allocator.take(60 * MIB, 60 * MIB)
-        kinds = cuda.meter.interval()["bytes_by_kind"]
-        assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[PARAMETERS]) == (activations, 0, WEIGHTS)
-        assert sum(kinds.values()) == cuda.allocator.current + 60 * MIB
+    assert (kinds[ACTIVATIONS], kinds[WORKSPACE]) == (14 * MIB, 40 * MIB)
+    with cuda.meter.measure("forward", [cuda.batch]):
+        cuda.allocator.take(9 * MIB, 10 * MIB)
+        cuda.meter.mark("backward")
+        cuda.allocator.take(60 * MIB, 60 * MIB)
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert (kinds[ACTIVATIONS], kinds[PARAMETERS]) == (0, WEIGHTS)
+    assert sum(kinds.values()) == cuda.allocator.current + 60 * MIB
 
 
 def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
@@ -637,7 +614,6 @@ def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypat
     cuda.meter.interval()
     with cuda.meter.measure("forward", [cuda.batch]):
         cuda.allocator.take(20 * MIB)
-        cuda.network.head(torch.empty(1))
         cuda.allocator.take(10 * MIB)
         cuda.meter.mark("backward")
         cuda.allocator.take(0, 30 * MIB)
@@ -649,37 +625,6 @@ def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypat
         OPTIMIZER_STATE: STATE,
         WORKSPACE: 90 * MIB,
     }
-
-
-def test_cuda_reads_once_where_the_head_of_a_forward_begins(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
-    cuda, hidden = CudaTraining(monkeypatch), torch.empty(1)
-    cuda.step()
-
-    def readings(of: Callable[[], Any]) -> int:
-        before = cuda.allocator.resets
-        of()
-        return cuda.allocator.resets - before
-
-    def heads(phase: str) -> int:
-        with cuda.meter.measure("forward", [cuda.batch]):
-            cuda.meter.mark(phase)
-            return readings(lambda: [cuda.network.head(hidden) for _ in range(3)])  # as a loss in chunks does
-
-    assert (heads("forward"), heads("backward")) == (1, 0)  # recomputed
-    assert readings(lambda: cuda.network.head(hidden)) == 0  # of no step
-    with monkeypatch.context() as compiling:
-        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert heads("forward") == 0
-
-
-def test_cuda_model_without_an_output_embedding_has_activations_alone(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Headed, "get_output_embeddings", lambda network: None)
-    cuda = CudaTraining(monkeypatch)
-    cuda.step()
-    cuda.meter.interval()
-    cuda.step()
-    kinds = cuda.meter.interval()["bytes_by_kind"]
-    assert (kinds[ACTIVATIONS], kinds[LOGITS]) == (30 * MIB, 0)
 
 
 def test_cuda_state_that_is_there_from_the_start_is_counted(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
@@ -716,7 +661,7 @@ def test_cuda_step_that_raises_is_closed(fake_cuda: None, monkeypatch: pytest.Mo
     with pytest.raises(torch.OutOfMemoryError):
         cuda.step(work=fail)
     assert (cuda.meter.phase, cuda.meter.last_shape) == ("backward", (2, 8))
-    assert cuda.meter.bytes_by_kind[ACTIVATIONS] == 20 * MIB and cuda.meter.bytes_by_kind[LOGITS] == 15 * MIB
+    assert cuda.meter.bytes_by_kind[ACTIVATIONS] == 35 * MIB
     resets = cuda.allocator.resets
     cuda.meter.mark("clip")
     assert cuda.allocator.resets == resets and cuda.meter.phase == "backward"
@@ -789,7 +734,7 @@ def test_cuda_figures_are_the_allocators():
     kinds = figures["bytes_by_kind"]
     parameter_bytes = sum(p.nbytes for p in training.network.parameters())
     assert kinds[PARAMETERS] == pytest.approx(parameter_bytes, rel=0.05) and kinds[GRADIENTS] >= parameter_bytes
-    assert kinds[LOGITS] >= 8 * 512 * VOCABULARY * 4
+    assert kinds[ACTIVATIONS] >= 8 * 512 * VOCABULARY * 4
     kept: list[Tensor] = []
     training.network.lm_head.register_forward_pre_hook(keep_graph(kept))
     for _ in range(12):

@@ -60,18 +60,14 @@ def text_lengths(batch: MicroBatch) -> list[float]:
 
 
 def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> ModelFlops | None:
-    """Counts a model operator by operator on the meta device: a second for 24 layers.
+    """Counts the matrix products of a model, not yet compiled or sharded, on the meta device: a second for 24 layers.
 
-    Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
-    a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
-    encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
-    without data, or that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled,
-    wrapped or sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest``
-    tokens.
+    The decoder of an encoder-decoder reads as many tokens as its encoder, which are those that count. A model is also
+    causal if its layers with attention all say so. None for a model that cannot be run without data, or that loops over
+    positions, or whose cost for texts of up to ``longest`` tokens is not such a polynomial.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
-    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, far])
-    if counts is None:
+    if (counts := _count_flops(model, [unit, 2 * unit, 3 * unit, far])) is None:
         return None
     one, two, three, farther = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)

@@ -24,7 +24,6 @@ GROWING_STEPS = 4  # in a row, each ending with more than the one of equal shape
 LEAK_BYTES, LEAK_SHARE = 2**20, 0.001  # on CUDA, in all, and of what is allocated: less is not reported
 SURVIVOR_BYTES = 2**16  # per step, on a CPU, where following a step that might leak costs time
 _MAX_SIGNATURES = 64
-_NAMED = 3  # how many kinds of tensors a report names
 
 Shapes: TypeAlias = tuple[tuple[int, int], ...]  # (B, S) of each micro-batch of a step
 Inventory: TypeAlias = Counter[tuple[str, int]]  # number of live storages by description and bytes
@@ -153,8 +152,7 @@ def peak_bytes(device: torch.device) -> int:
     except ImportError:  # Windows
         import psutil  # comes with accelerate
 
-        memory: Any = psutil.Process().memory_info()
-        return getattr(memory, "peak_wset", memory.rss)
+        return psutil.Process().memory_info().peak_wset
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -214,7 +212,7 @@ class LeakWatch:
 
     def _report(self, now: int, left: Inventory) -> str:
         grown, bytes_of = now - self._listed_bytes, {entry: entry[1] * number for entry, number in left.items()}
-        largest = sorted(left, key=lambda entry: bytes_of[entry], reverse=True)[:_NAMED]
+        largest = sorted(left, key=lambda entry: bytes_of[entry], reverse=True)[:3]
         named = [f"{left[entry]} × {entry[0]}" for entry in largest]
         if (unseen := grown - sum(bytes_of.values())) >= 0.01 * grown:  # Python does not know of what graphs hold
             named.append(f"{gib(unseen)} held by autograd graphs")

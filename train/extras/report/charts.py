@@ -1,7 +1,4 @@
-"""The curves of a run as inline SVG in the colours of the page's light or dark theme.
-
-Matplotlib writes fixed colours; each of those used here stands for a CSS variable of the page and is replaced by it.
-"""
+"""The curves of a run as inline SVG, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ Points = list[tuple[int, float]]
 Curve = tuple[Points, dict[str, Any]]  # and how it looks: arguments of ``Axes.plot``
 
 INK, MUTED, _LINE, FIRST, SECOND, WARN = "#1b1f24", "#656d76", "#d8dee4", "#0b62d6", "#c2570c", "#c21f30"
-_THEME = {INK: "ink", MUTED: "muted", _LINE: "line", FIRST: "first", SECOND: "second", WARN: "warn"}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -60,9 +56,7 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         return [(points(rows, name), {**look, "label": split}) for (split, rows), look in looks]
 
     norms = [(step, value) for step, value in points(training, "grad_norm") if value > 0]
-    skipped = {
-        row["step"] for row in metrics if row["kind"] in ("train", "skipped") and row.get("grad_norm", 0) is None
-    }
+    skipped = {row["step"] for row in metrics if row["kind"] == "skipped"}
     crosses = {"color": WARN, "marker": "x", "linestyle": "", "label": f"not finite, skipped ({len(skipped)})"}
     at_foot = [(step, min(value for _, value in norms)) for step in sorted(skipped)] if norms else []
     gradients = [(norms, {"color": FIRST, "label": "gradient norm"}), (at_foot, crosses)]
@@ -72,14 +66,12 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         clipping = norm, f"clipped to {norm:g}"
     if size := summary.get("predicted_peak_bytes"):
         predicted = size / 2**30, f"predicted {gib(size)}"
+    losses = [trained("loss", "train"), *by_split("loss")]
     speed, noise, rate = map(trained, ("tokens_per_second", "gradient_noise_scale_examples", "learning_rate"))
     drawn = [
-        _chart(
-            "Loss", "Nats per target. A gap that widens is overfitting.", [trained("loss", "train"), *by_split("loss")]
-        ),
+        _chart("Loss", "Nats per target. A gap that widens is overfitting.", losses),
         _chart("Bits per byte", "Held-out text, whatever the tokenizer; lower is better.", by_split("bits_per_byte")),
         _chart("Accuracy", "Share of the targets predicted right, held out.", by_split("accuracy"), from_zero),
-        _chart("Macro F1", "The mean over classes, held out.", by_split("macro_f1"), from_zero),
         _chart("Gradient norm", "Before clipping, logarithmic.", gradients, _logarithmic, clipping),
         _chart("Noise scale", "Of the gradient, in examples.", [noise], from_zero),
         _chart("Learning rate", "As the schedule set it.", [rate], from_zero),
@@ -146,7 +138,7 @@ def _logarithmic(axes: Axes) -> None:
 def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, size: Any = (6.2, 3.1)) -> str:
     """A chart of ``size`` inches for a page, its legend in ``columns``; ``label`` is read aloud.
 
-    The ``<svg>`` element alone: as wide as its place, with ids of its own and the theme's colours.
+    The ``<svg>`` element alone: as wide as its place, and with ids of its own.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -163,8 +155,6 @@ def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, 
     body = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :].strip(), flags=re.DOTALL)
     prefix = re.sub(r"\W+", "-", title.lower())
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", body)
-    for colour, variable in _THEME.items():
-        body = body.replace(colour, f"var(--{variable}, {colour})")
     head, tail = body.split(">", 1)
     head = re.sub(r' (width|height|version|xmlns|xmlns:xlink)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{escape(label)}">{tail}'

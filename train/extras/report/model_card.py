@@ -15,8 +15,7 @@ from train.figures import count, duration, gib, number, without_secrets
 if TYPE_CHECKING:
     from train.tasks import Task
 
-_SETTINGS = ("optimizer", "learning_rate", "lr_scheduler", "weight_decay", "max_grad_norm", "global_batch_size")
-_SETTINGS += ("max_length", "mixed_precision", "gradient_checkpointing", "seed")
+_SETTINGS = ("optimizer", "learning_rate", "global_batch_size", "max_length", "mixed_precision", "steps", "tokens")
 _PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
 _PIPELINES |= {"AutoModelForSequenceClassification": "text-classification"}
 
@@ -38,14 +37,11 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     )
     source, adapter = config.architecture.model, config.get("adapter", "none")
     origin = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
-    by = (
-        "" if adapter == "none" else f" by {'LoRA' if adapter == 'lora' else 'QLoRA'} of rank {config.get('lora_rank')}"
-    )
+    if adapter != "none":
+        origin += f" by {'LoRA' if adapter == 'lora' else 'QLoRA'} of rank {config.get('lora_rank')}"
     settings = {**to_values(config), **summary}
     facts = {
         **{name: str(settings[name]) for name in _SETTINGS if settings.get(name) is not None},
-        "steps": shown(summary, "steps", number),
-        "tokens": shown(summary, "tokens", number),
         "training time": shown(summary, "training_seconds", duration),
         "tokens per second": shown(summary, "tokens_per_second", count),
         "peak memory allocated": shown(summary, "peak_allocated_bytes", gib),
@@ -59,7 +55,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     sections = [
         f"---\n{front.to_yaml()}\n---",
         f"# {_plain(config.of(Options).run_name or task.name)}",
-        f"A {task.title or words(task.name)} model {origin}{by} on `{_public(config.data.dataset)}`.",
+        f"A {task.title or words(task.name)} model {origin} on `{_public(config.data.dataset)}`.",
         "## Results",
         _table([words(name) for name in names], cells) if rows else "No evaluation was run.",
         "## Load it",
@@ -87,9 +83,7 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     )
     if adapter == "none":
         return text
-    base = f"the random initialisation of this architecture by seed {config.optimization.seed}"
-    if source is not None:
-        base = f"`{_public(source)}`" + (", loaded in 4 bits (NF4, double quantization)" if adapter == "qlora" else "")
+    base = f"`{_public(source)}`" if source else f"this model as seed {config.optimization.seed} initialises it"
     return (
         f"{text}\n\nThe adapter is merged into these weights. By itself it is in `adapter/`, for "
         f"`PeftModel.from_pretrained(base, ...)`; its base is {base}."
@@ -107,9 +101,7 @@ def _plain(text: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    return (
-        Path(name).is_absolute() or name.startswith((".", "~")) or "\\" in name or ".py:" in name or Path(name).exists()
-    )
+    return name.startswith((".", "~", "/")) or "\\" in name or ".py:" in name or Path(name).exists()
 
 
 def _hub_name(name: str | None) -> str | None:

@@ -1,8 +1,8 @@
-"""The report of a run as one HTML page: no scripts, nothing fetched, readable in light and dark."""
+"""The report of a run as one HTML page: no scripts, nothing fetched."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from train.tasks import Task
 
 CSS = """
-:root { color-scheme: light dark; --page: #f6f8fa; --card: #ffffff; --ink: #1b1f24; --muted: #656d76; --line: #d8dee4;
-  --first: #0b62d6; --second: #c2570c; --warn: #c21f30; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3; --muted: #9198a1;
-  --line: #30363d; --first: #58a6ff; --second: #f0954a; --warn: #ff7b80; } }
+:root { --card: #ffffff; --muted: #656d76; --line: #d8dee4; --first: #0b62d6; --second: #c2570c; }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0; background: #f6f8fa; color: #1b1f24; font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 64px; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin: 40px 0 12px; }
 .glance, figcaption, footer, dt, dd.more, thead th, .facts th { color: var(--muted); font-weight: 400; }
@@ -33,7 +30,7 @@ h2 { font-size: 1.2rem; margin: 40px 0 12px; }
   margin: 0; padding: 12px 16px; min-width: 0; }
 dd { margin: 0; font-size: 1.5rem; font-weight: 600; }
 dt, dd.more, figcaption, footer { font-size: .85rem; }
-figcaption strong { display: block; color: var(--ink); font-size: 1rem; }
+figcaption strong { display: block; color: #1b1f24; font-size: 1rem; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
 .box { overflow: auto; max-height: 38rem; }
@@ -42,7 +39,6 @@ th, td { padding: 7px 12px 7px 0; text-align: right; border-bottom: 1px solid va
 th:first-child, td:first-child, .facts td, .text { text-align: left; }
 .facts th { width: 14rem; }
 .facts td { white-space: normal; }
-.best { font-weight: 600; }
 pre { font: .85rem/1.5 ui-monospace, monospace; white-space: pre-wrap; }
 """
 
@@ -74,7 +70,7 @@ def page(
         _cards(summary),
         section_html("Curves", figures_html(charts(metrics, summary))),
         section_html("Peak memory by phase, and the highest by kind", facts_html(sizes)),
-        section_html("Evaluations", _evaluations(evaluations, summary.get("best_step"))),
+        section_html("Evaluations", _evaluations(evaluations)),
         section_html("Confusions", _confusions(evaluations, summary.get("label_names") or ())),
         section_html("Sample", sample and f'<div class="box"><pre>{escape(sample)}</pre></div>'),
         section_html("Notes", listed and f"<ul>{listed}</ul>"),
@@ -165,22 +161,19 @@ def facts_html(values: Mapping[str, Any]) -> str:
     return f'<div class="box"><table class="facts"><tbody>{rows}</tbody></table></div>' if rows else ""
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[Any]], best: Collection[int] = ()) -> str:
-    """Rows of values under the names of their columns, the rows ``best`` in bold."""
+def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows of values under the names of their columns."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
-    body = ""
-    for place, row in enumerate(rows):
-        mark = ' class="best"' if place in best else ""
-        body += f"<tr{mark}>{''.join(f'<td>{escape(number(value))}</td>' for value in row)}</tr>\n"
+    lines = ("".join(f"<td>{escape(number(value))}</td>" for value in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
     table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table>"
     return f'<div class="box">{table}</div>' if rows else ""
 
 
-def _evaluations(evaluations: Sequence[Row], best_step: int | None) -> str:
-    """All evaluations, a column per scalar that any of them has; the best one in bold."""
+def _evaluations(evaluations: Sequence[Row]) -> str:
+    """All evaluations, a column per scalar that any of them has."""
     names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time"))
-    best = [i for i, row in enumerate(evaluations) if (row["split"], row["step"]) == ("validation", best_step)]
-    return _table([words(name) for name in names], [[row.get(name) for name in names] for row in evaluations], best)
+    return _table([words(name) for name in names], [[row.get(name) for name in names] for row in evaluations])
 
 
 def _confusions(evaluations: Sequence[Row], labels: Sequence[Any]) -> str:
