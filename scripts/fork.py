@@ -12,7 +12,6 @@ test file that imports an extra that is gone, sets one of its options, shows one
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import shutil
 import sys
@@ -55,19 +54,14 @@ def asked_for(words: Sequence[str] | None) -> tuple[Path, list[str], list[str]]:
     """The target, the extras to keep, and lines about extras that need another; a wrong flag exits with status 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path, help="a folder that does not exist yet or is empty")
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--without", nargs="+", default=[], metavar="EXTRA")
-    choice.add_argument("--only", nargs="*", metavar="EXTRA")
-    asked, here = parser.parse_args(words), extras.classes()
-    for name in [*asked.without, *(asked.only or [])]:
-        if name not in here:
-            guess = "".join(f" Did you mean {near}?" for near in difflib.get_close_matches(name, here, 1))
-            parser.error(f"{name!r} is not one of the extras here: {', '.join(here)}.{guess}")
+    here, choice = extras.classes(), parser.add_mutually_exclusive_group()
+    choice.add_argument("--without", nargs="+", default=[], metavar="EXTRA", choices=list(here))
+    choice.add_argument("--only", nargs="*", metavar="EXTRA", choices=list(here))
+    asked = parser.parse_args(words)
     target = asked.target.expanduser().resolve()
-    if target.is_relative_to(ROOT):
-        parser.error(f"{target} is inside the template. Give a folder outside of it, such as ../my_project.")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        parser.error(f"{target} is there already and not an empty folder. Give another one.")
+    is_used = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_used or target.is_relative_to(ROOT):
+        parser.error(f"{target} is not empty, or inside the template. Give a new folder, such as ../my_project.")
     keep = {name for name in here if (name not in asked.without if asked.only is None else name in asked.only)}
     lines = []
     for name in [name for name in here if name in keep]:
@@ -95,12 +89,14 @@ class Fork:
         whole = [*(ROOT / name for name in FILES), *pages]
         for path in whole + self._files("train") + self._files("accelerate_configs"):
             self._copy(path)
-        needs: dict[Path, list[str]] = {}  # of each recipe, the extras that are gone and without which it cannot run
+        left_out = []
         for path in self._files("recipes"):
-            text, signs = path.read_text(encoding="utf-8"), {name: RECIPE_SIGNS.get(name, "(?!)") for name in self.gone}
-            needs[path] = needed = [name for name, sign in signs.items() if re.search(sign, text, re.MULTILINE)]
-            if not needed or path.suffix != ".yaml":
-                self._copy(path, without_keys=path.suffix == ".yaml")
+            text, is_recipe = path.read_text(encoding="utf-8"), path.suffix == ".yaml"
+            needed = [name for name in self.gone if re.search(RECIPE_SIGNS.get(name, "(?!)"), text, re.MULTILINE)]
+            if is_recipe and needed:
+                left_out.append(f"{path.relative_to(ROOT)} needs {', '.join(needed)}: left out")
+            else:
+                self._copy(path, without_keys=is_recipe)
         starts = (self.target / "recipes" / "quickstart.yaml").exists()
         for name in SCRIPTS if starts else SCRIPTS[:-1]:
             self._copy(ROOT / "scripts" / name)
@@ -115,8 +111,7 @@ class Fork:
             text, here = page.read_text(encoding="utf-8"), page.parent
             text = LINK.sub(lambda link, here=here: link[0] if (here / link[2]).exists() else link[1], text)
             page.write_text(text, encoding="utf-8")
-        named = {path.relative_to(ROOT): needed for path, needed in needs.items() if path.suffix == ".yaml" and needed}
-        return [f"{path} needs {', '.join(needed)}: left out" for path, needed in named.items()]
+        return left_out
 
     def _files(self, folder: str) -> list[Path]:
         """Files of a folder of the template that belong to what is kept."""

@@ -377,16 +377,6 @@ def test_too_little_host_memory_is_not_taken_for_a_full_card(train: Train, flags
     assert f"{flags[-2]} False" in ran.said
 
 
-@pytest.mark.slow
-def test_snapshot_is_written_when_memory_runs_out_also_where_the_step_recovers(train: Train) -> None:
-    flags = ("--memory_snapshot", "true")
-    settings = Settings(refusals=(Refusal("backward", 2, 5),))
-    ran = train("run", *flags, settings=settings)
-    assert ran.summary["oom_recoveries"] == 1
-    assert (ran.output / "memory_snapshot-0.pickle").stat().st_size > 0
-    assert not list(train("other", *flags).output.glob("memory_snapshot*"))
-
-
 # Loss scaling
 
 

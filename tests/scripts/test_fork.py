@@ -221,9 +221,8 @@ def test_memory_needs_the_meter(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--without", "reprot"], "'reprot' is not one of the extras here: readers, long_sequences"),
-        (["--without", "reprot"], "Did you mean report?"),
-        (["--only", "Meter"], "Did you mean meter?"),
+        (["--without", "reprot"], "invalid choice: 'reprot' (choose from "),
+        (["--only", "Meter"], "invalid choice: 'Meter' (choose from "),
         (["--only", "meter", "--without", "report"], "not allowed with argument"),
         (["--without"], "expected at least one argument"),
     ],
@@ -240,15 +239,11 @@ def test_wrong_names_end_with_a_message(
 
 def test_a_target_that_is_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for target, message in (
-        (tmp_path, "is there already and not an empty folder"),
-        (tmp_path / "notes.txt", "is there already and not an empty folder"),
-        (ROOT / "train" / "new", "is inside the template"),
-    ):
+    for target in (tmp_path, tmp_path / "notes.txt", ROOT / "train" / "new"):
         with pytest.raises(SystemExit) as ended:
             fork.main([str(target), "--only"])
         assert ended.value.code == 2
-        assert message in capsys.readouterr().err
+        assert f"{target} is not empty, or inside the template" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -15,8 +15,10 @@ from train.figures import gib
 _MORE_CSS = """
 .maps { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
 .maps figure { overflow-x: auto; }
-.matrix { width: 100%; }
-.matrix thead th, .matrix tbody th { color: var(--muted); }
+.matrix td, .matrix th { text-align: center; padding: 8px 12px; }
+.matrix thead th, .matrix tbody th { color: var(--muted); font-weight: 500; }
+.matrix tbody th { text-align: right; }
+.matrix tbody td { border: 1px solid var(--card); min-width: 4.2em; }
 .matrix tbody td { background: color-mix(in srgb, var(--first) calc(var(--share) * 62%), transparent); }
 .matrix tbody td.speed { background: color-mix(in srgb, var(--second) calc(var(--share) * 62%), transparent); }
 .matrix tbody td.none { color: var(--muted); font-size: .8rem; background: repeating-linear-gradient(45deg,

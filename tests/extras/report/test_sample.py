@@ -1,32 +1,17 @@
-"""What a trained language model writes, and what its bits per byte compare with."""
+"""What a trained language model writes."""
 
 from __future__ import annotations
 
-import pytest
 import transformers
 from support import run_for
 from torch import nn
 
 from train.config import Config
 from train.extras.readers.own_tokenizers import build_tokenizer
-from train.extras.report.sample import references, sample
+from train.extras.report.sample import sample
 from train.tasks import load_task
 
 BYTES = build_tokenizer("bytes", ())
-
-
-def test_references_are_entropy_and_xz() -> None:
-    found = references(["ab" * 500])
-    assert found["order-0 entropy"] == pytest.approx(1.0)
-    assert found["xz -9"] < 1.0
-
-
-def test_references_are_those_of_a_part_of_a_large_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.extras.report.sample.REFERENCE_BYTES", 1000)
-    read = []
-    texts = (read.append(text) or text for text in ["ab" * 300, "ba" * 300, "c" * 10**9])
-    assert references(texts) == references(["ab" * 300 + "ba" * 200])
-    assert len(read) == 2
 
 
 def test_a_causal_model_continues_the_beginning_of_the_text() -> None:

@@ -117,15 +117,9 @@ def test_no_tracker_no_call():
     assert recorder.calls == []
 
 
-@pytest.mark.parametrize(
-    ("recorder", "message"),
-    [
-        (_Recorder(["wandb"], ImportError("No module named 'wandb'")), r"pip install '.\[wandb\]'"),
-        (_Recorder(["wandb"], RuntimeError("no API key")), r"no API key.*WANDB_MODE=offline"),
-    ],
-)
-def test_a_tracker_that_cannot_start_says_what_to_do(recorder: Any, message: str):
-    with pytest.raises(UserError, match=message):
+def test_a_tracker_that_cannot_start_says_what_to_do():
+    recorder: Any = _Recorder(["wandb"], RuntimeError("no API key"))
+    with pytest.raises(UserError, match=r"no API key.*WANDB_MODE=offline"):
         start_trackers(recorder, _config(report_to=["wandb"]))
 
 

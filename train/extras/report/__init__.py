@@ -83,15 +83,8 @@ class Extra(extras.Extra):
         from train.extras.report.machine import hardware, versions
         from train.extras.report.model_card import model_card
         from train.extras.report.page import write_report
-        from train.extras.report.sample import references
 
         summary |= {"hardware": hardware(), "versions": versions()}
-        figures = summary["result"]["validation"]
-        known = references(parts.data.corpus.validation["text"]) if "bits_per_byte" in figures else {}
-        if known:
-            said = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
-            outputs.say(f"for comparison, bits per byte of the same text (of its first 8 MiB): {said}")
-        summary["references"] = known
         sample = _sample(run, parts) if run.launch.has_whole_weights else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
@@ -113,8 +106,6 @@ def start_trackers(accelerator: Accelerator, config: Config) -> None:
     options = {"trackio": {"name": run_name}, "wandb": {"name": run_name, "dir": config.output.output_dir}}
     try:
         accelerator.init_trackers(PROJECT, config=dict(tracked(to_values(config))), init_kwargs=options)
-    except ImportError as error:
-        raise UserError(f"report_to: {error}. pip install '.[{','.join(wanted)}]' adds what is missing.") from error
     except Exception as error:  # each tool raises its own kinds of error
         hint = " WANDB_MODE=offline keeps the run on this machine." if "wandb" in wanted else ""
         raise UserError(f"report_to: {', '.join(wanted)} did not start: {error}.{hint}") from error

@@ -16,8 +16,6 @@ import psutil  # comes with accelerate
 from train import __version__
 from train.figures import gib
 
-_NAMES = {"macro_f1": "macro F1", "f1": "F1", "mfu": "MFU", "tokens_per_second": "tokens/s"}
-
 
 def hardware() -> dict[str, Any]:
     """The machine, without its name or its users; memory in bytes."""
@@ -58,7 +56,7 @@ def machine_facts(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def words(name: str) -> str:
     """The name of a metric in words."""
-    return _NAMES.get(name, name.replace("_", " "))
+    return name.replace("_", " ")
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,19 +7,15 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from train.config import Config, to_values
 from train.extras.report import Options
 from train.extras.report.machine import machine_facts, scalars, shown, words
-from train.figures import count, duration, gib, number, several, without_secrets
+from train.figures import count, duration, gib, number, without_secrets
 
 if TYPE_CHECKING:
     from train.tasks import Task
 
-_SETTINGS = ("optimizer", "learning_rate", "lr_scheduler", "weight_decay", "max_grad_norm", "global_batch_size")
-_SETTINGS += ("max_length", "mixed_precision", "gradient_checkpointing", "seed")
-_ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA (its frozen layers in 4 bits)"}
+_SETTINGS = ("optimizer", "learning_rate", "global_batch_size", "max_length", "mixed_precision", "steps", "tokens")
 _PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForMaskedLM": "fill-mask"}
 _PIPELINES |= {"AutoModelForSequenceClassification": "text-classification"}
 
@@ -29,57 +25,48 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
 
     ``summary`` is as in ``summary.json``; every key may be missing.
     """
-    figures = {
-        "Training time": shown(summary, "training_seconds", duration),
-        "Tokens per second": shown(summary, "tokens_per_second", count),
-        "Peak memory allocated": shown(summary, "peak_allocated_bytes", gib),
+    from huggingface_hub import ModelCardData
+
+    dataset = _hub_name(config.data.dataset)
+    front = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=_PIPELINES.get(task.auto_class),
+        base_model=_hub_name(config.architecture.model),
+        datasets=[dataset] if dataset and "/" in dataset else None,
+        tags=["accelerate", "long-context", task.name.replace("_", "-")],
+    )
+    source, adapter = config.architecture.model, config.get("adapter", "none")
+    origin = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
+    if adapter != "none":
+        origin += f" by {'LoRA' if adapter == 'lora' else 'QLoRA'} of rank {config.get('lora_rank')}"
+    settings = {**to_values(config), **summary}
+    facts = {
+        **{name: str(settings[name]) for name in _SETTINGS if settings.get(name) is not None},
+        "training time": shown(summary, "training_seconds", duration),
+        "tokens per second": shown(summary, "tokens_per_second", count),
+        "peak memory allocated": shown(summary, "peak_allocated_bytes", gib),
         **machine_facts(summary),
     }
-    figures.pop("Platform", None)  # the kernel's release says nothing about the model
-    settings = {**to_values(config), **summary}
+    facts.pop("Platform", None)  # the kernel's release says nothing about the model
+    results = summary.get("result") or {}
+    rows = [{"split": split, "step": summary.get("final_step"), **scalars(found)} for split, found in results.items()]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
     sections = [
-        _front_matter(config, task),
+        f"---\n{front.to_yaml()}\n---",
         f"# {_plain(config.of(Options).run_name or task.name)}",
-        _what_it_is(config, task, summary),
+        f"A {task.title or words(task.name)} model {origin} on `{_public(config.data.dataset)}`.",
         "## Results",
-        _results(summary),
+        _table([words(name) for name in names], cells) if rows else "No evaluation was run.",
         "## Load it",
         _how_to_load(config, task),
         "## Training",
-        _facts("Setting", {name: settings.get(name) for name in _SETTINGS}),
-        "## Machine",
-        _facts("Part", figures),
+        _table(["What", "Value"], [[name, str(value)] for name, value in facts.items() if value is not None]),
         "## Before you use it",
         "The figures above describe this data and nothing else. Licence, intended use and known weaknesses are for its "
         "author to add.",
     ]
     return without_secrets("\n\n".join(sections) + "\n")
-
-
-def _front_matter(config: Config, task: type[Task]) -> str:
-    dataset = _hub_name(config.data.dataset)
-    values = {
-        "library_name": "transformers",
-        "pipeline_tag": _PIPELINES.get(task.auto_class),
-        "base_model": _hub_name(config.architecture.model),
-        "datasets": [dataset] if dataset and "/" in dataset else None,
-        "tags": ["accelerate", "long-context", task.name.replace("_", "-")],
-    }
-    known = {key: value for key, value in values.items() if value}
-    return f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}---"
-
-
-def _what_it_is(config: Config, task: type[Task], summary: Mapping[str, Any]) -> str:
-    source, adapter = config.architecture.model, _ADAPTERS.get(config.get("adapter", "none"))
-    origin = f"fine-tuned from `{_public(source)}`" if source else "trained from scratch"
-    by = f" by {adapter} of rank {config.get('lora_rank')}" if adapter else ""
-    parts = [
-        f"A {task.title or words(task.name)} model {origin}{by} on `{_public(config.data.dataset)}`",
-        shown(summary, "steps", lambda steps: several(steps, "step")),
-        shown(summary, "tokens", "{:,} tokens".format),
-        f"examples of up to {config.data.max_length:,} tokens",
-    ]
-    return ", ".join(filter(None, parts)) + "."
 
 
 def _how_to_load(config: Config, task: type[Task]) -> str:
@@ -96,25 +83,11 @@ def _how_to_load(config: Config, task: type[Task]) -> str:
     )
     if adapter == "none":
         return text
-    base = f"the random initialisation of this architecture by seed {config.optimization.seed}"
-    if source is not None:
-        base = f"`{_public(source)}`" + (", loaded in 4 bits (NF4, double quantization)" if adapter == "qlora" else "")
+    base = f"`{_public(source)}`" if source else f"this model as seed {config.optimization.seed} initialises it"
     return (
         f"{text}\n\nThe adapter is merged into these weights. By itself it is in `adapter/`, for "
         f"`PeftModel.from_pretrained(base, ...)`; its base is {base}."
     )
-
-
-def _results(summary: Mapping[str, Any]) -> str:
-    results = summary.get("result") or {}
-    rows = [{"split": split, "step": summary.get("final_step"), **scalars(found)} for split, found in results.items()]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
-    return _table([words(name) for name in names], cells) if rows else "No evaluation was run."
-
-
-def _facts(kind: str, values: Mapping[str, Any]) -> str:
-    return _table([kind, "Value"], [[name, str(value)] for name, value in values.items() if value is not None])
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -128,9 +101,7 @@ def _plain(text: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    return (
-        Path(name).is_absolute() or name.startswith((".", "~")) or "\\" in name or ".py:" in name or Path(name).exists()
-    )
+    return name.startswith((".", "~", "/")) or "\\" in name or ".py:" in name or Path(name).exists()
 
 
 def _hub_name(name: str | None) -> str | None:

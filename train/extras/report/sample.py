@@ -1,11 +1,7 @@
-"""What a trained language model writes, and what its bits per byte compare with."""
+"""What a trained language model writes."""
 
 from __future__ import annotations
 
-import lzma
-import math
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -14,21 +10,6 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from train.records import Run
 from train.tasks import Task, pad_token_id
-
-REFERENCE_BYTES = 8 * 2**20  # xz takes a second for each of these MiB
-
-
-def references(texts: Iterable[str]) -> dict[str, float]:
-    """Bits per byte without any model: the entropy of single bytes, and xz at its best preset, of a first part."""
-    data = bytearray()
-    for text in texts:
-        data += text.encode()
-        if len(data) >= REFERENCE_BYTES:
-            break
-    del data[REFERENCE_BYTES:]
-    counts = Counter(data).values()
-    entropy = -sum(n / len(data) * math.log2(n / len(data)) for n in counts)
-    return {"order-0 entropy": entropy, "xz -9": 8 * len(lzma.compress(data, preset=9)) / len(data)}
 
 
 def sample(run: Run, task: Task, model: nn.Module, tokenizer: Any, text: str) -> str | None:
