@@ -28,10 +28,9 @@ class Stretch:
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # in the parameter, flattened
     length: int
-    buffer: int  # which buffer
     offset: int  # where in the buffer
 
-    def part_of(self, flat: Tensor) -> Block:
+    def block_of(self, flat: Tensor) -> Block:
         """This part of ``flat``, a buffer or moments of its length, to be written."""
         return Block(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
 
@@ -48,17 +47,16 @@ class DeepSpeedState(TrainingState):
 
     def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
         found = super().blocks(rank)  # what is not trained
-        for stretch in self.stretches():
-            buffer = self._buffers()[stretch.buffer]
-            found["model"][stretch.name] = stretch.part_of(buffer)
-            for key, value in self.optimizer.state.get(buffer, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                name = f"{stretch.name}.{key}"
-                if value.shape == buffer.shape:
-                    found["optimizer"][name] = stretch.part_of(value)
-                elif stretch.start == 0:  # a number, such as how many steps were made
-                    found["optimizer"][name] = Block(_copied(value), tuple(value.shape), (0,) * value.ndim)
+        for buffer, stretches in self._buffers():
+            moments = {k: v for k, v in self.optimizer.state.get(buffer, {}).items() if isinstance(v, Tensor)}
+            for stretch in stretches:
+                found["model"][stretch.name] = stretch.block_of(buffer)
+                for key, value in moments.items():
+                    name = f"{stretch.name}.{key}"
+                    if value.shape == buffer.shape:
+                        found["optimizer"][name] = stretch.block_of(value)
+                    elif stretch.start == 0:  # a number, such as how many steps were made
+                        found["optimizer"][name] = Block(_copied(value), tuple(value.shape), (0,) * value.ndim)
         return found
 
     def values(self) -> dict[str, Any]:
@@ -72,16 +70,15 @@ class DeepSpeedState(TrainingState):
         for full_name in blocks.index["optimizer"]:
             name, _, key = full_name.rpartition(".")
             keys[name].append(key)
-        states: list[dict[str, Tensor]] = [{} for _ in self._buffers()]
-        for stretch in self.stretches():
-            buffer, state = self._buffers()[stretch.buffer], states[stretch.buffer]
-            for key in keys[stretch.name]:
-                name = f"{stretch.name}.{key}"
-                if not blocks.index["optimizer"][name]["shape"]:
-                    state[key] = blocks.block("optimizer", name, (), ())
-                else:
-                    stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
-        for buffer, state in zip(self._buffers(), states, strict=True):
+        for buffer, stretches in self._buffers():
+            state: dict[str, Tensor] = {}
+            for stretch in stretches:
+                for key in keys[stretch.name]:
+                    name = f"{stretch.name}.{key}"
+                    if blocks.index["optimizer"][name]["shape"]:
+                        stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
+                    else:
+                        state[key] = blocks.block("optimizer", name, (), ())
             self.optimizer.state[buffer] = state
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
@@ -89,14 +86,16 @@ class DeepSpeedState(TrainingState):
     @torch.no_grad()
     def restore_model(self, blocks: StoredBlocks) -> None:
         super().restore_model(blocks)
-        for stretch in self.stretches():
-            stretch.fill(self._buffers()[stretch.buffer], blocks, "model", stretch.name)
+        buffers = list(self._buffers())
+        for buffer, stretches in buffers:
+            for stretch in stretches:
+                stretch.fill(buffer, blocks, "model", stretch.name)
         zero = self.optimizer  # its buffers hold the weights now; the copies that the model computes with follow
         if not self._is_stage_3():
             zero.update_lp_params()
             return
         zero.checkpoint_event_prologue()
-        for number, buffer in enumerate(self._buffers()):
+        for number, (buffer, _) in enumerate(buffers):
             zero.fp16_partitioned_groups_flat[number].copy_(buffer)
             zero._unflatten_partitioned_parameters(number)
         zero.checkpoint_event_epilogue()
@@ -112,38 +111,36 @@ class DeepSpeedState(TrainingState):
                 whole[name] = tensor.detach().cpu()
         return whole
 
-    def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the trained parameters, in the order of its buffers."""
-        names, is_stage_3 = self._names(), self._is_stage_3()
-        for number, group in enumerate(self.optimizer.fp16_groups if is_stage_3 else self.optimizer.bit16_groups):
-            offset = 0
-            for parameter in group:
-                name = names[id(parameter)]
-                if is_stage_3:
-                    share = parameter.partition_numel()
-                    start = self.optimizer._get_param_partition_rank(parameter) * share
-                    length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
-                    if length > 0:
-                        yield Stretch(name, tuple(parameter.ds_shape), start, length, number, offset)
-                    offset += share
-                elif (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
-                    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                    yield Stretch(name, tuple(parameter.shape), there.start, there.numel, number, here.start)
+    def model_tensors(self) -> dict[str, Tensor]:
+        """What of the model is in none of the buffers."""
+        return {name: tensor for name, tensor in super().model_tensors().items() if not tensor.requires_grad}
 
     def _is_stage_3(self) -> bool:
         return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
 
-    def _buffers(self) -> list[Tensor]:
-        zero = self.optimizer
-        return zero.fp32_partitioned_groups_flat if self._is_stage_3() else zero.single_partition_of_fp32_groups
-
-    def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """What of the model is in none of the buffers."""
-        trained = self._names()
-        return {name: tensor for name, tensor in super().model_tensors().items() if id(tensor) not in trained}
+    def _buffers(self) -> Iterator[tuple[Tensor, list[Stretch]]]:
+        """This rank's buffers, each with what it holds of the trained parameters."""
+        zero, names = self.optimizer, {id(parameter): name for name, parameter in self.model.named_parameters()}
+        if self._is_stage_3():
+            for buffer, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+                found, offset = [], 0
+                for parameter in group:
+                    share = parameter.partition_numel()
+                    start = zero._get_param_partition_rank(parameter) * share
+                    length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
+                    if length > 0:
+                        found.append(Stretch(names[id(parameter)], tuple(parameter.ds_shape), start, length, offset))
+                    offset += share
+                yield buffer, found
+            return
+        for buffer, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
+            found = []
+            for parameter in group:
+                if (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
+                    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                    shape = tuple(parameter.shape)
+                    found.append(Stretch(names[id(parameter)], shape, there.start, there.numel, here.start))
+            yield buffer, found
 
 
 def _copied(tensor: Tensor) -> Tensor:
