@@ -85,6 +85,4 @@ class Extra(extras.Extra):
             return None
         from train.extras.adapters.lora import AdapterState
 
-        found = AdapterState(network, optimizer, identity, scaler)
-        found.try_final()
-        return found
+        return AdapterState(network, optimizer, identity, scaler)

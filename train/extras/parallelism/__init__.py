@@ -127,7 +127,6 @@ def _check_tensors(config: Config, launch: Launch) -> None:
         f"parallelism_config_tp_size: {size} in the launch file",
         ("sharding or data parallelism", not is_alone, alone),
         ("mixed_precision: fp16", is_fp16, "use bf16: each rank would scale its loss by itself"),
-        ("optimizer: adafactor", optim.optimizer == "adafactor", "use adamw or sgd: it needs whole weights"),
         ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
         (f"loss: {loss}", loss in ("torch", "cce", "liger"), "use auto or chunked: its sums may differ between ranks"),
         *_cases_of_rows(config, "ddp.yaml"),
