@@ -241,25 +241,20 @@ class AdapterState(TrainingState):
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
-        adapter = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                full = _full(parameter)  # on all ranks, whichever of them keep it
-                if keep:  # without what peft adds to the name of a weight, and to that of an adapter inside the model
-                    plain = re.sub(rf"\.(base_layer|{ADAPTER})(?=\.|$)", "", name)
-                    adapter[f"base_model.model.{plain}"] = full
+        trained = {
+            name: _full(parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
+        model: Any = self.model
         if not keep:
-            return self.model
+            return model
         folder = folder / "adapter"
         folder.mkdir(exist_ok=True)
-        self.model.peft_config[ADAPTER].save_pretrained(str(folder))  # pyright: ignore
-        save_file(adapter, folder / "adapter_model.safetensors")
-        return self._plain_model()
-
-    def _plain_model(self) -> nn.Module:
-        """The model that the merged weights belong to, itself without any."""
-        model: Any = self.model
-        if not hasattr(model, "_from_config"):
+        model.peft_config[ADAPTER].save_pretrained(str(folder))
+        # Without what peft adds to the name of a weight, and to that of an adapter inside the model
+        added = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
+        named = {f"base_model.model.{added.sub('', name)}": tensor for name, tensor in trained.items()}
+        save_file(named, folder / "adapter_model.safetensors")
+        if not hasattr(model, "_from_config"):  # not of transformers
             return model
         config = copy.deepcopy(model.config)
         if hasattr(config, "quantization_config"):

@@ -54,13 +54,9 @@ class Extra(extras.Extra):
             half = "use bfloat16, or float32 with mixed_precision: fp16"
             extras.refuse("optimizer_offload", not_adamw, ("dtype: float16", dtype == "float16", half))
         if rounds:
-            has_originals = "the host updates fp32 originals already: use nearest"
-            extras.refuse(
-                rounding,
-                not_adamw,
-                (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"),
-                ("optimizer_offload", own.optimizer_offload, has_originals),
-            )
+            originals = "the host updates fp32 originals already: use nearest"
+            not_bf16 = (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest")
+            extras.refuse(rounding, not_adamw, not_bf16, ("optimizer_offload", own.optimizer_offload, originals))
         if not launch.has_whole_weights:
             is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
             early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"

@@ -40,10 +40,14 @@ class Extra(extras.Extra):
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        if launch.tp_size > 1:
-            _check_tensors(config, launch)
-        elif launch.copies > 1:
-            _check_sequences(config, launch)
+        if launch.copies > 1:
+            is_auto = config.optimization.micro_batch_size == "auto"
+            extras.refuse(
+                f"{launch} in the launch file",
+                ("micro_batch_size: auto", is_auto, "give a number: the memory of one part is not predicted"),
+                ("packing", bool(config.get("packing")), "leave packing out, or use ddp.yaml or fsdp2.yaml"),
+            )
+            (_check_tensors if launch.tp_size > 1 else _check_sequences)(config, launch)
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         """The plugin of DeepSpeed, and Ulysses' sizes; accelerate reads the other sizes from the environment."""
@@ -98,12 +102,9 @@ class Extra(extras.Extra):
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Explains what DDP waits for."""
-        if not isinstance(error, RuntimeError) or "find_unused_parameters" not in str(error):
-            return None
-        return (
-            "a step left parameters without a gradient, which DDP waits for. --find_unused_parameters has it look for "
-            "them in each step."
-        )
+        if isinstance(error, RuntimeError) and "find_unused_parameters" in str(error):
+            return "a step left parameters without a gradient, which DDP waits for. Give --find_unused_parameters."
+        return None
 
 
 def _kind(launch: Launch) -> Any:
@@ -129,7 +130,6 @@ def _check_tensors(config: Config, launch: Launch) -> None:
         ("mixed_precision: fp16", is_fp16, "use bf16: each rank would scale its loss by itself"),
         ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
         (f"loss: {loss}", loss in ("torch", "cce", "liger"), "use auto or chunked: its sums may differ between ranks"),
-        *_cases_of_rows(config, "ddp.yaml"),
     )
 
 
@@ -151,14 +151,4 @@ def _check_sequences(config: Config, launch: Launch) -> None:
         (f"attn_implementation: {attention}", is_other, "use sdpa"),
         (f"max_tokens_per_micro_batch: {tokens}", is_ulysses and tokens is not None, fixed_rows),
         (f"sequence_length_warmup_steps: {steps}", steps > 0, f"set it to 0, or use accelerate_configs/{other}"),
-        *_cases_of_rows(config, other),
-    )
-
-
-def _cases_of_rows(config: Config, other: str) -> tuple[tuple[str, bool, str], ...]:
-    """Rows that cannot be predicted or divided."""
-    is_auto = config.optimization.micro_batch_size == "auto"
-    return (
-        ("micro_batch_size: auto", is_auto, "give a number: the memory of one part is not predicted"),
-        ("packing", bool(config.get("packing")), f"leave packing out, or use accelerate_configs/{other}"),
     )

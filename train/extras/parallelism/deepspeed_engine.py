@@ -37,14 +37,12 @@ class DeepSpeed(Engine):
         """Tells DeepSpeed the batch and bucket sizes, which are known once the model is there; accelerate's agree."""
         plugin, arithmetic = run.accelerator.state.deepspeed_plugin, arithmetic_of(run.config, run.launch.dp_size)
         assert plugin is not None
-        plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=arithmetic.micro_batch_size,
-            gradient_accumulation_steps=arithmetic.accumulation_steps,
-        )
-        run.accelerator.gradient_accumulation_steps = arithmetic.accumulation_steps
+        settings, steps = plugin.deepspeed_config, arithmetic.accumulation_steps
+        settings.update(train_micro_batch_size_per_gpu=arithmetic.micro_batch_size, gradient_accumulation_steps=steps)
+        run.accelerator.gradient_accumulation_steps = steps
         # DeepSpeed allocates the whole buffer, and by default for 500 million gradients, however small the model is.
         bucket = min(MAX_REDUCE_BUCKET_ELEMENTS, sum(p.numel() for p in model.parameters()))
-        plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = bucket
+        settings["zero_optimization"]["reduce_bucket_size"] = bucket
         if plugin.zero_stage == 3 and not all(p.requires_grad for p in model.parameters()):
             raise UserError("zero_stage: 3 with frozen weights: checkpoints would miss them. Use zero_stage: 2.")
 

@@ -8,8 +8,7 @@ stretches are others. Names and layout are those of DeepSpeed 0.19.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +23,15 @@ from train.state import Block, TrainingState
 class Stretch:
     """A part of a parameter in one of this rank's buffers."""
 
-    name: str
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # in the parameter, flattened
     length: int
+    buffer: Tensor
     offset: int  # where in the buffer
 
-    def block_of(self, flat: Tensor) -> Block:
-        """This part of ``flat``, a buffer or moments of its length, to be written."""
-        return Block(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
-
-    @torch.no_grad()
-    def fill(self, flat: Tensor, blocks: StoredBlocks, section: str, name: str) -> None:
-        """Puts the stored part into ``flat``."""
-        found = blocks.block(section, name, (self.start,), (self.length,))
-        flat.narrow(0, self.offset, self.length).copy_(found)
+    def of(self, flat: Tensor) -> Tensor:
+        """This part of ``flat``, the buffer or moments of its length."""
+        return flat.narrow(0, self.offset, self.length)
 
 
 @dataclass(frozen=True)
@@ -47,16 +40,13 @@ class DeepSpeedState(TrainingState):
 
     def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
         found = super().blocks(rank)  # what is not trained
-        for buffer, stretches in self._buffers():
-            moments = {k: v for k, v in self.optimizer.state.get(buffer, {}).items() if isinstance(v, Tensor)}
-            for stretch in stretches:
-                found["model"][stretch.name] = stretch.block_of(buffer)
-                for key, value in moments.items():
-                    name = f"{stretch.name}.{key}"
-                    if value.shape == buffer.shape:
-                        found["optimizer"][name] = stretch.block_of(value)
-                    elif stretch.start == 0:  # a number, such as how many steps were made
-                        found["optimizer"][name] = Block(_copied(value), tuple(value.shape), (0,) * value.ndim)
+        for name, part in self._stretches().items():
+            found["model"][name] = Block(_copied(part.of(part.buffer)), part.shape, (part.start,))
+            for key, value in self.optimizer.state.get(part.buffer, {}).items():
+                if isinstance(value, Tensor) and value.shape == part.buffer.shape:
+                    found["optimizer"][f"{name}.{key}"] = Block(_copied(part.of(value)), part.shape, (part.start,))
+                elif isinstance(value, Tensor) and part.start == 0:  # a number, such as how many steps were made
+                    found["optimizer"][f"{name}.{key}"] = Block(_copied(value), tuple(value.shape), (0,) * value.ndim)
         return found
 
     def values(self) -> dict[str, Any]:
@@ -66,36 +56,33 @@ class DeepSpeedState(TrainingState):
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place, also from a run without DeepSpeed."""
         self.restore_model(blocks)
-        keys: dict[str, list[str]] = defaultdict(list)
-        for full_name in blocks.index["optimizer"]:
+        stretches = self._stretches()
+        states: dict[Tensor, dict[str, Tensor]] = {buffer: {} for buffer in self._buffers()}
+        for full_name, stored in blocks.index["optimizer"].items():
             name, _, key = full_name.rpartition(".")
-            keys[name].append(key)
-        for buffer, stretches in self._buffers():
-            state: dict[str, Tensor] = {}
-            for stretch in stretches:
-                for key in keys[stretch.name]:
-                    name = f"{stretch.name}.{key}"
-                    if blocks.index["optimizer"][name]["shape"]:
-                        stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
-                    else:
-                        state[key] = blocks.block("optimizer", name, (), ())
-            self.optimizer.state[buffer] = state
+            if (part := stretches.get(name)) is None:
+                continue  # other ranks have all of it
+            state = states[part.buffer]
+            if stored["shape"]:
+                moments = state.setdefault(key, torch.zeros_like(part.buffer, requires_grad=False))
+                part.of(moments).copy_(blocks.block("optimizer", full_name, (part.start,), (part.length,)))
+            else:
+                state[key] = blocks.block("optimizer", full_name, (), ())
+        self.optimizer.state.update(states)
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 
     @torch.no_grad()
     def restore_model(self, blocks: StoredBlocks) -> None:
         super().restore_model(blocks)
-        buffers = list(self._buffers())
-        for buffer, stretches in buffers:
-            for stretch in stretches:
-                stretch.fill(buffer, blocks, "model", stretch.name)
+        for name, part in self._stretches().items():
+            part.of(part.buffer).copy_(blocks.block("model", name, (part.start,), (part.length,)))
         zero = self.optimizer  # its buffers hold the weights now; the copies that the model computes with follow
         if not self._is_stage_3():
             zero.update_lp_params()
             return
         zero.checkpoint_event_prologue()
-        for number, (buffer, _) in enumerate(buffers):
+        for number, buffer in enumerate(self._buffers()):
             zero.fp16_partitioned_groups_flat[number].copy_(buffer)
             zero._unflatten_partitioned_parameters(number)
         zero.checkpoint_event_epilogue()
@@ -118,29 +105,29 @@ class DeepSpeedState(TrainingState):
     def _is_stage_3(self) -> bool:
         return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
 
-    def _buffers(self) -> Iterator[tuple[Tensor, list[Stretch]]]:
-        """This rank's buffers, each with what it holds of the trained parameters."""
-        zero, names = self.optimizer, {id(parameter): name for name, parameter in self.model.named_parameters()}
-        if self._is_stage_3():
-            for buffer, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
-                found, offset = [], 0
-                for parameter in group:
+    def _buffers(self) -> list[Tensor]:
+        zero = self.optimizer
+        return zero.fp32_partitioned_groups_flat if self._is_stage_3() else zero.single_partition_of_fp32_groups
+
+    def _stretches(self) -> dict[str, Stretch]:
+        """What this rank holds of the trained parameters, by name."""
+        names, zero, found = {id(p): name for name, p in self.model.named_parameters()}, self.optimizer, {}
+        groups = zero.fp16_groups if self._is_stage_3() else zero.bit16_groups
+        for buffer, group in zip(self._buffers(), groups, strict=True):
+            offset = 0
+            for parameter in group:
+                name = names[id(parameter)]
+                if self._is_stage_3():
                     share = parameter.partition_numel()
                     start = zero._get_param_partition_rank(parameter) * share
                     length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
                     if length > 0:
-                        found.append(Stretch(names[id(parameter)], tuple(parameter.ds_shape), start, length, offset))
+                        found[name] = Stretch(tuple(parameter.ds_shape), start, length, buffer, offset)
                     offset += share
-                yield buffer, found
-            return
-        for buffer, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
-            found = []
-            for parameter in group:
-                if (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
+                elif (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
                     here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                    shape = tuple(parameter.shape)
-                    found.append(Stretch(names[id(parameter)], shape, there.start, there.numel, here.start))
-            yield buffer, found
+                    found[name] = Stretch(tuple(parameter.shape), there.start, there.numel, buffer, here.start)
+        return found
 
 
 def _copied(tensor: Tensor) -> Tensor:
