@@ -199,8 +199,9 @@ def _of_activations(shape: Shape, division: Division, work: Work) -> Iterator[Co
     calls, each = work.accumulation_steps * shape.num_layers, work.product_bytes
     passes = (("forward", 1), ("backward", 2 if work.checkpointing == "full" else 1))
 
-    # As this template divides a Llama: forward sums the outputs of attention and of the MLP; backward sums the gradients
-    # of the inputs of each matrix cut by columns, one by one and in fp32. Recomputing a layer ends before its last sum.
+    # As this template divides a Llama: forward sums the outputs of attention and of the MLP; backward sums the
+    # gradients of the inputs of each matrix cut by columns, one by one and in fp32. Recomputing a layer ends before its
+    # last sum.
     group, size = ("tensor", division.tensor), work.tokens * shape.hidden_size
     again = calls if work.checkpointing == "full" else 0
     yield Collective("activations", "all_reduce", *group, 2 * calls, 2 * calls * each * size, "forward", False)
