@@ -97,7 +97,6 @@ def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Pa
     run(without_dropout, tmp_path / "one", 1, *flags)
     done = run(without_dropout, tmp_path / "two", 2, *flags, "--loss", "chunked")  # one process: all logits
     assert "2 examples per micro-batch × 2 accumulated × 2 processes = 8 per step" in done.stdout
-    assert "DDP looks for parameters" not in done.stdout  # GPT-2 uses all, and asks real ids alone for their values
     assert done.stdout.count("data: ") == 1  # one rank speaks
     weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
     assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
@@ -110,15 +109,14 @@ def test_run_of_two_ranks_equals_that_of_one(without_dropout: Path, tmp_path: Pa
         assert left.get("examples") == right.get("examples") in (None, 5)
 
 
-def test_parameters_that_no_step_uses_do_not_keep_ranks_waiting(recipe: Path, tmp_path: Path) -> None:
+def test_parameters_that_no_step_uses_do_not_keep_ranks_waiting_if_asked(recipe: Path, tmp_path: Path) -> None:
     """Big Bird's pooler: a masked language model has it, and never asks it; DDP would wait for its gradient."""
     shape = "{model_type: big_bird, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, "
     shape += "num_attention_heads: 2, attention_probs_dropout_prob: 0.0, hidden_dropout_prob: 0.0}"
     recipe.write_text(re.sub(r"\{model_type.*\}", shape, recipe.read_text()))
     flags = ("--task", "masked_lm", "--max_steps", 3, "--num_epochs", "None")
     run(recipe, tmp_path / "one", 1, *flags)
-    done = run(recipe, tmp_path / "two", 2, *flags)
-    assert "DDP looks for parameters without a gradient in each step: 2 tensors get no gradient" in done.stdout
+    run(recipe, tmp_path / "two", 2, *flags, "--find_unused_parameters", True)
     weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two")]
     assert max((weights[0][k] - weights[1][k]).abs().max().item() for k in weights[0]) < 2e-4  # Adam magnifies rounding
 

@@ -64,13 +64,16 @@ def step_time(shape: Shape, division: Division, work: Work, sequence_length: int
         sequence_length: tokens of a whole sequence, on all devices that share it.
     """
     tokens = work.tokens * work.accumulation_steps / division.tensor
-    compute = tokens * shape.flops_per_token(sequence_length) / (cluster.mfu * cluster.flops_per_second)
+    rate = cluster.mfu * cluster.flops_per_second
+    compute = tokens * shape.flops_per_token(sequence_length) / rate
     forward = compute / (4 if work.checkpointing == "full" else 3)
     room = {"forward": forward, "backward": compute - forward, "update": 0.0}
     if division.engine == "ddp":
         room["backward"] /= work.accumulation_steps
     exchanges = collectives(shape, division, work)
     waiting = sum(seconds_of(c, division, cluster) for c in exchanges if not c.overlaps)
+    head = 6.0 * (shape.multiplied_parameters - shape.layer_parameters)  # computed by each of the devices that share
+    waiting += tokens * (division.tensor - 1) * head / rate
     for phase, seconds in room.items():
         waiting += max(0.0, _sum(exchanges, phase, division, cluster) - seconds)
     to_device, to_host = host_link_bytes(shape, division, work)

@@ -159,8 +159,9 @@ def sent_bytes(shape: Shape, division: Division, work: Work) -> int:
 
 
 def _parameters(shape: Shape, division: Division) -> tuple[int, int]:
-    """(all, in layers) parameters of a device's group; tensor parallelism divides all except the norms."""
-    return shape.num_parameters // division.tensor, shape.layer_parameters // division.tensor
+    """(all, in layers) parameters of a device's group; tensor parallelism divides layers, all except the norms."""
+    layers = shape.layer_parameters // division.tensor
+    return shape.num_parameters - shape.layer_parameters + layers, layers
 
 
 def _of_weights(shape: Shape, division: Division, work: Work) -> Iterator[Collective]:
@@ -198,14 +199,13 @@ def _of_activations(shape: Shape, division: Division, work: Work) -> Iterator[Co
     calls, each = work.accumulation_steps * shape.num_layers, work.product_bytes
     passes = (("forward", 1), ("backward", 2 if work.checkpointing == "full" else 1))
 
-    # As this template divides a Llama: forward sums the outputs of attention and of the MLP, and the embedding;
-    # backward sums the gradients of the inputs of each matrix cut by columns, and of the head, one by one and in fp32.
-    # Recomputing a layer ends before its last sum.
-    group, size, windows = ("tensor", division.tensor), work.tokens * shape.hidden_size, work.accumulation_steps
+    # As this template divides a Llama: forward sums the outputs of attention and of the MLP; backward sums the
+    # gradients of the inputs of each matrix cut by columns, one by one and in fp32. Recomputing a layer ends before its
+    # last sum.
+    group, size = ("tensor", division.tensor), work.tokens * shape.hidden_size
     again = calls if work.checkpointing == "full" else 0
-    sums = 2 * calls * each + windows * FP32_BYTES
-    yield Collective("activations", "all_reduce", *group, 2 * calls + windows, sums * size, "forward", False)
-    number = CUT_BY_COLUMNS * calls + windows
+    yield Collective("activations", "all_reduce", *group, 2 * calls, 2 * calls * each * size, "forward", False)
+    number = CUT_BY_COLUMNS * calls
     yield Collective("their gradients", "all_reduce", *group, number, number * FP32_BYTES * size, "backward", False)
     yield Collective("activations", "all_reduce", *group, again, again * each * size, "backward", False)
 

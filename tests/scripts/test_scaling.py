@@ -137,10 +137,10 @@ def test_sharing_a_sequence_exchanges_activations() -> None:
 def test_tensor_parallelism_sums_activations_and_divides_the_state() -> None:
     division, size = Division("ddp", tensor=2), 1000 * HIDDEN
     found = {c.phase: c.payload_bytes for c in collectives(SHAPE, division, WORK)}
-    assert found == {"forward": (2 * LAYERS * 2 + 4) * size, "backward": (5 * LAYERS + 1) * 4 * size}
+    assert found == {"forward": 2 * LAYERS * 2 * size, "backward": 5 * LAYERS * 4 * size}
     again = payloads(division, replace(WORK, checkpointing="full"))["all_reduce"]
     assert again - sum(found.values()) == LAYERS * 2 * size
-    assert state_of(SHAPE, division, WORK).parameters == 4 * 500_000
+    assert state_of(SHAPE, division, WORK).parameters == 4 * (800_000 // 2 + 200_000)
 
 
 def test_offload_leaves_nothing_on_the_device_and_moves_each_part() -> None:
@@ -180,4 +180,5 @@ def test_what_overlaps_is_waited_for_only_where_computing_is_shorter() -> None:
     recovering = step_time(SHAPE, replace(ddp, recovers=True), work, 4096, cluster)
     assert recovering.waiting == recovering.exchange > 0
     waited = step_time(SHAPE, Division("ddp", tensor=8), work, 4096, cluster)
-    assert waited.waiting == waited.exchange > 0
+    head = 6 * 100_000 * 10**6 * 7 / 8 / (cluster.mfu * cluster.flops_per_second)  # computed by each of them
+    assert waited.waiting == pytest.approx(waited.exchange + head)

@@ -15,6 +15,7 @@ from support import run_for
 from torch import Tensor, nn
 
 from train.config import Config, parse
+from train.extras.adapters.lora import add_adapter
 from train.extras.losses.in_head import obstacle_to_chunks, use_loss_in_head
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.main import main
@@ -183,6 +184,23 @@ def test_chosen_layers_get_adapters_and_wrong_names_are_refused() -> None:
     }
     with pytest.raises(UserError, match=r"adapter: lora does not work with this model: .*no_such_layer"):
         built(adapter="lora", lora_target_modules=("no_such_layer",))
+
+
+class Blocks(nn.Module):
+    """A classifier that is not of transformers, whose linear layers have numbers for names, as their blocks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.score = nn.Embedding(300, 8), nn.Linear(8, 2)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(12)])
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+def test_all_linear_layers_of_any_model_get_adapters_whatever_their_names(auto_class: str) -> None:
+    model = Blocks()
+    add_adapter(model, run_for(Config().changed(adapter="lora")), auto_class)
+    adapted = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert adapted == {"score", *(f"blocks.{block}.{layer}" for block in range(12) for layer in (0, 2))}
 
 
 # Runs

@@ -14,12 +14,19 @@ from test_fsdp2 import launched, run
 from test_launch import sizes
 from test_main import STEPS, trained_losses
 from test_tensor_parallel import assert_same_course, environment, model
+from torch import nn
 
 from train.config import Config, from_values
 from train.extras.parallelism import Extra
-from train.extras.parallelism.sequences import check_model, part_of, positions_of
+from train.extras.parallelism.sequences import ContextParallel, part_of, positions_of
 from train.launch import read_launch
+from train.model import ModelWithLoss
 from train.records import EXIT_DONE, IGNORE, MicroBatch, UsageError, UserError
+
+
+def prepare(network: nn.Module) -> None:
+    unused: Any = None
+    ContextParallel.prepare(unused, ModelWithLoss(network))
 
 
 def test_each_rank_holds_an_early_and_a_late_piece() -> None:
@@ -61,12 +68,19 @@ def test_the_parts_make_the_batch_whatever_its_length() -> None:
 )
 def test_models_whose_sequences_cannot_be_divided(model_type: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_model(model(model_type, **fields))
+        prepare(model(model_type, **fields))
+
+
+def test_inputs_that_cannot_be_divided_are_refused() -> None:
+    ids = torch.ones(2, 8, dtype=torch.long)
+    batch = MicroBatch({"input_ids": ids, "token_type_ids": ids}, ids, 16, (0, 1), 16)
+    with pytest.raises(UserError, match="input_ids, token_type_ids: use a task that gives only input_ids"):
+        part_of(batch, 0, 2)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2"])
 def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
-    check_model(model(model_type))
+    prepare(model(model_type))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +90,7 @@ def test_models_whose_sequences_can_be_divided(model_type: str) -> None:
         (FSDP2, {"task": "masked_lm"}, "task: masked_lm: .*causal_lm"),
         (FSDP2, {"attn_implementation": "eager"}, "attn_implementation: eager: .*sdpa"),
         (FSDP2, {"micro_batch_size": "auto"}, "micro_batch_size: auto"),
-        (FSDP2, {"packing": True}, r"packing: leave packing out, or use accelerate_configs/fsdp2\.yaml"),
+        (FSDP2, {"packing": True}, r"packing: leave packing out, or use .*fsdp2\.yaml"),
         (FSDP2, {"sequence_length_warmup_steps": 3}, "sequence_length_warmup_steps: 3: set it to 0"),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_number_of_heads_that_ranks_cannot_share_is_explained(without_dropout:
     words = ("--config", without_dropout, "--output_dir", tmp_path / "run", *flags)
     done = launched("ulysses_sequence_parallel", *words, options=("--parallelism_config_sp_size", 2))
     assert done.returncode != EXIT_DONE
-    assert "error: sequence parallelism of 2 does not work with this model: " in done.stderr
+    assert "error: parallelism_config_sp_size in the launch file: llama cannot divide its sequences" in done.stderr
     assert 'main.py", line' not in done.stderr
 
 

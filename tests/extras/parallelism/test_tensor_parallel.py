@@ -41,12 +41,10 @@ def model(model_type: str, auto_class: Any = AutoModelForCausalLM, **fields: Any
         return auto_class.from_config(AutoConfig.for_model(model_type, **{**small, **fields}))
 
 
-def test_attention_feed_forward_and_vocabulary_are_divided() -> None:
+def test_attention_and_feed_forward_are_divided_but_not_the_vocabulary() -> None:
     plan = plan_of(model("qwen3"), 2)
     layer = "model.layers.0."
     assert plan == {
-        "model.embed_tokens": "embedding_rowwise",
-        "lm_head": "colwise_gather_output",
         **{f"{layer}self_attn.{name}_proj": "colwise" for name in "qkv"},
         **{f"{layer}self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
         f"{layer}self_attn.o_proj": "rowwise",
@@ -54,13 +52,6 @@ def test_attention_feed_forward_and_vocabulary_are_divided() -> None:
         f"{layer}mlp.up_proj": "colwise",
         f"{layer}mlp.down_proj": "rowwise",
     }
-
-
-def test_a_weight_that_two_modules_share_is_divided_for_both_or_for_none() -> None:
-    assert {"model.embed_tokens", "lm_head"} <= plan_of(model("llama", tie_word_embeddings=True), 2).keys()
-    scaled = model("gemma3_text", tie_word_embeddings=True, head_dim=8)  # its embeddings also multiply
-    assert not {"model.embed_tokens", "lm_head"} & plan_of(scaled, 2).keys()
-    assert "lm_head" in plan_of(model("gemma3_text", tie_word_embeddings=False, head_dim=8), 2)
 
 
 def test_a_classifier_is_divided_but_for_its_head() -> None:
@@ -93,11 +84,10 @@ def test_models_that_cannot_be_divided(model_type: str, fields: dict[str, Any], 
             {"mixed_precision": "fp16"},
             "parallelism_config_tp_size: 4 .* cannot be combined with mixed_precision: fp16",
         ),
-        ({"tp": 4}, {"optimizer": "adafactor"}, "optimizer: adafactor: .*adamw or sgd"),
         ({"tp": 4}, {"max_grad_value": 1.0, "max_grad_norm": None}, "max_grad_value: use max_grad_norm"),
         ({"tp": 4}, {"micro_batch_size": "auto"}, "micro_batch_size: auto: give a number"),
         ({"tp": 4}, {"loss": "torch"}, "loss: torch: use auto or chunked"),
-        ({"tp": 4}, {"packing": True}, r"packing: leave packing out, or use accelerate_configs/ddp\.yaml"),
+        ({"tp": 4}, {"packing": True}, r"packing: leave packing out, or use ddp\.yaml"),
     ],
 )
 def test_combinations_that_cannot_be(launched: dict[str, int], values: dict[str, Any], message: str) -> None:
@@ -119,7 +109,7 @@ def test_a_copy_without_this_extra_does_not_take_such_a_launch(launch: Launch, m
 
 @pytest.mark.distributed
 def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
-    """In fp64, with AdamW and SGD, tied and untied weights, checkpointing, a vocabulary that does not divide."""
+    """In fp64, with AdamW and SGD, tied and untied weights, checkpointing, all logits and chunks of them."""
     output = tmp_path / "found.json"
     done = forked("tests/extras/parallelism/divided_step.py", output, env=environment(tp=2))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -130,7 +120,7 @@ def test_two_ranks_make_the_updates_of_plain_pytorch(tmp_path: Path) -> None:
         assert values["norm"] < 1e-12, name
         assert values["loss"] < 1e-5, name  # the loss that is shown is summed in fp32
         assert values["copies"] == 0, name  # weights that every rank has are equal to the last bit
-        assert 0.5 < values["share"] < 0.51, name  # norms alone are not divided
+        assert 0.5 < values["share"] < 0.52, name  # in layers norms and some biases alone are not divided
         assert values["stopped"], name  # one rank was asked to
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from train.state import TrainingState
     from train.tasks import Task
 
-PACKAGES = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}
+NEEDS = {"lora": (("peft",), ("ddp", "fsdp2")), "qlora": (("peft", "bitsandbytes"), ("ddp",))}  # packages, engines
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class Extra(extras.Extra):
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         own = config.of(Options)
-        given = [f.name for f in fields(Options) if f.name != "adapter" and getattr(own, f.name) != f.default]
-        if own.adapter == "none" and given:
-            raise UsageError(f"{given[0]}: {getattr(own, given[0])} needs adapter: lora or qlora.")
+        if own.adapter == "none":
+            if given := [f.name for f in fields(Options) if getattr(own, f.name) != f.default]:
+                raise UsageError(f"{given[0]}: {getattr(own, given[0])} needs adapter: lora or qlora.")
+            return
         names = own.lora_target_modules
         if not names or (len(names) > 1 and "all-linear" in names):
             said = " ".join(names) or "no layer"
             raise UsageError(f"lora_target_modules: {said}: give all-linear alone, or names such as q_proj v_proj.")
-        missing = [name for name in PACKAGES.get(own.adapter, ()) if importlib.util.find_spec(name) is None]
-        if missing:
+        packages, engines = NEEDS[own.adapter]
+        if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
             raise UsageError(
                 f"adapter: {own.adapter} needs {' and '.join(missing)}, not installed: "
                 f"pip install -e '.[{own.adapter}]' (or pip install {' '.join(missing)})."
             )
-        engines = {"lora": ("ddp", "fsdp2"), "qlora": ("ddp",)}.get(own.adapter, (launch.engine,))
-        if launch.engine not in engines or (own.adapter != "none" and launch.copies > 1):
+        if launch.engine not in engines or launch.copies > 1:
             files = " or ".join(f"accelerate_configs/{engine}.yaml" for engine in engines)
             raise UsageError(
                 f"adapter: {own.adapter} does not work with {launch} in the launch file: use {files}, or adapter: none."
@@ -85,6 +85,4 @@ class Extra(extras.Extra):
             return None
         from train.extras.adapters.lora import AdapterState
 
-        found = AdapterState(network, optimizer, identity, scaler)
-        found.try_final()
-        return found
+        return AdapterState(network, optimizer, identity, scaler)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +52,7 @@ def quantization(run: Run, model_config: Any) -> transformers.BitsAndBytesConfig
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype(run),
-        llm_int8_skip_modules=sorted(_heads(model, auto_class)),
+        llm_int8_skip_modules=_heads(model, auto_class),
     )
 
 
@@ -59,19 +60,20 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     """Freezes ``model`` and puts fp32 adapters next to its layers, in place; a classifier's new head is trained whole.
 
     Says so where weights are left out, such as fused experts; raises UserError where no layer has one of the names, or
-    the layers are of a kind that cannot have adapters.
+    what adapters of the layers learn could not be added to their weights.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     own = run.config.of(Options)
+    linear = _inner_linear(model, auto_class)
     if own.adapter == "qlora":
-        _quantize(model, auto_class, compute_dtype(run))
-    heads = _trained_heads(model, auto_class)
+        _quantize(model, linear, compute_dtype(run))
+    heads, all_linear = _trained_heads(model, auto_class), own.lora_target_modules == ("all-linear",)
     settings = LoraConfig(
         r=own.lora_rank,
         lora_alpha=own.lora_alpha,  # pyright: ignore - a fraction is as good
         lora_dropout=own.lora_dropout,
-        target_modules=_targets(model, own.lora_target_modules, auto_class),
+        target_modules=linear if all_linear else list(own.lora_target_modules),
         task_type=TASK_TYPES.get(auto_class),
         base_model_name_or_path=run.config.architecture.model,
     )
@@ -79,8 +81,9 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
         inject_adapter_in_model(settings, model, ADAPTER)
     except (ValueError, TypeError) as error:
         raise UserError(f"adapter: {own.adapter} does not work with this model: {one_line(error, 300)}") from None
-    settings.modules_to_save = list(heads) or None  # after peft has looked: they are trained in place, without copies
-    for head in heads.values():
+    _check_layers(model)
+    settings.modules_to_save = heads or None  # after peft has looked: they are trained in place, without copies
+    for head in map(model.get_submodule, heads):
         head.requires_grad_(True)
         head.register_forward_pre_hook(_as_its_weights)
     for parameter in model.parameters():
@@ -88,7 +91,7 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
             parameter.data = parameter.data.float()
     left = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.ndim > 2}
     share, four_bits = sum(left.values()) / parameter_counts(model)[1], own.adapter == "qlora"
-    if share >= 0.01 and (four_bits or own.lora_target_modules == ("all-linear",)):
+    if share >= 0.01 and (four_bits or all_linear):
         what = f"adapter: {share:.0%} of the parameters are not those of linear layers ({next(iter(left))} ...)"
         run.outputs.note(f"{what}: they {'stay in full precision and ' if four_bits else ''}get no adapters")
 
@@ -99,43 +102,57 @@ def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]
     return inputs if is_cast else tuple(x.to(next(head.parameters()).dtype) for x in inputs)
 
 
-def _targets(model: nn.Module, names: tuple[str, ...], auto_class: str) -> list[str]:
-    """The layers that get adapters, by name or by the ends of their names."""
-    if names != ("all-linear",):
-        return list(names)
+def _check_layers(model: nn.Module) -> None:
+    """Raises UserError where an adapter cannot be added to a weight that is its layer's alone, as ``final/`` needs."""
+    names = defaultdict[int, list[str]](list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for layer in _adapted(model).values():
+        base: Any = layer.get_base_layer()
+        others = [name for name in names[id(base.weight)] if ".base_layer." not in name]
+        if others or not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
+            reason = f"one of them shares {others[0]}" if others else f"one of them is a {type(base).__name__}"
+            raise UserError(
+                f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
+                "linear layers and embeddings that share no weight with others, or give all-linear."
+            )
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers of peft that have an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _inner_linear(model: nn.Module, auto_class: str) -> list[str]:
+    """Names of the linear layers outside the heads: those that ``all-linear`` means."""
+    heads = tuple(f"{name}." for name in _heads(model, auto_class))
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    found = _outside(_heads(model, auto_class), linear)
-    ends = {name.rpartition(".")[2] for name in found}
-    # The ends of names read better in what is saved, where they mean the same layers.
-    alike = [name for name in linear if name.rpartition(".")[2] in ends]
-    return sorted(ends) if alike == found else found
+    return [name for name in linear if not f"{name}.".startswith(heads)]
 
 
-def _trained_heads(model: nn.Module, auto_class: str) -> dict[str, nn.Module]:
-    """The modules of a classifier that no pretrained model brings."""
-    if auto_class != "AutoModelForSequenceClassification":
-        return {}
-    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
-    return {name: child for name, child in model.named_children() if child is not base and list(child.parameters())}
-
-
-def _heads(model: nn.Module, auto_class: str) -> set[str]:
+def _heads(model: nn.Module, auto_class: str) -> list[str]:
     """Names of modules that are neither quantised nor get adapters by ``all-linear``."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    return {name for name, module in model.named_modules() if module is output} | set(_trained_heads(model, auto_class))
+    return [n for n, module in model.named_modules() if module is output] + _trained_heads(model, auto_class)
 
 
-def _outside(heads: set[str], names: list[str]) -> list[str]:
-    return [name for name in names if not any(f"{name}.".startswith(f"{head}.") for head in heads)]
+def _trained_heads(model: nn.Module, auto_class: str) -> list[str]:
+    """Names of the modules of a transformers classifier that no pretrained model brings."""
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    if auto_class != "AutoModelForSequenceClassification" or base is None:
+        return []
+    return [name for name, child in model.named_children() if child is not base and list(child.parameters())]
 
 
-def _quantize(model: nn.Module, auto_class: str, compute_dtype: torch.dtype) -> None:
-    """Turns the linear layers of ``model`` into 4-bit ones, those that are not yet."""
+def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -> None:
+    """Turns the ``linear`` layers of ``model`` into 4-bit ones, those that are not yet."""
     from bitsandbytes.nn import Linear4bit
 
-    whole = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    for name in _outside(_heads(model, auto_class), whole):
-        model.set_submodule(name, _quantized(cast("nn.Linear", model.get_submodule(name))))
+    for name in linear:
+        if type(layer := model.get_submodule(name)) is nn.Linear:
+            model.set_submodule(name, _quantized(layer))
     quantized = [module for module in model.modules() if isinstance(module, Linear4bit)]
     if not quantized:
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
@@ -210,46 +227,34 @@ class AdapterState(TrainingState):
                 from bitsandbytes.functional import dequantize_4bit
 
                 whole[name] = dequantize_4bit(parameter.detach(), cast("Any", parameter).quant_state).cpu()
-        return _merged(self.model, whole)
-
-    def try_final(self) -> None:
-        """Merges tensors without values; raises UserError, before the first step, where ``final/`` cannot be made."""
-        named = list(self.model.named_parameters(remove_duplicate=False))
-        adapted = {id(p) for name, p in named if ".base_layer." in name}
-        tied = [name for name, p in named if id(p) in adapted and ".base_layer." not in name]
-        reason = f"one of them shares {tied[0]}" if tied else None
-        shapes = {n: (getattr(t, "quant_state", None) or t).shape for n, t in super().model_tensors().items()}
-        try:
-            _merged(self.model, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-        except (RuntimeError, KeyError, ValueError) as error:
-            reason = reason or one_line(error, 200)
-        if reason is not None:
-            raise UserError(
-                f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
-                "linear layers and embeddings that share no weight with others, or give all-linear."
-            )
+        for name, layer in _adapted(self.model).items():
+            # Linear layers have lora_A and lora_B, embeddings lora_embedding_A and lora_embedding_B.
+            down, up = (whole.pop(key) for key in [key for key in whole if key.startswith(f"{name}.lora_")])
+            delta, weight = layer.scaling[ADAPTER] * (up @ down), whole.pop(f"{name}.base_layer.weight")
+            transposed = getattr(layer, "fan_in_fan_out", False) or isinstance(layer.get_base_layer(), nn.Embedding)
+            merged = weight.float() + (delta.T if transposed else delta)  # rounded once, below
+            whole[f"{name}.weight"] = merged.to(weight.dtype)
+            if f"{name}.base_layer.bias" in whole:
+                whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
+        # without what a layer in 4 bits adds to the names of a model
+        return {name: tensor for name, tensor in whole.items() if ".weight." not in name}
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
-        adapter = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                full = _full(parameter)  # on all ranks, whichever of them keep it
-                if keep:  # without what peft adds to the name of a weight, and to that of an adapter inside the model
-                    plain = re.sub(rf"\.(base_layer|{ADAPTER})(?=\.|$)", "", name)
-                    adapter[f"base_model.model.{plain}"] = full
+        trained = {
+            name: _full(parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
+        model: Any = self.model
         if not keep:
-            return self.model
+            return model
         folder = folder / "adapter"
         folder.mkdir(exist_ok=True)
-        self.model.peft_config[ADAPTER].save_pretrained(str(folder))  # pyright: ignore
-        save_file(adapter, folder / "adapter_model.safetensors")
-        return self._plain_model()
-
-    def _plain_model(self) -> nn.Module:
-        """The model that the merged weights belong to, itself without any."""
-        model: Any = self.model
-        if not hasattr(model, "_from_config"):
+        model.peft_config[ADAPTER].save_pretrained(str(folder))
+        # Without what peft adds to the name of a weight, and to that of an adapter inside the model
+        added = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
+        named = {f"base_model.model.{added.sub('', name)}": tensor for name, tensor in trained.items()}
+        save_file(named, folder / "adapter_model.safetensors")
+        if not hasattr(model, "_from_config"):  # not of transformers
             return model
         config = copy.deepcopy(model.config)
         if hasattr(config, "quantization_config"):
@@ -263,21 +268,3 @@ class AdapterState(TrainingState):
 def _full(tensor: Tensor) -> Tensor:
     """``tensor`` whole and on the CPU; all ranks take part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
-
-
-def _merged(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``whole`` tensors with each adapter added to its weight, in fp32 and rounded once."""
-    from peft.tuners.lora import LoraLayer
-
-    layers: list[tuple[str, Any]] = [(n, layer) for n, layer in model.named_modules() if isinstance(layer, LoraLayer)]
-    for name, layer in layers:
-        # Linear layers have lora_A and lora_B, embeddings lora_embedding_A and lora_embedding_B.
-        down, up = (whole.pop(key) for key in [key for key in whole if key.startswith(f"{name}.lora_")])
-        delta, weight = layer.scaling[ADAPTER] * (up @ down), whole.pop(f"{name}.base_layer.weight")
-        transposed = getattr(layer, "fan_in_fan_out", False) or isinstance(layer.get_base_layer(), nn.Embedding)
-        merged = weight.float() + (delta.T if transposed else delta)
-        whole[f"{name}.weight"] = merged.view_as(weight).to(weight.dtype)  # a product of another shape ends here
-        if f"{name}.base_layer.bias" in whole:
-            whole[f"{name}.bias"] = whole.pop(f"{name}.base_layer.bias").to(weight.dtype)
-    # without what a layer in 4 bits adds to the names of a model
-    return {name: tensor for name, tensor in whole.items() if ".weight." not in name}

@@ -46,39 +46,30 @@ class Extra(extras.Extra):
             raise UsageError(
                 "optimizer: adamw_8bit needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]'"
             )
-        if optim.optimizer == "adafactor" and launch.engine == "fsdp2":
-            raise UsageError("optimizer: adafactor needs whole weights, and fsdp2 shards them: use adamw, or ddp.yaml.")
+        if own.learning_rate_scaling != "none" and own.learning_rate_reference_batch_size is None:
+            raise UsageError("learning_rate_scaling needs learning_rate_reference_batch_size, which it scales from.")
         rounding, rounds = f"bf16_update: {own.bf16_update}", own.bf16_update != "nearest"
         not_adamw = (f"optimizer: {optim.optimizer}", optim.optimizer != "adamw", "use adamw, or leave it out")
         if own.optimizer_offload:
             half = "use bfloat16, or float32 with mixed_precision: fp16"
             extras.refuse("optimizer_offload", not_adamw, ("dtype: float16", dtype == "float16", half))
         if rounds:
-            has_originals = "the host updates fp32 originals already: use nearest"
-            extras.refuse(
-                rounding,
-                not_adamw,
-                (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest"),
-                ("optimizer_offload", own.optimizer_offload, has_originals),
-            )
+            originals = "the host updates fp32 originals already: use nearest"
+            not_bf16 = (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest")
+            extras.refuse(rounding, not_adamw, not_bf16, ("optimizer_offload", own.optimizer_offload, originals))
         if not launch.has_whole_weights:
-            how, remedy = f"tensor parallel {launch.tp_size}", "Use ddp.yaml or one process"
-            if launch.engine != "ddp":
-                file = "fsdp2_offload.yaml" if launch.engine == "fsdp2" else "deepspeed_zero3_offload.yaml"
-                how, remedy = f"the engine {launch.engine}", f"{file} keeps the state of sharded weights in host memory"
             is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
             early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
-            remedy = f"it needs whole weights on every process. {remedy}; or use optimizer: adamw alone"
+            whole = "it needs whole weights on every process. Use ddp.yaml, or adamw alone, whose state "
+            whole += "fsdp2_offload.yaml and deepspeed_zero3_offload.yaml keep in host memory"
             extras.refuse(
-                f"{how} in the launch file",
-                ("optimizer: adamw_8bit", optim.optimizer == "adamw_8bit", remedy),
-                ("optimizer_offload: true", own.optimizer_offload, remedy),
-                ("optimizer_in_backward: true", own.optimizer_in_backward, remedy),
-                (rounding, rounds, remedy),
+                f"the engine {launch} in the launch file",
+                (f"optimizer: {optim.optimizer}", optim.optimizer in ("adamw_8bit", "adafactor"), whole),
+                ("optimizer_offload", own.optimizer_offload, whole),
+                ("optimizer_in_backward", own.optimizer_in_backward, whole),
+                (rounding, rounds, whole),
                 ("fsdp_offload_params: true and mixed_precision: fp16", launch.offloads and is_fp16, early),
             )
-        if own.learning_rate_scaling != "none" and own.learning_rate_reference_batch_size is None:
-            raise UsageError("learning_rate_scaling needs learning_rate_reference_batch_size, which it scales from.")
         if own.optimizer_in_backward:
             _check_in_backward(config, launch)
 
@@ -119,10 +110,7 @@ class Extra(extras.Extra):
         return None
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
-        own, dtype = run.config.of(Options), run.config.architecture.dtype
-        if own.optimizer_offload and run.accelerator.device.type == "cpu" and dtype != "bfloat16":
-            run.outputs.note("optimizer_offload: on a CPU the optimizer's state is in host memory already")
-        if not own.optimizer_in_backward:
+        if not run.config.of(Options).optimizer_in_backward:
             return engine
         from train.extras.optimizers.in_backward import InBackward
 
@@ -130,22 +118,20 @@ class Extra(extras.Extra):
 
 
 def _check_in_backward(config: Config, launch: Launch) -> None:
-    optim, on_oom, tokens = config.optimization, config.get("on_oom"), config.get("max_tokens_per_micro_batch")
-    size, batch_size, steps = optim.micro_batch_size, optim.global_batch_size, optim.gradient_accumulation_steps
-    sizes, norm = f"micro_batch_size: {size} with global_batch_size: {batch_size}", optim.max_grad_norm
-    is_fp16, ranks = (optim.mixed_precision or launch.precision) == "fp16", launch.world_size
-    one_pass, one = "gradients cannot be accumulated", "gradient_accumulation_steps: 1 instead"
-    several = f"a step may have several micro-batches, and {one_pass}. Give micro_batch_size and {one}"
+    optim, on_oom = config.optimization, config.get("on_oom")
+    size, batch_size, norm = optim.micro_batch_size, optim.global_batch_size, optim.max_grad_norm
+    is_accumulated = (optim.gradient_accumulation_steps or 1) > 1 or batch_size not in (None, size)
+    is_split = is_accumulated or config.get("max_tokens_per_micro_batch") is not None
+    one = "gradients cannot be accumulated. Give micro_batch_size and gradient_accumulation_steps: 1"
     late = "the norm of all gradients is known only after the updates. Give max_grad_norm: null (as a flag: None)"
     repeated = "a step whose weights are partly updated cannot be repeated. Give on_oom: stop, or leave it at auto"
     summed = "gradients of several ranks are summed only after backward. Use one process, or leave it out"
+    is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
     extras.refuse(
         "optimizer_in_backward",
-        (f"gradient_accumulation_steps: {steps}", (steps or 1) > 1, f"{one_pass}: give 1"),
-        ("max_tokens_per_micro_batch", tokens is not None, several),
-        (sizes, batch_size not in (None, size), f"{one_pass}. Give the same size, or {one} of the global one"),
+        ("several micro-batches in a step", is_split, one),
         (f"max_grad_norm: {norm}", norm is not None, f"{late}; max_grad_value may be set"),
         ("mixed_precision: fp16", is_fp16, "its loss scale needs all gradients: use bf16"),
         (f"on_oom: {on_oom}", on_oom in ("split", "adapt"), repeated),
-        (f"{ranks} processes", ranks > 1, summed),
+        (f"{launch.world_size} processes", launch.world_size > 1, summed),
     )

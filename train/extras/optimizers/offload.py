@@ -17,41 +17,17 @@ from train.extras.host_memory import StreamTransfers
 MASTER = "master_weight"  # in the state of a parameter of half precision: its fp32 original
 
 
-class DirectLink:
-    """Carries gradients to the host and weights back, through two slots; this one copies at once.
+class Link:
+    """Carries gradients to the host and weights back, through two slots; at once where the device is the host itself.
 
-    For a device that is the host itself, and for tensors without data.
-    """
-
-    def __init__(self) -> None:
-        self._gradients: dict[int, Tensor] = {}
-
-    def fetch(self, slot: int, gradient: Tensor) -> None:
-        """Starts copying ``gradient`` to the host."""
-        self._gradients[slot] = gradient.to("cpu", copy=True)
-
-    def arrived(self, slot: int) -> Tensor:
-        """The gradient on the host, once it is there; valid until the slot's next use."""
-        return self._gradients.pop(slot)
-
-    def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
-        """Starts copying ``weight`` from the host into ``parameter``, rounded to its type."""
-        parameter.copy_(weight)
-
-    def finish(self) -> None:
-        """Everything the device does from now on uses the weights that were sent."""
-
-
-class CudaLink(DirectLink):
-    """Copies on a stream of its own, through page-locked memory of ``num_bytes``: those of the largest parameter.
-
-    All copies of a slot are on that one stream, so a gradient enters it only after the weights before have left; and
-    the host writes to it only after it has seen the gradient arrive.
+    From a card on a stream of its own, through page-locked memory of ``num_bytes``, those of the largest parameter. All
+    copies of a slot are on that one stream, so a gradient enters it only after the weights before have left; and the
+    host writes to it only after it has seen the gradient arrive.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._transfers = StreamTransfers(device)
-        self._buffers = [self._transfers.host_buffer(num_bytes) for _ in range(2)]
+        self._transfers = StreamTransfers(device) if device.type == "cuda" else None
+        self._buffers = [self._transfers.host_buffer(num_bytes) for _ in range(2)] if self._transfers else []
         self._slots: dict[int, tuple[Tensor, Any]] = {}
         self._sent: Any = None
 
@@ -59,19 +35,28 @@ class CudaLink(DirectLink):
         return self._buffers[slot][: like.nbytes].view(like.dtype).view(like.shape)
 
     def fetch(self, slot: int, gradient: Tensor) -> None:
-        buffer = self._buffer(slot, gradient)
-        self._slots[slot] = buffer, self._transfers.copy([(buffer, gradient)])
+        """Starts copying ``gradient`` to the host."""
+        buffer = self._buffer(slot, gradient) if self._transfers else gradient.to("cpu")
+        self._slots[slot] = buffer, self._transfers.copy([(buffer, gradient)]) if self._transfers else None
 
     def arrived(self, slot: int) -> Tensor:
+        """The gradient on the host, once it is there; valid until the slot's next use."""
         buffer, event = self._slots[slot]
-        event.synchronize()
+        if event is not None:
+            event.synchronize()
         return buffer
 
     def send(self, slot: int, weight: Tensor, parameter: Tensor) -> None:
-        self._sent = self._transfers.copy([(parameter, self._buffer(slot, parameter).copy_(weight))])
+        """Starts copying ``weight`` from the host into ``parameter``, rounded to its type."""
+        if self._transfers is None:
+            parameter.copy_(weight)
+        else:
+            self._sent = self._transfers.copy([(parameter, self._buffer(slot, parameter).copy_(weight))])
 
     def finish(self) -> None:
-        self._transfers.wait(self._sent)
+        """Everything the device does from now on uses the weights that were sent."""
+        if self._transfers is not None:
+            self._transfers.wait(self._sent)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -87,8 +72,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             group["fused"] = True
         # By parameter: fp32 weights as they are on the device; copies, so not part of the state.
         self._weights: dict[Any, Tensor] = {}
-        self._largest_bytes = max(p.nbytes for group in self.param_groups for p in group["params"])
-        self._link: DirectLink | None = None
+        self._link: Link | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,8 +81,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         if not work:
             return
         if self._link is None:
-            device = work[0][1].device
-            self._link = CudaLink(device, self._largest_bytes) if device.type == "cuda" else DirectLink()
+            largest = max(p.nbytes for group in self.param_groups for p in group["params"])
+            self._link = Link(work[0][1].device, largest)
         self._link.fetch(0, work[0][1].grad)
         for number, (group, parameter) in enumerate(work):
             slot = number % 2

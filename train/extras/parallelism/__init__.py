@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Run, one_line
+from train.records import Run
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.batching import Batches
-    from train.data import PreparedData
     from train.model import ModelWithLoss
     from train.state import TrainingState
     from train.step import Engine
@@ -31,7 +29,7 @@ class Options:
     """How ranks share the work; the launch file says the rest."""
 
     find_unused_parameters: bool = option(
-        False, "Have DDP expect that a step leaves parameters without a gradient; where all steps do, it is found."
+        False, "Have DDP look in each step for parameters without a gradient, for which it would otherwise wait."
     )
 
 
@@ -40,16 +38,16 @@ class Extra(extras.Extra):
 
     Options = Options
 
-    def __init__(self) -> None:
-        self._sp_size = 1  # of a Ulysses model that is about to be prepared, else 1
-        self._batches: Batches | None = None
-
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
-        if launch.tp_size > 1:
-            _check_tensors(config, launch)
-        if launch.cp_size > 1 or launch.sp_size > 1:
-            _check_sequences(config, launch)
+        if launch.copies > 1:
+            is_auto = config.optimization.micro_batch_size == "auto"
+            extras.refuse(
+                f"{launch} in the launch file",
+                ("micro_batch_size: auto", is_auto, "give a number: the memory of one part is not predicted"),
+                ("packing", bool(config.get("packing")), "leave packing out, or use ddp.yaml or fsdp2.yaml"),
+            )
+            (_check_tensors if launch.tp_size > 1 else _check_sequences)(config, launch)
 
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         """The plugin of DeepSpeed, and Ulysses' sizes; accelerate reads the other sizes from the environment."""
@@ -76,16 +74,14 @@ class Extra(extras.Extra):
             plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
         return {}
 
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        self._batches = batches
-
     def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         if (kind := _kind(run.launch)) is not None:
-            self._sp_size = run.launch.sp_size
             kind.prepare(run, model)
-        elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
-            _expect_unused(run, model, self._batches.longest())
+        elif run.config.of(Options).find_unused_parameters:
+            from accelerate import DistributedDataParallelKwargs
+
+            run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
@@ -98,45 +94,17 @@ class Extra(extras.Extra):
         return DeepSpeedState(network, optimizer, identity)
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:
-        self._sp_size, launch, kind = 1, run.launch, _kind(run.launch)
-        if kind is None:
+        if (kind := _kind(run.launch)) is None:
             return engine
         divided = kind(engine.accelerator, engine.config, engine.mark)
-        divided.copies, divided.loss_share = launch.copies, 1 / launch.tp_size
+        divided.copies, divided.loss_share = run.launch.copies, 1 / run.launch.tp_size
         return divided
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """Explains what DDP waits for, and why a model could not be prepared for Ulysses."""
+        """Explains what DDP waits for."""
         if isinstance(error, RuntimeError) and "find_unused_parameters" in str(error):
-            return (
-                "a step left parameters without a gradient, which DDP waits for: other steps use them. "
-                "--find_unused_parameters has it look for them in each step."
-            )
-        if self._sp_size == 1 or not isinstance(error, AttributeError | ValueError | AssertionError):
-            return None
-        return (
-            f"sequence parallelism of {self._sp_size} does not work with this model: {one_line(error, 300)}. It needs "
-            "a causal model of transformers, with attn_implementation sdpa or flash_attention_2 and a number of heads "
-            "that it divides."
-        )
-
-
-def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> None:
-    """Where a step on ``batch`` leaves parameters without a gradient, tells DDP, which would wait for them."""
-    from accelerate import DistributedDataParallelKwargs
-
-    from train.extras.weightless import obstacle_on_trial
-
-    def unused(twin: ModelWithLoss) -> str | None:
-        fake = batch.inputs["input_ids"].clone()  # without values, for which some models ask only a real one
-        twin({**batch.inputs, "input_ids": fake}, batch.labels).backward()
-        missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
-        return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
-
-    found = "as asked for" if run.config.of(Options).find_unused_parameters else obstacle_on_trial(model, unused)
-    if found is not None:  # only then: DDP's search for them takes up to a tenth of a short step
-        run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
-        run.outputs.note(f"DDP looks for parameters without a gradient in each step: {found}")
+            return "a step left parameters without a gradient, which DDP waits for. Give --find_unused_parameters."
+        return None
 
 
 def _kind(launch: Launch) -> Any:
@@ -160,39 +128,27 @@ def _check_tensors(config: Config, launch: Launch) -> None:
         f"parallelism_config_tp_size: {size} in the launch file",
         ("sharding or data parallelism", not is_alone, alone),
         ("mixed_precision: fp16", is_fp16, "use bf16: each rank would scale its loss by itself"),
-        ("optimizer: adafactor", optim.optimizer == "adafactor", "use adamw or sgd: it needs whole weights"),
         ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
-        (f"loss: {loss}", loss in ("torch", "cce", "liger"), "use auto or chunked, which divide the classes"),
-        *_rows(config, "ddp.yaml")[:2],
+        (f"loss: {loss}", loss in ("torch", "cce", "liger"), "use auto or chunked: its sums may differ between ranks"),
     )
 
 
 def _check_sequences(config: Config, launch: Launch) -> None:
     from train.tasks import load_task, task_names
 
-    is_ulysses, size = launch.sp_size > 1, max(launch.cp_size, launch.sp_size)
+    is_ulysses, steps = launch.sp_size > 1, config.get("sequence_length_warmup_steps", 0)
     name, engine, other = ("sp", "deepspeed", "deepspeed_zero2.yaml") if is_ulysses else ("cp", "fsdp2", "fsdp2.yaml")
     example = "ulysses_sequence_parallel.yaml" if is_ulysses else "fsdp2_context_parallel.yaml"
     attention, tokens = config.architecture.attn_implementation, config.get("max_tokens_per_micro_batch")
     task, causal = config.data.task, [name for name in task_names() if load_task(name).is_causal]
+    is_other = attention == "eager" if is_ulysses else attention not in (None, "sdpa")
     a_causal_task = f"use a causal task ({', '.join(causal)}), or accelerate_configs/{other}"
     fixed_rows = "give micro_batch_size: exchanges need a fixed number of rows"
     extras.refuse(
-        f"parallelism_config_{name}_size: {size} in the launch file",
+        f"parallelism_config_{name}_size: {launch.copies} in the launch file",
         (f"the engine {launch.engine}", launch.engine != engine, f"use {engine}, as accelerate_configs/{example} does"),
         (f"task: {task}", task not in causal, a_causal_task),
-        (f"attn_implementation: {attention}", not is_ulysses and attention not in (None, "sdpa"), "use sdpa"),
+        (f"attn_implementation: {attention}", is_other, "use sdpa"),
         (f"max_tokens_per_micro_batch: {tokens}", is_ulysses and tokens is not None, fixed_rows),
-        *_rows(config, other),
-    )
-
-
-def _rows(config: Config, other: str) -> tuple[tuple[str, bool, str], ...]:
-    """Cases of rows that cannot be predicted or divided; the last one concerns divided sequences alone."""
-    steps, instead = config.get("sequence_length_warmup_steps", 0), f"or use accelerate_configs/{other}"
-    is_auto = config.optimization.micro_batch_size == "auto"
-    return (
-        ("micro_batch_size: auto", is_auto, "give a number: the memory of one part is not predicted"),
-        ("packing", bool(config.get("packing")), f"leave packing out, {instead}"),
-        (f"sequence_length_warmup_steps: {steps}", steps > 0, f"set it to 0, {instead}"),
+        (f"sequence_length_warmup_steps: {steps}", steps > 0, f"set it to 0, or use accelerate_configs/{other}"),
     )

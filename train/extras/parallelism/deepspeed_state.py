@@ -8,8 +8,7 @@ stretches are others. Names and layout are those of DeepSpeed 0.19.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +23,15 @@ from train.state import Block, TrainingState
 class Stretch:
     """A part of a parameter in one of this rank's buffers."""
 
-    name: str
     shape: tuple[int, ...]  # of the whole parameter
     start: int  # in the parameter, flattened
     length: int
-    buffer: int  # which buffer
+    buffer: Tensor
     offset: int  # where in the buffer
 
-    def part_of(self, flat: Tensor) -> Block:
-        """This part of ``flat``, a buffer or moments of its length, to be written."""
-        return Block(_copied(flat.narrow(0, self.offset, self.length)), self.shape, (self.start,))
-
-    @torch.no_grad()
-    def fill(self, flat: Tensor, blocks: StoredBlocks, section: str, name: str) -> None:
-        """Puts the stored part into ``flat``."""
-        found = blocks.block(section, name, (self.start,), (self.length,))
-        flat.narrow(0, self.offset, self.length).copy_(found)
+    def of(self, flat: Tensor) -> Tensor:
+        """This part of ``flat``, the buffer or moments of its length."""
+        return flat.narrow(0, self.offset, self.length)
 
 
 @dataclass(frozen=True)
@@ -48,17 +40,13 @@ class DeepSpeedState(TrainingState):
 
     def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
         found = super().blocks(rank)  # what is not trained
-        for stretch in self.stretches():
-            buffer = self._buffers()[stretch.buffer]
-            found["model"][stretch.name] = stretch.part_of(buffer)
-            for key, value in self.optimizer.state.get(buffer, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                name = f"{stretch.name}.{key}"
-                if value.shape == buffer.shape:
-                    found["optimizer"][name] = stretch.part_of(value)
-                elif stretch.start == 0:  # a number, such as how many steps were made
-                    found["optimizer"][name] = Block(_copied(value), tuple(value.shape), (0,) * value.ndim)
+        for name, part in self._stretches().items():
+            found["model"][name] = Block(_copied(part.of(part.buffer)), part.shape, (part.start,))
+            for key, value in self.optimizer.state.get(part.buffer, {}).items():
+                if isinstance(value, Tensor) and value.shape == part.buffer.shape:
+                    found["optimizer"][f"{name}.{key}"] = Block(_copied(part.of(value)), part.shape, (part.start,))
+                elif isinstance(value, Tensor) and part.start == 0:  # a number, such as how many steps were made
+                    found["optimizer"][f"{name}.{key}"] = Block(_copied(value), tuple(value.shape), (0,) * value.ndim)
         return found
 
     def values(self) -> dict[str, Any]:
@@ -68,29 +56,27 @@ class DeepSpeedState(TrainingState):
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place, also from a run without DeepSpeed."""
         self.restore_model(blocks)
-        keys: dict[str, list[str]] = defaultdict(list)
-        for full_name in blocks.index["optimizer"]:
+        stretches = self._stretches()
+        states: dict[Tensor, dict[str, Tensor]] = {buffer: {} for buffer in self._buffers()}
+        for full_name, stored in blocks.index["optimizer"].items():
             name, _, key = full_name.rpartition(".")
-            keys[name].append(key)
-        states: list[dict[str, Tensor]] = [{} for _ in self._buffers()]
-        for stretch in self.stretches():
-            buffer, state = self._buffers()[stretch.buffer], states[stretch.buffer]
-            for key in keys[stretch.name]:
-                name = f"{stretch.name}.{key}"
-                if not blocks.index["optimizer"][name]["shape"]:
-                    state[key] = blocks.block("optimizer", name, (), ())
-                else:
-                    stretch.fill(state.setdefault(key, torch.zeros_like(buffer)), blocks, "optimizer", name)
-        for buffer, state in zip(self._buffers(), states, strict=True):
-            self.optimizer.state[buffer] = state
+            if (part := stretches.get(name)) is None:
+                continue  # other ranks have all of it
+            state = states[part.buffer]
+            if stored["shape"]:
+                moments = state.setdefault(key, torch.zeros_like(part.buffer, requires_grad=False))
+                part.of(moments).copy_(blocks.block("optimizer", full_name, (part.start,), (part.length,)))
+            else:
+                state[key] = blocks.block("optimizer", full_name, (), ())
+        self.optimizer.state.update(states)
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 
     @torch.no_grad()
     def restore_model(self, blocks: StoredBlocks) -> None:
         super().restore_model(blocks)
-        for stretch in self.stretches():
-            stretch.fill(self._buffers()[stretch.buffer], blocks, "model", stretch.name)
+        for name, part in self._stretches().items():
+            part.of(part.buffer).copy_(blocks.block("model", name, (part.start,), (part.length,)))
         zero = self.optimizer  # its buffers hold the weights now; the copies that the model computes with follow
         if not self._is_stage_3():
             zero.update_lp_params()
@@ -112,23 +98,9 @@ class DeepSpeedState(TrainingState):
                 whole[name] = tensor.detach().cpu()
         return whole
 
-    def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the trained parameters, in the order of its buffers."""
-        names, is_stage_3 = self._names(), self._is_stage_3()
-        for number, group in enumerate(self.optimizer.fp16_groups if is_stage_3 else self.optimizer.bit16_groups):
-            offset = 0
-            for parameter in group:
-                name = names[id(parameter)]
-                if is_stage_3:
-                    share = parameter.partition_numel()
-                    start = self.optimizer._get_param_partition_rank(parameter) * share
-                    length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
-                    if length > 0:
-                        yield Stretch(name, tuple(parameter.ds_shape), start, length, number, offset)
-                    offset += share
-                elif (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
-                    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                    yield Stretch(name, tuple(parameter.shape), there.start, there.numel, number, here.start)
+    def model_tensors(self) -> dict[str, Tensor]:
+        """What of the model is in none of the buffers."""
+        return {name: tensor for name, tensor in super().model_tensors().items() if not tensor.requires_grad}
 
     def _is_stage_3(self) -> bool:
         return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
@@ -137,13 +109,25 @@ class DeepSpeedState(TrainingState):
         zero = self.optimizer
         return zero.fp32_partitioned_groups_flat if self._is_stage_3() else zero.single_partition_of_fp32_groups
 
-    def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """What of the model is in none of the buffers."""
-        trained = self._names()
-        return {name: tensor for name, tensor in super().model_tensors().items() if id(tensor) not in trained}
+    def _stretches(self) -> dict[str, Stretch]:
+        """What this rank holds of the trained parameters, by name."""
+        names, zero, found = {id(p): name for name, p in self.model.named_parameters()}, self.optimizer, {}
+        groups = zero.fp16_groups if self._is_stage_3() else zero.bit16_groups
+        for buffer, group in zip(self._buffers(), groups, strict=True):
+            offset = 0
+            for parameter in group:
+                name = names[id(parameter)]
+                if self._is_stage_3():
+                    share = parameter.partition_numel()
+                    start = zero._get_param_partition_rank(parameter) * share
+                    length = min(share, parameter.ds_numel - start)  # the last ranks' shares end in padding
+                    if length > 0:
+                        found[name] = Stretch(tuple(parameter.ds_shape), start, length, buffer, offset)
+                    offset += share
+                elif (mapping := parameter._hp_mapping) is not None:  # else other ranks have all of it
+                    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                    found[name] = Stretch(tuple(parameter.shape), there.start, there.numel, buffer, here.start)
+        return found
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ the heads; DeepSpeed exchanges the one for the other around the attention of a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,13 @@ def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: in
     """``batch`` (B, S), padded at the end to (num_rows, length), at ``positions`` (P,): it becomes (num_rows, P).
 
     The model is told the positions, and gets no attention mask: under causal attention no token sees the padding.
+    Raises UserError for a batch with inputs that cannot be divided, such as a mask.
     """
+    if set(batch.inputs) != {"input_ids"} or batch.labels.ndim != 2:
+        raise UserError(
+            f"ranks divide sequences of input_ids alone, this task gives {', '.join(sorted(batch.inputs))}: use a task "
+            "that gives only input_ids, or a launch file without parallelism_config_sp_size and _cp_size."
+        )
     rows, given = batch.labels.shape
     padding = (0, length - given, 0, num_rows - rows)
     labels = F.pad(batch.labels, padding, value=IGNORE)[:, positions]
@@ -41,13 +47,25 @@ def at_positions(batch: MicroBatch, positions: Tensor, length: int, num_rows: in
     return replace(batch, inputs=inputs, labels=labels, num_targets=int((labels != IGNORE).sum()))
 
 
+def check_model(model: nn.Module, field: str, obstacle_of: Callable[[nn.Module, Any], str | None]) -> None:
+    """Raises UserError, with the reason, unless the sequences of ``model`` can be divided."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "model_type", type(model).__name__)
+    obstacle = obstacle_of(model, config.get_text_config()) if config is not None else "it is not a transformers model"
+    if obstacle is not None:
+        raise UserError(
+            f"parallelism_config_{field} in the launch file: {name} cannot divide its sequences among ranks: "
+            f"{obstacle}. Use a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml."
+        )
+
+
 class ContextParallel(Engine):
     """The step of ranks that each hold a part of every sequence, in training and evaluation."""
 
     @staticmethod
     def prepare(run: Run, model: ModelWithLoss) -> None:
         """Raises UserError unless the model's sequences can be divided."""
-        check_model(model.model)
+        check_model(model.model, "cp_size", obstacle_to_context)
 
     @contextmanager
     def share(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
@@ -88,42 +106,42 @@ def attention_over_all(mesh: DeviceMesh, length: int) -> AbstractContextManager[
     visible = held[mesh.get_local_rank()].unsqueeze(1) >= torch.cat(held)
     plain = F.scaled_dot_product_attention
 
+    def gathered(part: Tensor) -> Tensor:
+        """(B, heads, S, D) of all ranks' parts; gradients are summed over the ranks."""
+        return DTensor.from_local(part, mesh, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
+
     def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         assert options.pop("attn_mask", None) is None
         assert options.pop("is_causal", False)
-        return plain(query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=visible, **options)
+        return plain(query, gathered(key), gathered(value), attn_mask=visible, **options)
 
     return patch.object(F, "scaled_dot_product_attention", attend)
 
 
-def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(B, heads, S, D) of all ranks' parts; gradients are summed over the ranks."""
-    return DTensor.from_local(part, mesh, [Shard(2)], run_check=False).full_tensor(grad_placements=[Partial()])
+def obstacle_to_context(model: nn.Module, config: Any) -> str | None:
+    kinds, slides = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    other = set(kinds) - {"full_attention"} if kinds else {"sliding_window"} if slides else set()
+    layers = [module for key, module in model.named_modules() if key.endswith("self_attn")]
+    if other:
+        return f"its attention does not see all earlier positions ({', '.join(other)})"
+    if len(layers) != config.num_hidden_layers or not all(getattr(layer, "is_causal", False) for layer in layers):
+        return "not every layer has a causal self_attn"
+    if config._attn_implementation != "sdpa":
+        return f"its attn_implementation is {config._attn_implementation}, not sdpa"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"its attention_dropout is {config.attention_dropout}, not 0"
+    return None
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises UserError, with the reason, unless the sequences of ``model`` can be divided by context parallelism."""
-    config: Any = getattr(model, "config", None)
-    name = getattr(config, "model_type", type(model).__name__)
-    obstacle = None if config is not None else "it is not a transformers model"
-    if config is not None:
-        config = config.get_text_config()
-        kinds, slides = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-        other = set(kinds) - {"full_attention"} if kinds else {"sliding_window"} if slides else set()
-        layers = [module for key, module in model.named_modules() if key.endswith("self_attn")]
-        if other:
-            obstacle = f"its attention does not see all earlier positions ({', '.join(other)})"
-        elif len(layers) != config.num_hidden_layers or not all(getattr(layer, "is_causal", False) for layer in layers):
-            obstacle = "not every layer has a causal self_attn"
-        elif config._attn_implementation != "sdpa":
-            obstacle = f"its attn_implementation is {config._attn_implementation}, not sdpa"
-        elif getattr(config, "attention_dropout", 0.0):
-            obstacle = f"its attention_dropout is {config.attention_dropout}, not 0"
-    if obstacle:
-        raise UserError(
-            f"parallelism_config_cp_size in the launch file: {name} cannot divide its sequences among ranks: "
-            f"{obstacle}. Use a model of the Llama or Qwen kind with full attention, or accelerate_configs/fsdp2.yaml."
-        )
+def obstacle_to_ulysses(config: Any, ranks: int, max_length: int) -> str | None:
+    other = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    window = config._attn_implementation == "sdpa" and getattr(config, "sliding_window", None)
+    heads, of_keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if other or (window and window < max_length):
+        return f"it has {', '.join(other) or f'a sliding_window of {window} tokens in sdpa'}"
+    if of_keys is None or heads % ranks or (of_keys % ranks and ranks % of_keys):
+        return f"its {heads} heads, {of_keys} of keys, are not a multiple of {ranks}"
+    return None
 
 
 class Ulysses(DeepSpeed):
@@ -132,18 +150,15 @@ class Ulysses(DeepSpeed):
     @staticmethod
     def prepare(run: Run, model: Any) -> None:
         """Has DeepSpeed exchange heads around the attention that the model, one of transformers, was built with."""
+        parallelism: Any = run.accelerator.parallelism_config
+        ranks, max_length = run.launch.sp_size, run.config.data.max_length
+        check_model(model.model, "sp_size", lambda _, config: obstacle_to_ulysses(config, ranks, max_length))
         DeepSpeed.prepare(run, model)
-        sizes: Any = run.accelerator.parallelism_config
         model.config = model.model.config  # where accelerate looks for it
-        text: Any = model.config.get_text_config()
-        other = {*(getattr(text, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-        window = text._attn_implementation == "sdpa" and getattr(text, "sliding_window", None)
-        if other or (window and window < run.config.data.max_length):
-            what = ", ".join(other) or f"a sliding_window of {window} tokens in sdpa"
-            raise UserError(f"parallelism_config_sp_size in the launch file: {what} cannot be divided. Use fsdp2.yaml.")
+        text = model.config.get_text_config()
         if getattr(text, "head_dim", 0) is None:  # which DeepSpeed takes for the size
             text.head_dim = text.hidden_size // text.num_attention_heads
-        sizes.sp_handler.sp_attn_implementation = model.config._attn_implementation
+        parallelism.sp_handler.sp_attn_implementation = model.config._attn_implementation
 
     @property
     def loss_factor(self) -> float:
@@ -162,14 +177,8 @@ class Ulysses(DeepSpeed):
 def part_of_sequences(batch: MicroBatch, rank: int, size: int, num_rows: int) -> MicroBatch:
     """What rank ``rank`` of ``size`` that share ``batch`` computes: (B, S) becomes (num_rows, ⌈S / size⌉).
 
-    DeepSpeed's exchange has a fixed number of rows; missing ones are padding. Raises UserError for a batch with inputs
-    that cannot be divided, such as a mask.
+    DeepSpeed's exchange has a fixed number of rows; missing ones are padding.
     """
-    if set(batch.inputs) != {"input_ids"} or batch.labels.ndim != 2:
-        raise UserError(
-            f"sequence parallelism divides input_ids alone, this task gives {', '.join(sorted(batch.inputs))}: use a "
-            "task that gives only input_ids, or a launch file without parallelism_config_sp_size."
-        )
     share = -(-batch.labels.shape[1] // size)
     part = at_positions(batch, torch.arange(rank * share, (rank + 1) * share), share * size, num_rows)
     part.inputs["position_ids"] = part.inputs["position_ids"].repeat(num_rows, 1)
