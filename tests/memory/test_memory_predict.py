@@ -110,7 +110,7 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
         enable_checkpointing(network, mode, every, offload=True)
         found = [getattr(module, "_gradient_checkpointing_func", None) for module in network.modules()]
         offloaded = next(function for function in found if isinstance(function, OffloadedInputs))
-        offloaded.transfers = {torch.device("cpu"): elsewhere}  # pyright: ignore[reportAttributeAccessIssue]
+        offloaded.transfers = elsewhere  # pyright: ignore[reportAttributeAccessIssue]
     marks: list[Mark] = [lambda phase: None]
     engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, lambda phase: marks[-1](phase)))
     engine.step(model, optimizer, window)
@@ -131,9 +131,9 @@ CASES: dict[str, Job] = {
     "checkpointed, accumulated": job(gradient_checkpointing="full", gradient_accumulation_steps=2),
     "selective": job(gradient_checkpointing="selective"),
     "every second": job(gradient_checkpointing="selective", gradient_checkpointing_every_n_layers=2),
-    "tiled": job(tiled_mlp=True, mlp_tile_tokens=30, length=512, gradient_accumulation_steps=2),
+    "tiled": job(tiled_mlp=True, length=512, gradient_accumulation_steps=2),
     "tiled, checkpointed": job(tiled_mlp=True, gradient_checkpointing="full", length=2048),
-    "tiled, bf16": job(tiled_mlp=True, mlp_tile_tokens=100, mixed_precision="bf16", length=512),
+    "tiled, bf16": job(tiled_mlp=True, mixed_precision="bf16", length=512),
     "bf16 autocast, tied": job({**LLAMA, "tie_word_embeddings": True}, mixed_precision="bf16"),
     "chunked, five chunks": job({**LLAMA, "vocab_size": 9000}, loss="chunked", length=4096),
     "chunked, fp16 weights: recomputed": job(

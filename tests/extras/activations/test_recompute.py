@@ -86,7 +86,7 @@ def offloaded(model: nn.Module, transfers: LazyCopies, mode: str = "full", every
     found = {m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")}
     (offload,) = found
     assert isinstance(offload, OffloadedInputs)
-    offload.transfers = {torch.device("cpu"): transfers}  # pyright: ignore[reportAttributeAccessIssue]
+    offload.transfers = transfers  # pyright: ignore[reportAttributeAccessIssue]
     return offload
 
 
@@ -125,7 +125,7 @@ def test_offload_changes_neither_loss_nor_gradients(config: dict[str, Any], mode
         assert_same(found, expected[1])
     layers = -(-built(config).config.num_hidden_layers // every)
     per_input = -(-2 * 100 * 16 * 8 // recompute.PIECE_BYTES)
-    assert len(transfers.buffers) == len(offload._free) == layers * per_input  # of one micro-batch, made once
+    assert len(transfers.buffers) == len(offload.free) == layers * per_input  # of one micro-batch, made once
     assert transfers.log.count("out") == layers * 4
     assert transfers.log.count("in") == (layers - 1) * 4  # the last one is still there
 
@@ -190,7 +190,7 @@ def test_small_tensors_and_evaluation_stay(monkeypatch: pytest.MonkeyPatch) -> N
     assert transfers.log == []
 
 
-def test_an_input_of_several_layers_is_copied_once_and_masks_never() -> None:
+def test_inputs_of_several_layers_are_copied_and_masks_never() -> None:
     transfers = LazyCopies()
     shared, mask = torch.randn(3, 50).mul(2).requires_grad_(), torch.ones(3, 50)
     weights = nn.Parameter(torch.randn(3, 50))
@@ -199,12 +199,12 @@ def test_an_input_of_several_layers_is_copied_once_and_masks_never() -> None:
         return checkpoint_of_torch(function, *inputs, use_reentrant=False)
 
     offload = OffloadedInputs(checkpoint)
-    offload.transfers = {torch.device("cpu"): transfers}  # pyright: ignore[reportAttributeAccessIssue]
+    offload.transfers = transfers  # pyright: ignore[reportAttributeAccessIssue]
     out, encoded = shared * 1, shared * 3
     for _ in range(3):
         out = offload(lambda x, e, m, w: (x * e * m * w).sin(), out, encoded, mask, weights)
     out.sum().backward()
-    assert transfers.log.count("out") == 3 + 1
+    assert transfers.log.count("out") == 3 + 3
     found, shared.grad, grad_of_weights, weights.grad = shared.grad, None, weights.grad, None
     out, encoded = shared * 1, shared * 3
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_memory_is_free_again_after_an_exception(fail_at: int) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         step(model)
     gc.collect()  # as recovery does: frames of an exception may form circles
-    assert len(offload._free) == len(transfers.buffers)
+    assert len(offload.free) == len(transfers.buffers)
     transfers.fail_at = None
     buffers = len(transfers.buffers)
     assert_same(step(model)[1], expected)
@@ -241,14 +241,14 @@ def test_shorter_and_longer_batches_share_the_memory() -> None:
     for length in (7, 64, 99, 100):
         expected = step(built(DEEP).double(), length=length)[1]
         assert_same(step(model, length=length)[1], expected)
-    assert len(transfers.buffers) == len(offload._free) == most
+    assert len(transfers.buffers) == len(offload.free) == most
 
 
 def test_on_a_cpu_there_is_nothing_to_do() -> None:
     model = built(DEEP, CAUSAL, gradient_checkpointing="full", gradient_checkpointing_offload=True).double()
     assert_same(step(model)[1], step(built(DEEP).double())[1])
     (offload,) = {m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")}
-    assert isinstance(offload, OffloadedInputs) and offload._free == []
+    assert isinstance(offload, OffloadedInputs) and offload.free == []
 
 
 @pytest.mark.gpu
@@ -283,10 +283,8 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
         ({"gradient_checkpointing_offload": True}, "gradient_checkpointing_offload needs gradient_checkpointing"),
         (
             {"gradient_checkpointing": "auto", "gradient_checkpointing_every_n_layers": 2},
-            "auto chooses gradient_checkpointing_every_n_layers",
+            "gradient_checkpointing_every_n_layers: 2 needs gradient_checkpointing: full or selective; auto chooses it",
         ),
-        ({"mlp_tile_tokens": 64}, "mlp_tile_tokens needs tiled_mlp: true"),
-        ({"tiled_mlp": True, "mlp_tile_tokens": 0}, "mlp_tile_tokens: 0 is not valid: it must be at least 1"),
         ({"memory_budget_gib": 0.0}, "memory_budget_gib: 0.0 is not valid: it must be above 0"),
     ],
 )

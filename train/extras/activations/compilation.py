@@ -9,14 +9,10 @@ so that further lengths are not compiled again.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
-import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,57 +47,3 @@ def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "induct
     for layer in layers:
         layer.compile(backend=backend)
     return len(layers)
-
-
-class Compilation(logging.Handler):
-    """Counts what ``torch.compile`` does inside :meth:`listening`; ``figures`` are for ``summary.json``.
-
-    ``tell`` is shown torch's warning that it gave a function up once, with its cause.
-    """
-
-    def __init__(self, tell: Callable[[str], None] = print) -> None:
-        super().__init__(logging.WARNING)
-        self.tell = tell
-        self.figures: dict[str, Any] = {"compilations": 0, "recompilations": 0, "compile_seconds": 0.0}
-        self.figures["recompile_limit_reached"] = None  # or why the last compilation could not be used again
-
-    @contextmanager
-    def listening(self) -> Iterator[Compilation]:
-        """Counts while the context is open."""
-        from torch._dynamo.callback import callback_handler
-
-        logger = logging.getLogger("torch._dynamo.convert_frame")
-        callback_handler.register_start_callback(self._started)
-        callback_handler.register_end_callback(self._ended)
-        logger.addHandler(self)
-        try:
-            yield self
-        finally:
-            logger.removeHandler(self)
-            callback_handler.remove_end_callback(self._ended)
-            callback_handler.remove_start_callback(self._started)
-
-    def _started(self, call: Any) -> None:
-        self._clock = time.perf_counter()
-        if call.callback_trigger.name == "DYNAMO":
-            self.figures["compilations"] += 1
-            frame = re.search(r"(\d+)/(\d+)", str(call.compile_id))  # a function's number, and which time it is
-            self.figures["recompilations"] += frame is not None and int(frame[2]) > 0
-
-    def _ended(self, call: Any) -> None:
-        self.figures["compile_seconds"] += time.perf_counter() - self._clock
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if "recompile_limit" in message and self.figures["recompile_limit_reached"] is None:
-            reason = re.search(r"last reason: (.*)", message)
-            cause = self.figures["recompile_limit_reached"] = " ".join((reason[1] if reason else message).split())[:300]
-            self.tell(
-                "compile: torch stopped compiling a layer and runs it uncompiled, which is correct but slow; "
-                f"the last cause: {cause}"
-            )
-
-    def line(self) -> str:
-        """How often torch compiled, in a sentence."""
-        again = f"{self.figures['recompilations']} of them for other shapes or modes"
-        return f"compile: {self.figures['compilations']} compilations, {again}, {self.figures['compile_seconds']:.1f} s"

@@ -37,23 +37,22 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)  # transformers ≥ 5.23
+    enable = enable or getattr(model, "gradient_checkpointing_enable", None)
     try:
-        if hasattr(model, "activation_checkpointing_enable"):  # transformers ≥ 5.23
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)  # pyright: ignore
-        elif hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # pyright: ignore
-        else:
+        if enable is None:
             raise ValueError("it is not a transformers model")
+        enable(kwargs)
     except ValueError as error:
         raise UserError(f"gradient_checkpointing: {mode} does not work with this model: {error}. Use none.") from None
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
-    offloaded = None
-    for module in model.modules() if offload else ():  # where transformers' own switch puts it
-        if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
-            offloaded = offloaded or OffloadedInputs(checkpoint)
-            vars(module)["_gradient_checkpointing_func"] = offloaded
+    if offload:  # where transformers' own switch put torch's checkpoint
+        places = [vars(m) for m in model.modules() if vars(m).get("_gradient_checkpointing_func") is not None]
+        offloaded = OffloadedInputs(places[0]["_gradient_checkpointing_func"])
+        for place in places:
+            place["_gradient_checkpointing_func"] = offloaded
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +64,7 @@ class OffloadedInputs:
     """torch's ``checkpoint(function, *inputs)`` with inputs kept in host memory from a layer's forward to its backward.
 
     Only positional tensors that need a gradient: the hidden states. Masks, position embeddings and parameters belong
-    to all layers and stay; an input that several layers share (encoder states) is copied once.
+    to all layers and stay.
 
     The device holds at a time: in forward only the input of the current layer; in backward the inputs of the current
     layer and of the next one to be recomputed. A tensor on the device is released only after the computing stream was
@@ -75,52 +74,34 @@ class OffloadedInputs:
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self._checkpoint = checkpoint
-        self.transfers: dict[torch.device, StreamTransfers | None] = {torch.device("cpu"): None}
-        """By device, made when it is first seen; None: its memory is the host's."""
-        self._free: list[Tensor] = []
-        self._last: Callable[[], _Resting | None] = lambda: None  # a weak reference; here as if its object were gone
+        self.transfers: StreamTransfers | None = None  # made when the first tensor on an accelerator is seen
+        self.free: list[Tensor] = []  # pinned memory that can be reused
+        self.last: Callable[[], _Resting | None] = lambda: None  # a weak reference; here as if its object were gone
 
     def __deepcopy__(self, memo: Any) -> OffloadedInputs:
         return self  # a copy of the model shares streams and pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        moved = {_storage_key(x): x for x in inputs if isinstance(x, Tensor) and self._moves(x)}
+        moved = {_storage_key(x) for x in inputs if isinstance(x, Tensor) and self._moves(x)}
         if not moved or not torch.is_grad_enabled():
             return self._checkpoint(function, *inputs, **options)
 
         def pack(tensor: Tensor) -> Tensor | _Resting:
-            original = moved.get(_storage_key(tensor))
-            return tensor if original is None or original.shape != tensor.shape else self._rest(original)
+            return _Resting(tensor, self) if _storage_key(tensor) in moved else tensor
 
         def unpack(saved: Tensor | _Resting) -> Tensor:
             return saved if isinstance(saved, Tensor) else saved.take()
 
         # Sees what the checkpoint itself saves, its inputs: within the layer hooks of the checkpoint come first.
         with saved_tensors_hooks(pack, unpack):
-            try:
-                return self._checkpoint(function, *inputs, **options)
-            finally:
-                moved.clear()  # autograd may keep the hooks, which must not keep what they moved away
+            return self._checkpoint(function, *inputs, **options)
 
     def _moves(self, tensor: Tensor) -> bool:
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return False
-        if tensor.device not in self.transfers:
-            has_streams = hasattr(torch.get_device_module(tensor.device), "Stream")  # Metal, in host memory, has none
-            self.transfers[tensor.device] = StreamTransfers(tensor.device) if has_streams else None
-        return self.transfers[tensor.device] is not None and not hasattr(tensor, "to_local")  # no DTensor
-
-    @torch.no_grad()
-    def _rest(self, tensor: Tensor) -> _Resting:
-        version, known = getattr(tensor, "_rests_as", (None, lambda: None))
-        if (resting := known()) is not None and version == tensor._version:
-            return resting
-        if (before := self._last()) is not None:
-            before.leave()
-        resting = _Resting(tensor, self)
-        self._last = weakref.ref(resting)
-        tensor._rests_as = (tensor._version, self._last)  # pyright: ignore[reportAttributeAccessIssue]
-        return resting
+        if self.transfers is None and tensor.device.type not in ("cpu", "mps"):  # whose memory is the host's
+            self.transfers = StreamTransfers(tensor.device)
+        return self.transfers is not None and not hasattr(tensor, "to_local")  # no DTensor
 
 
 def piece_bytes_for(num_bytes: int) -> int:
@@ -138,18 +119,21 @@ class _Resting:
     It is deleted when autograd releases it, after backward or an exception; then its pinned memory can be reused.
     """
 
+    @torch.no_grad()
     def __init__(self, tensor: Tensor, inputs: OffloadedInputs) -> None:
         self._on_device: Tensor | None = None
-        self._transfers: Any = inputs.transfers[tensor.device]
-        self._free, self._before = inputs._free, inputs._last
+        self._transfers: Any = inputs.transfers
+        self._free, self._before, self._pieces = inputs.free, inputs.last, []
+        if (before := self._before()) is not None:
+            before.leave()
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        self._pieces: list[Tensor] = []
         whole = tensor.detach().contiguous()  # before the copy is queued, so that it waits for this
         piece_bytes = piece_bytes_for(whole.nbytes)
         while piece_bytes * len(self._pieces) < whole.nbytes:
             self._pieces.append(self._free.pop() if self._free else self._transfers.host_buffer(piece_bytes))
         self._event = self._transfers.copy([(piece, part) for part, piece in self._parts(whole)])
         self._on_device = whole
+        inputs.last = weakref.ref(self)
 
     def __del__(self) -> None:
         self.leave()
@@ -161,19 +145,18 @@ class _Resting:
             self._transfers.wait(self._event)
             self._on_device = None
 
-    def fetch(self) -> None:
-        """Starts copying the tensor back."""
+    def fetch(self) -> Tensor:
+        """The tensor on the device, or where a copy that has just been started will put it."""
         if self._on_device is None:
             whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._event = self._transfers.copy(self._parts(whole))
             self._on_device = whole
+        return self._on_device
 
     @torch.no_grad()
     def take(self) -> Tensor:
         """The tensor, for what is queued from now on; starts copying back the one of the layer before."""
-        self.fetch()
-        assert self._on_device is not None
-        whole = self._on_device
+        whole = self.fetch()
         self.leave()
         if (before := self._before()) is not None:
             before.fetch()
@@ -181,7 +164,6 @@ class _Resting:
 
     def _parts(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Parts of the flat tensor with their places in pinned memory, of the same type and size."""
-        flat = whole.view(-1)
-        places = [piece.view(self._dtype) for piece in self._pieces]
-        parts = flat.split(len(places[0])) if places else ()
+        places = [piece.view(whole.dtype) for piece in self._pieces]
+        parts = whole.view(-1).split(len(places[0]))
         return [(part, place[: len(part)]) for part, place in zip(parts, places, strict=True)]
