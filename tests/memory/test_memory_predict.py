@@ -140,8 +140,6 @@ CASES: dict[str, Job] = {
         {**LLAMA, "vocab_size": 9000}, loss="chunked", length=960, dtype="float16"
     ),
     "chunked, smoothed, z-loss": job({**LLAMA, "vocab_size": 9000}, label_smoothing=0.1, z_loss=1e-4, length=2048),
-    "torch's": job({**LLAMA, "vocab_size": 1200}, loss="torch", length=64),
-    "torch's in half precision": job({**LLAMA, "vocab_size": 2000}, loss="torch", length=64, dtype="bfloat16"),
     "sgd, clipped by value": job(optimizer="sgd", max_grad_norm=None, max_grad_value=1.0),
     "in backward": job({**LLAMA, "vocab_size": 9000}, optimizer_in_backward=True, max_grad_norm=None),
     "in backward, tied, checkpointed": job(
@@ -177,10 +175,6 @@ CASES: dict[str, Job] = {
     "experts, their router's loss": job({**QWEN_MOE, "output_router_logits": True}, gradient_checkpointing="full"),
     "classified at the end of the text": job(T5, task="sequence_classification", num_labels=3, padded=True),
 }
-
-
-if not hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch < 2.13
-    CASES = {name: case for name, case in CASES.items() if case.values["loss"] != "torch"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -414,23 +408,6 @@ def test_a_torch_of_another_layout_is_said_plainly() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "cannot be made to plan for a CUDA device" in done.stdout, done.stderr
     assert "--device cpu" in done.stdout
-
-
-def test_torch_loss_is_followed_inside() -> None:
-    import torch
-
-    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        pytest.skip("torch < 2.13")
-    from train.extras.losses.fused import torch_sum
-
-    hidden, weight = torch.randn(256, 64, requires_grad=True), torch.randn(1200, 64, requires_grad=True)
-    with StorageTracker("cpu") as tracker:
-        tracker.tag(PARAMETERS, [hidden, weight])
-        before = tracker.live_bytes
-        torch_sum(hidden, weight, None, torch.zeros(256, dtype=torch.long)).backward()
-    gradients = 4 * (hidden.numel() + weight.numel())
-    logits = 4 * 8 * 1200  # of the eight tokens that it takes at once
-    assert gradients + logits < tracker.peak.num_bytes - before < gradients + 3 * logits
 
 
 def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> None:

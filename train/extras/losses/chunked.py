@@ -45,9 +45,6 @@ def chunked_sum(
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
     prepares = learns and how.dtype != torch.float16
-    one_chunk = len(list(rows_by_chunk(len(labels), len(weight)))) <= 1  # nothing to save by computing it twice
-    if learns and not prepares and one_chunk and how.part is None:
-        return how.objective.loss_sum(F.linear(hidden, weight, bias), labels)
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
 
 
