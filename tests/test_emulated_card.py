@@ -156,7 +156,6 @@ def test_the_card_is_as_strict_as_one(tmp_path: Path) -> None:
 
 
 def _no_wait_for_computing() -> None:
-    offload_small_tensors()
     from emulated.streams import Stream
 
     Stream.wait_stream = lambda self, other: None
@@ -174,21 +173,12 @@ def _no_wait_for_weights() -> None:
     CudaLink.finish = lambda self: None
 
 
-def _no_wait_for_inputs() -> None:
-    offload_small_tensors()
-    from train.extras.host_memory import StreamTransfers
-
-    StreamTransfers.wait = lambda self, event: None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "flags"),
     [
         (_no_wait_for_computing, HOST_UPDATES),
-        (_no_wait_for_computing, OFFLOAD),
         (_no_wait_for_weights, HOST_UPDATES),
-        (_no_wait_for_inputs, OFFLOAD),
     ],
 )
 def test_a_missing_wait_ends_the_run(train: Train, before: Callable[[], None], flags: tuple[str, ...]) -> None:

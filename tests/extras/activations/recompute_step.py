@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from test_model import LLAMA, built
-from test_recompute import LazyCopies, offloaded
+from test_recompute import Card, offloaded
 from test_step import batch, rows
 
 from train.batching import Rounds, without_targets
@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
 """Settings of the builder, and the checkpointing with which inputs rest elsewhere."""
 
 
-def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
+def main(output: str, micro_batch_size: int, ways: list[str], card: Card) -> None:
     recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES, tiling.MIN_TILE_TOKENS = 1, 4096, 2
     launch = read_launch()
     init_gloo(launch)
@@ -44,9 +44,10 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
     found: dict[str, torch.Tensor] = {}
     for way in ways:
         settings, checkpointing = WAYS[way]
-        network, transfers = built(TIED, **settings).double(), LazyCopies()
+        network = built(TIED, **settings).double()
+        card.log.clear()
         if checkpointing is not None:
-            offloaded(network, transfers, *checkpointing)
+            offloaded(network, *checkpointing)
         shard_by_layer(accelerator, network)
         accelerator._models.clear()
         model, optimizer = accelerator.prepare(ModelWithLoss(network), torch.optim.SGD(network.parameters(), lr=1.0))
@@ -57,7 +58,7 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
             window = [batch([examples[i] for i in m]) if m else without_targets(batch([examples[0]])) for m in mine]
             outcome = optimizer_step(engine, model, optimizer, window)
             norms.append(outcome.grad_norm)
-        assert bool(transfers.log) is (checkpointing is not None)
+        assert bool(card.log) is (checkpointing is not None)
         unwrapped = cast("ModelWithLoss", accelerator.unwrap_model(model))
         weights = TrainingState(unwrapped.model, optimizer, {}).whole_tensors(keep=accelerator.is_main_process)
         found |= {f"{way}.{name}": value.clone() for name, value in weights.items()}
@@ -67,6 +68,7 @@ def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","))
+    with Card().plugged_in() as plugged_in:
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), plugged_in)
     sys.stdout.flush()
     os._exit(0)

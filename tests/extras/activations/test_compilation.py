@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from test_model import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from train.extras.activations.compilation import check_compiler, compile_layers
+from train.extras.activations.compilation import compile_layers
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.weightless import uncompiled
 from train.model import ModelWithLoss
-from train.records import EXIT_DONE, EXIT_USAGE, UsageError, UserError
+from train.records import EXIT_DONE, UserError
 
 DROPOUT = {**GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
 
@@ -110,28 +109,6 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
 def test_model_without_repeated_layers_is_refused() -> None:
     with pytest.raises(UserError, match="compile: this model has no repeated layers"):
         compile_layers(nn.Linear(2, 2))
-
-
-def test_missing_compiler_is_said_before_anything_is_loaded(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_compiler(torch.device("cpu"))
-    monkeypatch.delenv("CXX", raising=False)
-    for platform, name in (("linux", "g++"), ("darwin", "clang++"), ("win32", "cl")):  # where torch looks for no other
-        with monkeypatch.context() as patch:
-            patch.setattr("sys.platform", platform)
-            patch.setattr("shutil.which", lambda found, name=name: None if found == name else found)
-            with pytest.raises(UsageError, match=f"there is no {re.escape(name)} here"):
-                check_compiler(torch.device("cpu"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UsageError, match=r"compile: needs a C\+\+ compiler, and there is no no-such-compiler"):
-        check_compiler(torch.device("cpu"))
-    assert train_run(recipe, tmp_path / "run", "--compile", "True") == EXIT_USAGE
-    assert "needs a C++ compiler" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="compile: needs Triton on CUDA"):
-        check_compiler(torch.device("cuda"))
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from train.config import check, from_values
+from train.extras import host_memory
 from train.extras.activations import recompute
 from train.extras.activations.recompute import OffloadedInputs, enable_checkpointing
-from train.extras.host_memory import StreamTransfers
 from train.model import ModelWithLoss
 from train.records import UsageError
 
@@ -24,69 +26,48 @@ DEEP = {**LLAMA, "num_hidden_layers": 4}
 DROPPING = {**GPT2, "n_positions": 128, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
 
 
-class LazyCopies:
-    """Stands in for streams: copies into memory of its own, each as late as the order of a stream allows.
-
-    A copy that nobody waits for is not made. So whoever uses what is copied too early finds rubbish, and a source that
-    is let go, or a target that is, before it may be is noticed.
-    """
+class Card:
+    """Inside ``plugged_in()`` the CPU counts as a card with memory of its own; of copies, ``fail_at`` fails."""
 
     def __init__(self) -> None:
-        self.begun: list[list[tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]]] = []
-        self.made = 0
         self.buffers: list[Tensor] = []
         self.log: list[str] = []
         self.fail_at: int | None = None
 
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        self.buffers.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
-        return self.buffers[-1]
+    @contextmanager
+    def plugged_in(self) -> Iterator[Card]:
+        parts = recompute._OnHost._parts
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-        self.log.append("out" if self._is_host(pairs[0][0]) else "in")
-        if self.log.count("out") + self.log.count("in") == self.fail_at:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        for target, source in pairs:
-            assert self._is_host(target) != self._is_host(source)
-        # what is on the device is only kept by the one who asks
-        self.begun.append([(_held(target), _held(source)) for target, source in pairs])
-        return len(self.begun)
+        def page_locked(num_bytes: int) -> Tensor:
+            self.buffers.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
+            return self.buffers[-1]
 
-    def wait(self, event: int) -> None:
-        self.log.append(f"wait {event}")
-        while self.made < event:
-            for target, source in self.begun[self.made]:
-                to, of = target(), source()
-                assert to is not None and of is not None, "let go before its copy was made"
-                to.copy_(of)
-            self.made += 1
+        def counted(rested: Any, whole: Tensor) -> tuple[Tensor, ...]:
+            self.log.append("in" if rested._pieces else "out")
+            if len(self.log) == self.fail_at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return parts(rested, whole)
 
-    def _is_host(self, tensor: Tensor) -> bool:
-        return any(tensor.untyped_storage()._cdata == b.untyped_storage()._cdata for b in self.buffers)
+        with (
+            patch.object(recompute, "HOST_DEVICES", ()),
+            patch.object(host_memory, "page_locked", page_locked),
+            patch.object(recompute._OnHost, "_parts", counted),
+        ):
+            yield self
 
 
-def _held(tensor: Tensor) -> Callable[[], Tensor | None]:
-    """The tensor for as long as somebody else keeps its storage."""
-    storage = StorageWeakRef(tensor.untyped_storage())
-    shape = (tensor.dtype, tensor.storage_offset(), tensor.numel())
-
-    def tensor_again() -> Tensor | None:
-        found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-        if found is None:
-            return None
-        dtype, offset, size = shape
-        return torch.empty(0, dtype=dtype).set_(found, offset, (size,))  # pyright: ignore[reportCallIssue]
-
-    return tensor_again
+@pytest.fixture
+def card() -> Iterator[Card]:
+    with Card().plugged_in() as found:
+        yield found
 
 
-def offloaded(model: nn.Module, transfers: LazyCopies, mode: str = "full", every: int = 1) -> OffloadedInputs:
+def offloaded(model: nn.Module, mode: str = "full", every: int = 1) -> OffloadedInputs:
     """Switches offload on."""
     enable_checkpointing(model, mode, every, offload=True)
     found = {m._gradient_checkpointing_func for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")}
     (offload,) = found
     assert isinstance(offload, OffloadedInputs)
-    offload.transfers = transfers  # pyright: ignore[reportAttributeAccessIssue]
     return offload
 
 
@@ -115,29 +96,28 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     [DEEP, {**GPT2, "n_positions": 128, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}],
     ids=["llama", "gpt2"],
 )
-def test_offload_changes_neither_loss_nor_gradients(config: dict[str, Any], mode: str, every: int) -> None:
+def test_offload_changes_neither_loss_nor_gradients(card: Card, config: dict[str, Any], mode: str, every: int) -> None:
     expected = step(built(config).double(), times=2)
-    model, transfers = built(config).double(), LazyCopies()
-    offload = offloaded(model, transfers, mode, every)
+    model = built(config).double()
+    offload = offloaded(model, mode, every)
     for _ in range(2):  # the second step uses the memory of the first
         loss, found = step(model, times=2)
         assert loss == expected[0]
         assert_same(found, expected[1])
     layers = -(-built(config).config.num_hidden_layers // every)
     per_input = -(-2 * 100 * 16 * 8 // recompute.PIECE_BYTES)
-    assert len(transfers.buffers) == len(offload.free) == layers * per_input  # of one micro-batch, made once
-    assert transfers.log.count("out") == layers * 4
-    assert transfers.log.count("in") == (layers - 1) * 4  # the last one is still there
+    assert len(card.buffers) == len(offload.free) == layers * per_input  # of one micro-batch, made once
+    assert card.log.count("out") == card.log.count("in") == layers * 4
 
 
-def test_inputs_of_earlier_layers_are_let_go_in_forward_and_brought_back_one_ahead() -> None:
-    model, transfers = built(DEEP).double(), LazyCopies()
-    offloaded(model, transfers)
+def test_inputs_of_earlier_layers_are_let_go_in_forward_and_come_back_when_they_are_needed(card: Card) -> None:
+    model = built(DEEP).double()
+    offloaded(model)
     seen: list[StorageWeakRef] = []
     alive: list[tuple[str, list[int]]] = []
 
     def look(when: str) -> None:
-        transfers.log.append(when)
+        card.log.append(when)
         alive.append((when, [number for number, ref in enumerate(seen) if not ref.expired()]))
 
     layers: Any = model.base_model.layers
@@ -148,26 +128,19 @@ def test_inputs_of_earlier_layers_are_let_go_in_forward_and_brought_back_one_ahe
     inputs, labels = batch(100)
     loss = ModelWithLoss(model)(inputs, labels)
     look("loss")
-    assert [numbers for _, numbers in alive] == [
-        [0],
-        [0, 1],
-        [0, 2],
-        [0, 3],
-        [3],
-    ]  # the first: the model's own variable
-    transfers.log.clear()
+    # The first is the model's own variable, too.
+    assert [numbers for _, numbers in alive] == [[0], [0, 1], [0, 2], [0, 3], []]
+    card.log.clear()
     loss.backward()
-    # each layer waits for its own input, then that of the layer before it begins to come, then the layer computes
-    one_ahead = [word for event in (4, 5, 6) for word in (f"wait {event}", "in", "mlp")]
-    assert transfers.log == [*one_ahead, "wait 7", "mlp"]
+    assert card.log == ["in", "mlp"] * 4
     look("after")
     assert alive[-1] == ("after", [])
 
 
-def test_a_layer_is_recomputed_with_what_it_was_given_whatever_became_of_it() -> None:
+def test_a_layer_is_recomputed_with_what_it_was_given_whatever_became_of_it(card: Card) -> None:
     """Backward twice through one graph."""
-    model, transfers = built(DEEP).double(), LazyCopies()
-    offloaded(model, transfers)
+    model = built(DEEP).double()
+    offloaded(model)
     model.train()
     inputs, labels = batch(100)
     loss = ModelWithLoss(model)(inputs, labels)
@@ -178,20 +151,19 @@ def test_a_layer_is_recomputed_with_what_it_was_given_whatever_became_of_it() ->
         torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-12, atol=1e-14)
 
 
-def test_small_tensors_and_evaluation_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, transfers = built(DEEP), LazyCopies()
-    offloaded(model, transfers)
+def test_small_tensors_and_evaluation_stay(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(DEEP)
+    offloaded(model)
     inputs, labels = batch(100)
     with torch.no_grad():
         ModelWithLoss(model.train())(inputs, labels)
     ModelWithLoss(model.eval())(inputs, labels).backward()
     monkeypatch.setattr(recompute, "MIN_OFFLOADED_BYTES", 10**6)
     step(model)
-    assert transfers.log == []
+    assert card.log == []
 
 
-def test_inputs_of_several_layers_are_copied_and_masks_never() -> None:
-    transfers = LazyCopies()
+def test_inputs_of_several_layers_are_copied_and_masks_never(card: Card) -> None:
     shared, mask = torch.randn(3, 50).mul(2).requires_grad_(), torch.ones(3, 50)
     weights = nn.Parameter(torch.randn(3, 50))
 
@@ -199,12 +171,11 @@ def test_inputs_of_several_layers_are_copied_and_masks_never() -> None:
         return checkpoint_of_torch(function, *inputs, use_reentrant=False)
 
     offload = OffloadedInputs(checkpoint)
-    offload.transfers = transfers  # pyright: ignore[reportAttributeAccessIssue]
     out, encoded = shared * 1, shared * 3
     for _ in range(3):
         out = offload(lambda x, e, m, w: (x * e * m * w).sin(), out, encoded, mask, weights)
     out.sum().backward()
-    assert transfers.log.count("out") == 3 + 3
+    assert card.log.count("out") == 3 + 3
     found, shared.grad, grad_of_weights, weights.grad = shared.grad, None, weights.grad, None
     out, encoded = shared * 1, shared * 3
     for _ in range(3):
@@ -215,33 +186,33 @@ def test_inputs_of_several_layers_are_copied_and_masks_never() -> None:
 
 
 @pytest.mark.parametrize("fail_at", [2, 5, 7])
-def test_memory_is_free_again_after_an_exception(fail_at: int) -> None:
+def test_memory_is_free_again_after_an_exception(card: Card, fail_at: int) -> None:
     """In forward or backward; and the next step is right."""
     expected = step(built(DEEP).double())[1]
-    model, transfers = built(DEEP).double(), LazyCopies()
-    offload = offloaded(model, transfers)
+    model = built(DEEP).double()
+    offload = offloaded(model)
     step(model)
-    transfers.log.clear()
-    transfers.fail_at = fail_at
+    card.log.clear()
+    card.fail_at = fail_at
     with pytest.raises(torch.OutOfMemoryError):
         step(model)
     gc.collect()  # as recovery does: frames of an exception may form circles
-    assert len(offload.free) == len(transfers.buffers)
-    transfers.fail_at = None
-    buffers = len(transfers.buffers)
+    assert len(offload.free) == len(card.buffers)
+    card.fail_at = None
+    buffers = len(card.buffers)
     assert_same(step(model)[1], expected)
-    assert len(transfers.buffers) == buffers
+    assert len(card.buffers) == buffers
 
 
-def test_shorter_and_longer_batches_share_the_memory() -> None:
-    model, transfers = built(DEEP).double(), LazyCopies()
-    offload = offloaded(model, transfers)
+def test_shorter_and_longer_batches_share_the_memory(card: Card) -> None:
+    model = built(DEEP).double()
+    offload = offloaded(model)
     step(model, length=100)
-    most = len(transfers.buffers)
+    most = len(card.buffers)
     for length in (7, 64, 99, 100):
         expected = step(built(DEEP).double(), length=length)[1]
         assert_same(step(model, length=length)[1], expected)
-    assert len(transfers.buffers) == len(offload.free) == most
+    assert len(card.buffers) == len(offload.free) == most
 
 
 def test_on_a_cpu_there_is_nothing_to_do() -> None:
@@ -274,7 +245,6 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
     assert full - rested == pytest.approx(7 * 2 * 2048 * 256 * 4, rel=0.1)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
-    assert isinstance(StreamTransfers(device).host_buffer(8), Tensor)
 
 
 @pytest.mark.parametrize(

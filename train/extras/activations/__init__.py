@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from train import extras
 from train.config import Config, option
-from train.launch import Launch, target_device
+from train.launch import Launch
 from train.records import Run, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -62,19 +61,12 @@ class Extra(extras.Extra):
             ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
         )
 
-    def open(self, config: Config, launch: Launch, stop: list[str]) -> AbstractContextManager[None]:
-        if config.of(Options).compile:
-            from train.extras.activations.compilation import check_compiler
-
-            check_compiler(target_device())
-        return nullcontext()
-
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.activations import compilation, recompute, tiling
 
         own = run.config.of(Options)
         every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
-        if offload and (kind := run.accelerator.device.type) in ("cpu", "mps"):
+        if offload and (kind := run.accelerator.device.type) in recompute.HOST_DEVICES:
             run.outputs.note(f"gradient_checkpointing_offload: does nothing on {kind.upper()}, which uses host memory")
         if own.tiled_mlp:
             run.outputs.note(tiling.tile_mlps(network))

@@ -8,30 +8,13 @@ so that further lengths are not compiled again.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from train.records import UsageError, UserError
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raises UsageError where this machine cannot compile for ``device``: a compiler or Triton is missing."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UsageError("compile: needs Triton on CUDA, which is not installed: pip install triton, or leave it out.")
-    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    if not shutil.which(compiler):
-        raise UsageError(
-            f"compile: needs a C++ compiler, and there is no {compiler} here: install one (apt-get "
-            "install g++), name it in CXX, or leave compile out."
-        )
+from train.records import UserError
 
 
 def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:

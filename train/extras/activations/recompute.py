@@ -1,13 +1,11 @@
 """Activation checkpointing: layers that recompute their activations in backward, with inputs on the device or host.
 
 A checkpointed layer keeps its input, (B, S, H); the inputs of all layers are L·B·S·H elements, at long sequences the
-largest part of the remaining activations. With offload they are kept in pinned host memory. Copies run on a stream of
-their own: an input is copied out while its layer computes, and comes back while the next layer is recomputed.
+largest part of the remaining activations. With offload they are kept in pinned host memory.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,12 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from train.extras.host_memory import StreamTransfers
+from train.extras import host_memory
 from train.records import UserError
 
 MIN_OFFLOADED_BYTES = 2**20  # smaller tensors stay on the device: a copy has a fixed cost, and there is little to gain
 # Of page-locked memory, which is kept in pieces of one size: any tensor takes some of them, whatever its length.
 PIECE_BYTES = 8 * 2**20
+HOST_DEVICES = ("cpu", "mps")  # whose memory is the host's: there is nowhere to move to
 
 
 def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, offload: bool = False) -> None:
@@ -64,44 +63,36 @@ class OffloadedInputs:
     """torch's ``checkpoint(function, *inputs)`` with inputs kept in host memory from a layer's forward to its backward.
 
     Only positional tensors that need a gradient: the hidden states. Masks, position embeddings and parameters belong
-    to all layers and stay.
-
-    The device holds at a time: in forward only the input of the current layer; in backward the inputs of the current
-    layer and of the next one to be recomputed. A tensor on the device is released only after the computing stream was
-    told to wait for the copy that reads it, and the target of a copy is allocated on the computing stream. So memory is
-    never reused too early, without ``record_stream``, whose effect depends on timing.
+    to all layers and stay. Copies are queued like computation, so no memory is reused before they are done.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self._checkpoint = checkpoint
-        self.transfers: StreamTransfers | None = None  # made when the first tensor on an accelerator is seen
-        self.free: list[Tensor] = []  # pinned memory that can be reused
-        self.last: Callable[[], _Resting | None] = lambda: None  # a weak reference; here as if its object were gone
+        self.free: list[Tensor] = []  # pieces of pinned memory that can be reused
 
     def __deepcopy__(self, memo: Any) -> OffloadedInputs:
-        return self  # a copy of the model shares streams and pinned memory
+        return self  # a copy of the model shares pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        moved = {_storage_key(x) for x in inputs if isinstance(x, Tensor) and self._moves(x)}
+        moved = {_storage_key(x) for x in inputs if isinstance(x, Tensor) and is_moved(x)}
         if not moved or not torch.is_grad_enabled():
             return self._checkpoint(function, *inputs, **options)
 
-        def pack(tensor: Tensor) -> Tensor | _Resting:
-            return _Resting(tensor, self) if _storage_key(tensor) in moved else tensor
+        def pack(tensor: Tensor) -> Tensor | _OnHost:
+            return _OnHost(tensor, self.free) if _storage_key(tensor) in moved else tensor
 
-        def unpack(saved: Tensor | _Resting) -> Tensor:
-            return saved if isinstance(saved, Tensor) else saved.take()
+        def unpack(saved: Tensor | _OnHost) -> Tensor:
+            return saved if isinstance(saved, Tensor) else saved.on_device()
 
         # Sees what the checkpoint itself saves, its inputs: within the layer hooks of the checkpoint come first.
         with saved_tensors_hooks(pack, unpack):
             return self._checkpoint(function, *inputs, **options)
 
-    def _moves(self, tensor: Tensor) -> bool:
-        if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.nbytes < MIN_OFFLOADED_BYTES:
-            return False
-        if self.transfers is None and tensor.device.type not in ("cpu", "mps"):  # whose memory is the host's
-            self.transfers = StreamTransfers(tensor.device)
-        return self.transfers is not None and not hasattr(tensor, "to_local")  # no DTensor
+
+def is_moved(tensor: Tensor) -> bool:
+    """Whether offload moves this input of a layer."""
+    is_hidden = tensor.requires_grad and not isinstance(tensor, nn.Parameter) and not hasattr(tensor, "to_local")
+    return is_hidden and tensor.device.type not in HOST_DEVICES and tensor.nbytes >= MIN_OFFLOADED_BYTES
 
 
 def piece_bytes_for(num_bytes: int) -> int:
@@ -113,57 +104,32 @@ def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Resting:
-    """A tensor that autograd saved, on its way to the host, on the host, or on its way back.
+class _OnHost:
+    """A tensor that autograd saved, in pieces of pinned memory.
 
     It is deleted when autograd releases it, after backward or an exception; then its pinned memory can be reused.
     """
 
     @torch.no_grad()
-    def __init__(self, tensor: Tensor, inputs: OffloadedInputs) -> None:
-        self._on_device: Tensor | None = None
-        self._transfers: Any = inputs.transfers
-        self._free, self._before, self._pieces = inputs.free, inputs.last, []
-        if (before := self._before()) is not None:
-            before.leave()
+    def __init__(self, tensor: Tensor, free: list[Tensor]) -> None:
+        self._free, self._pieces = free, []
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        whole = tensor.detach().contiguous()  # before the copy is queued, so that it waits for this
-        piece_bytes = piece_bytes_for(whole.nbytes)
-        while piece_bytes * len(self._pieces) < whole.nbytes:
-            self._pieces.append(self._free.pop() if self._free else self._transfers.host_buffer(piece_bytes))
-        self._event = self._transfers.copy([(piece, part) for part, piece in self._parts(whole)])
-        self._on_device = whole
-        inputs.last = weakref.ref(self)
+        self._piece_bytes = piece_bytes_for(tensor.nbytes)
+        for part in self._parts(tensor.detach().contiguous()):
+            self._pieces.append(free.pop() if free else host_memory.page_locked(self._piece_bytes))
+            self._pieces[-1][: len(part)].copy_(part, non_blocking=True)
 
     def __del__(self) -> None:
-        self.leave()
         self._free += self._pieces  # what is copied into them next is queued after what is still copied out of them
 
-    def leave(self) -> None:
-        """Releases the tensor on the device."""
-        if self._on_device is not None:
-            self._transfers.wait(self._event)
-            self._on_device = None
-
-    def fetch(self) -> Tensor:
-        """The tensor on the device, or where a copy that has just been started will put it."""
-        if self._on_device is None:
-            whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            self._event = self._transfers.copy(self._parts(whole))
-            self._on_device = whole
-        return self._on_device
-
     @torch.no_grad()
-    def take(self) -> Tensor:
-        """The tensor, for what is queued from now on; starts copying back the one of the layer before."""
-        whole = self.fetch()
-        self.leave()
-        if (before := self._before()) is not None:
-            before.fetch()
+    def on_device(self) -> Tensor:
+        """The tensor, for what is queued from now on."""
+        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        for part, piece in zip(self._parts(whole), self._pieces, strict=True):
+            part.copy_(piece[: len(part)], non_blocking=True)
         return whole
 
-    def _parts(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Parts of the flat tensor with their places in pinned memory, of the same type and size."""
-        places = [piece.view(whole.dtype) for piece in self._pieces]
-        parts = whole.view(-1).split(len(places[0]))
-        return [(part, place[: len(part)]) for part, place in zip(parts, places, strict=True)]
+    def _parts(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Its bytes, as many at a time as a piece holds."""
+        return whole.view(-1).view(torch.uint8).split(self._piece_bytes)

@@ -13,7 +13,6 @@ from train.records import MicroBatch, Run, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.batching import Batches
     from train.data import PreparedData
     from train.loop import Parts
     from train.tasks import Task
@@ -39,9 +38,6 @@ class Options:
     sequence_length_warmup_start: int = option(64, "Tokens of the first pieces; they double until max_length.", ge=2)
 
 
-MOST_LENGTHS = 64  # for which cuDNN may plan its attention
-
-
 class Extra(extras.Extra):
     Options = Options
 
@@ -52,8 +48,6 @@ class Extra(extras.Extra):
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
         if model.is_function and (own.rope_scaling != "none" or own.sliding_window):
             raise UsageError("rope_scaling and sliding_window change a transformers config; module:function has none.")
-        if own.packing and model.attn_implementation == "eager":
-            raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
         _check_tokens(config)
         warmup, start = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
         if warmup and start >= length:
@@ -65,12 +59,8 @@ class Extra(extras.Extra):
             from train.tasks import load_task  # which takes seconds
 
             if load_task(config.data.task).labelled:
-                one_label = f"{config.data.task} has one label a row"
-                if own.packing:
-                    raise UsageError(f"packing: {one_label}: use another task.")
-                raise UsageError(
-                    f"sequence_length_warmup_steps: {warmup} would cut examples into pieces: {one_label}: set it to 0."
-                )
+                asked = "packing" if own.packing else "sequence_length_warmup_steps"
+                raise UsageError(f"{asked}: {config.data.task} has one label a row: leave it out, or use another task.")
 
     def identity(self, config: Config) -> dict[str, Any]:
         own = config.of(Options)
@@ -92,20 +82,8 @@ class Extra(extras.Extra):
 
         return packed(data, run.config.data.max_length)
 
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        """Leaves cuDNN out where lengths vary: it plans for every shape, and keeps the plans (torch's ``MHA.cpp``)."""
-        if run.accelerator.device.type == "cuda" and data.task.is_causal:  # flash, which comes next, takes no masks
-            import torch
-
-            vary = batches.steps_per_epoch is None or len(set(batches.lengths.tolist())) > MOST_LENGTHS
-            torch.backends.cuda.enable_cudnn_sdp(not vary)
-
     def starting(self, run: Run, parts: Parts) -> None:
-        is_stream = parts.batches.steps_per_epoch is None
-        self._longest = run.config.data.max_length if is_stream else int(parts.batches.lengths.max())
-        steps, warmup = parts.total_steps, run.config.of(Options).sequence_length_warmup_steps
-        if warmup > steps:
-            run.outputs.note(f"sequence length: each step is cut: warm-up takes {warmup:,} steps of a run of {steps:,}")
+        self._longest = int(parts.batches.lengths.max())
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if run.config.of(Options).sequence_length_warmup_steps == 0:
