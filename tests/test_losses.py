@@ -597,9 +597,6 @@ def test_a_task_with_its_own_loss_or_scores_keeps_all_logits(task: type[Task]) -
     assert choose_loss("auto", own, CPU) == "full"
     with pytest.raises(UserError, match="loss: chunked does not work with this model: its task has"):
         choose_loss("chunked", own, CPU)
-    measure = Extra().memory_measure(run_for(Config()), own)
-    assert measure is not None
-    assert not measure[1]()
     smoothing = Config().changed(label_smoothing=0.1, model="own:model", tokenizer="bytes")
     if task is OwnLoss:
         with pytest.raises(UserError, match="label_smoothing and z_loss belong to cross-entropy"):

@@ -24,8 +24,7 @@ from train.batching import Batches, Loading
 from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
-from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split, pack_stream
-from train.extras.readers.stream import StreamBatches
+from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split
 from train.launch import Launch
 from train.model import ModelWithLoss
 from train.records import (
@@ -37,7 +36,6 @@ from train.records import (
     BatchArithmetic,
     MicroBatch,
     UsageError,
-    UserError,
     column,
 )
 from train.step import Engine, optimizer_step
@@ -164,15 +162,6 @@ def test_what_is_hidden_in_a_document_does_not_depend_on_its_row() -> None:
             assert batch.labels[number].tolist()[: len(ids)] == labels
 
 
-def test_a_stream_gives_rows_too() -> None:
-    stream = pack_stream(causal_examples().to_iterable_dataset(), ROOM)
-    batches = StreamBatches(stream, Loading(collate_of(task_of())), BatchArithmetic(2, 1, 1), 0, 5, buffer_size=4)
-    found = [batch for (batch,) in batches.steps(0, 0)]
-    assert sum(batch.num_targets for batch in found) == sum(LENGTHS)
-    assert max(batch.labels.shape[1] for batch in found) == ROOM
-    assert all(isinstance(batch.inputs["documents"], Documents) for batch in found)
-
-
 def test_halves_of_a_packed_batch_keep_their_documents() -> None:
     from train.extras.endurance.recovery import halves
 
@@ -182,13 +171,6 @@ def test_halves_of_a_packed_batch_keep_their_documents() -> None:
     assert first.lengths == ((9, 3), (8, 2, 1, 1))
     assert last.lengths == ((5, 7),)
     assert last.boundaries.tolist() == [0, 5, 12]
-
-
-def test_one_label_for_a_whole_example_cannot_share_a_row() -> None:
-    examples = datasets.Dataset.from_dict({"tokens": [[1, 2], [3]], "length": [2, 1], "label": [0, 1]})
-    rows = pack_split(examples, 4).with_format("numpy")
-    with pytest.raises(UserError, match="leave packing out"):
-        collate_of(task_of("sequence_classification"))([{**rows[0], "id": 0}], (0,))
 
 
 # The update
@@ -238,28 +220,12 @@ def test_packed_run_resumes_exactly_and_says_what_it_packed(
     assert summary["result"]["validation"]["bits_per_byte"] > 0
 
 
-def test_packed_stream_resumes_exactly(llama_recipe: Path, tmp_path: Path) -> None:
-    flags = ("--packing", "True", "--streaming", "True", "--max_eval_samples", 5, "--shuffle_buffer_size", 6)
-    flags = (*flags, "--global_batch_size", 4, "--max_steps", 3)
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert train(llama_recipe, whole, *flags) == EXIT_DONE
-    assert train(llama_recipe, pieces, *flags, *stopping_after(1)) == EXIT_STOPPED
-    assert train(llama_recipe, pieces, *flags) == EXIT_DONE
-    assert checkpoint_digests(whole, 3) == checkpoint_digests(pieces, 3)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--task", "sequence_classification"), "packing: sequence_classification has one label a row"),
-        (("--attn_implementation", "eager"), "packing: attn_implementation: eager would let documents see each other"),
-    ],
-)
-def test_what_cannot_be_packed_is_said_before_anything_is_loaded(
-    llama_recipe: Path, tmp_path: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+def test_whole_examples_with_a_label_are_not_packed(
+    llama_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(llama_recipe, tmp_path / "run", "--packing", "True", *flags) == EXIT_USAGE
-    assert message in capsys.readouterr().err
+    flags = ("--packing", "True", "--task", "sequence_classification")
+    assert train(llama_recipe, tmp_path / "run", *flags) == EXIT_USAGE
+    assert "packing: sequence_classification has one label a row" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])

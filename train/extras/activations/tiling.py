@@ -32,7 +32,7 @@ def tile_mlps(model: nn.Module) -> str:
     part of the tokens. Raises UserError where the model does not have any.
     """
     found, around = mlps(model), norms(model)
-    blocks = [type(layer.mlp).__name__ for layer in _layers(model)]
+    blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]
     if not found:
         reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else "none of its layers has a known mlp"
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
@@ -44,22 +44,21 @@ def tile_mlps(model: nn.Module) -> str:
 
 def mlps(model: nn.Module) -> list[nn.Module]:
     """What :func:`tile_mlps` tiles."""
-    return [layer.mlp for layer in _layers(model) if _treats_tokens_alone(layer.mlp, model)]
+    return [layer.mlp for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
     """The norms of hidden states next to these MLPs, and the last one, after the layers."""
-    layers = [layer for layer in _layers(model) if _treats_tokens_alone(layer.mlp, model)]
+    layers = [layer for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
     return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
 
 
-def _layers(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and isinstance(getattr(module, "mlp", None), nn.Module):
-            yield module
+def _layers_with_mlp(model: nn.Module) -> list[Any]:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in layers if isinstance(getattr(layer, "mlp", None), nn.Module)]
 
 
 def _treats_tokens_alone(mlp: nn.Module, model: Any) -> bool:

@@ -51,10 +51,9 @@ class Extra(extras.Extra):
         _check_tokens(config)
         warmup, start = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
         if warmup and start >= length:
-            raise UsageError(
-                f"sequence_length_warmup_start: {start} is not below max_length {length}: give less, or "
-                "sequence_length_warmup_steps: 0."
-            )
+            raise UsageError(f"sequence_length_warmup_start: {start} is not below max_length {length}: give less.")
+        if warmup and own.packing:
+            raise UsageError("sequence_length_warmup_steps would cut the documents of a packed row: leave one out.")
         if own.packing or warmup:
             from train.tasks import load_task  # which takes seconds
 
@@ -75,15 +74,11 @@ class Extra(extras.Extra):
             from train.extras.long_sequences.token_batches import TokenRounds
 
             data = replace(data, loading=replace(data.loading, rounds=TokenRounds(own.max_tokens_per_micro_batch)))
-            run.outputs.note(f"micro-batches of up to {own.max_tokens_per_micro_batch:,} tokens, padding included")
         if not own.packing:
             return data
         from train.extras.long_sequences.packing import packed
 
         return packed(data, run.config.data.max_length)
-
-    def starting(self, run: Run, parts: Parts) -> None:
-        self._longest = int(parts.batches.lengths.max())
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if run.config.of(Options).sequence_length_warmup_steps == 0:
@@ -91,7 +86,7 @@ class Extra(extras.Extra):
         from train.extras.long_sequences.length_warmup import cut, sequence_length_at
         from train.tasks import load_task
 
-        length, causal = sequence_length_at(step, run.config, self._longest), load_task(run.config.data.task).is_causal
+        length, causal = sequence_length_at(step, run.config), load_task(run.config.data.task).is_causal
         return [cut(batch, length, causal) for batch in micro_batches]
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
@@ -124,15 +119,11 @@ def _check_tokens(config: Config) -> None:
     optim, length, tokens = config.optimization, config.data.max_length, config.of(Options).max_tokens_per_micro_batch
     if tokens is None:
         return
-    given = f"max_tokens_per_micro_batch: {tokens}"
-    if optim.micro_batch_size != 1:
+    given, accumulation = f"max_tokens_per_micro_batch: {tokens}", optim.gradient_accumulation_steps
+    if optim.micro_batch_size != 1 or optim.global_batch_size is None or accumulation is not None:
         raise UsageError(
-            f"{given} and micro_batch_size: {optim.micro_batch_size} both form micro-batches: give one of them."
-        )
-    if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
-        raise UsageError(
-            f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, and no "
-            "gradient_accumulation_steps."
+            f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, and "
+            "neither micro_batch_size nor gradient_accumulation_steps."
         )
     if tokens < length:
         raise UsageError(

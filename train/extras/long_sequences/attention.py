@@ -72,13 +72,10 @@ def attend(
     """An attention function of transformers: query (B, H, S, D), key and value (B, H', S, D) to (B, S, H, D).
 
     Where there are documents no mask is looked at. Of the ``options``, ``sliding_window`` says how many tokens one sees
-    to its left, itself included, and where it is not causal to its right. Raises ValueError for what this cannot do.
+    to its left, itself included, and where it is not causal to its right.
     """
     if documents is None:
         return attend_rows(module, query, key, value, attention_mask, **options)
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise ValueError(f"its attention uses {name}")
     causal, window = options.get("is_causal"), options.get("sliding_window")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     window = None if window is None or window >= documents.longest else window
@@ -193,12 +190,10 @@ def can_slide_without_mask(model: Any, max_length: int, is_assumed: bool = False
     :func:`set_document_boundaries` avoids it."""
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return False
-    config = model.config.get_text_config()
     window = None
     with suppress(Exception):  # of configurations whose layers each have their own
-        window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    needs_mask = bool(window) and window < max_length and slides
+        window = getattr(model.config.get_text_config(), "sliding_window", None)
+    needs_mask = bool(window) and window < max_length
     return needs_mask and (is_assumed or obstacle_to_documents(model, shared=False) is None)
 
 

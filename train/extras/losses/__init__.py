@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -37,10 +36,7 @@ class Extra(extras.Extra):
         if own.loss == "cce" and (own.label_smoothing or own.z_loss):
             raise UsageError("loss: cce does not support label_smoothing and z_loss: give --loss auto or chunked.")
         if own.loss == "liger" and (config.optimization.mixed_precision or launch.precision) == "fp16":
-            raise UsageError(
-                "loss: liger gives wrong gradients with mixed_precision: fp16: it rounds them before loss scaling can "
-                "save small ones. Give --loss auto or chunked, or use bf16."
-            )
+            raise UsageError("loss: liger gives wrong gradients with mixed_precision: fp16: give chunked, or use bf16.")
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         from train.extras.losses import in_head, objective
@@ -52,14 +48,3 @@ class Extra(extras.Extra):
         if kind != "full":
             in_head.use_loss_in_head(model, kind, terms)
         run.outputs.note(in_head.describe_loss(kind, terms, asked))
-
-    def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
-        from train.extras.losses import in_head, objective
-
-        def chunk() -> bool:
-            if model.loss_in_head is not None or in_head.obstacle_to_loss_in_head(model) is not None:
-                return False
-            in_head.use_loss_in_head(model, "chunked", objective.objective_of(run.config))
-            return True
-
-        return "the loss never holds all logits from now on", chunk

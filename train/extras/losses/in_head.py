@@ -157,11 +157,7 @@ def place_of(model: nn.Module, device: torch.device, precision: str, divides_cla
 
 def describe_loss(kind: str, objective: Objective, asked: str) -> str:
     """A line about the loss that a run uses."""
-    how = {
-        "full": "all logits at once",
-        "chunked": "never all logits, in chunks",
-        "cce": "never all logits, by Cut Cross-Entropy",
-        "liger": "never all logits, by Liger Kernel",
-    }[kind]
+    ways = {"full": "all logits at once", "chunked": "never all logits, in chunks"}
+    how = ways.get(kind, "never all logits, by its package")
     terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]
     return f"loss: {kind}{' (auto)' if asked == 'auto' else ''}, {', '.join([how, *terms])}"
