@@ -55,7 +55,14 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
         if task.is_causal:
             earlier = logits_on_trial(small, tokens)[:, :-1]
             tokens[:, -1] = 1
-            return _looks_ahead(small, task) if differ(logits_on_trial(small, tokens)[:, :-1], earlier) else None
+            if not differ(logits_on_trial(small, tokens)[:, :-1], earlier):
+                return None
+            is_encoder = getattr(getattr(small, "config", None), "is_decoder", None) is False
+            return (
+                f"its tokens see those that follow{' (is_decoder: false in its configuration)' * is_encoder}, so "
+                f"{task.name} would learn to copy what it is to predict: use --task masked_lm, or a model that is a "
+                "decoder, such as llama or gpt2, or one with is_decoder: true"
+            )
         row = tokens[0]
         if not task.labelled and task.loss_sum is Task.loss_sum:
             with suppress(Exception):  # not every model has a loss of its own
@@ -82,15 +89,6 @@ def tried_on_small_copies(model: nn.Module, trial: Callable[[Any], str | None]) 
         with suppress(Exception), small_copy(model, torch.float64) as small:  # not every model can compute in it
             problem = trial(small)
     return problem
-
-
-def _looks_ahead(model: nn.Module, task: type[Task]) -> str:
-    is_encoder = getattr(getattr(model, "config", None), "is_decoder", None) is False
-    flag = " (is_decoder: false in its configuration)" if is_encoder else ""
-    return (
-        f"its tokens see those that follow{flag}, so {task.name} would learn to copy what it is to predict: use --task "
-        "masked_lm, or a model that is a decoder, such as llama or gpt2, or one with is_decoder: true"
-    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from test_model import GPT2, LLAMA, MODES, built
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from train.extras.activations.compilation import compile_layers
+from train.extras.activations import compile_layers
 from train.extras.losses.in_head import use_loss_in_head
 from train.extras.weightless import uncompiled
 from train.model import ModelWithLoss
@@ -99,8 +99,8 @@ def test_memory_is_metered_uncompiled_and_what_follows_is_compiled_even_so(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch never compiles a function that it first met while operators were watched."""
-    compiler, module = counting(), "train.extras.activations.compilation"
-    monkeypatch.setattr(f"{module}.compile_layers", lambda model: compile_layers(model, compiler))
+    compiler, name = counting(), "train.extras.activations.compile_layers"
+    monkeypatch.setattr(name, lambda model: compile_layers(model, compiler))
     monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 1000)
     assert train_run(recipe, tmp_path / "run", "--compile", "True", "--num_epochs", 3) == EXIT_DONE
     assert 1 <= compiler.frame_count < 8

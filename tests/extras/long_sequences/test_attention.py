@@ -50,7 +50,6 @@ def built(model_type: str, fields: dict[str, Any], dtype: torch.dtype = torch.fl
     """A small model, perhaps told where documents end."""
     torch.manual_seed(0)
     factory = AutoModelForMaskedLM if model_type in MASKED else AutoModelForCausalLM
-    attention.register()
     model = factory.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation="sdpa", dtype=dtype)
     model.config.use_cache = False
     if told:

@@ -179,7 +179,6 @@ def test_halves_of_a_packed_batch_keep_their_documents() -> None:
 def test_update_is_that_of_the_padded_examples() -> None:
     """Three micro-batches of rows against one padded batch of all documents, in fp64."""
     fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    attention.register()
     task = task_of()
     examples = causal_examples().with_format("numpy")
     padded = task.collate([{**examples[i], "id": i} for i in range(len(LENGTHS))], (0,), pad_id=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
@@ -62,7 +62,7 @@ class Extra(extras.Extra):
         )
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
-        from train.extras.activations import compilation, recompute, tiling
+        from train.extras.activations import recompute, tiling
 
         own = run.config.of(Options)
         every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
@@ -72,7 +72,7 @@ class Extra(extras.Extra):
             run.outputs.note(tiling.tile_mlps(network))
         recompute.enable_checkpointing(network, str(own.gradient_checkpointing), every, offload)
         if own.compile and not run.is_planned:
-            compilation.compile_layers(network)
+            compile_layers(network)
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         own = run.config.of(Options)
@@ -89,3 +89,21 @@ class Extra(extras.Extra):
             return True
 
         return "activation checkpointing is switched on", checkpoint
+
+
+def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
+    """Compiles the repeated layers of ``model`` in place, when each is first called; returns how many there are.
+
+    Everything around them stays as it is. So attention keeps its causal path (a model compiled whole builds a mask of
+    length × length), weights keep their names, and equal layers share one compilation; the second length makes lengths
+    symbolic. To be called after activation checkpointing was set up. Raises UserError where no such layers are known.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
+    if not layers:
+        raise UserError("compile: this model has no repeated layers of transformers. Leave it out.")
+    for layer in layers:
+        layer.compile(backend=backend)
+    return len(layers)

@@ -74,12 +74,12 @@ class OffloadedInputs:
         return self  # a copy of the model shares pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        moved = {_storage_key(x) for x in inputs if isinstance(x, Tensor) and is_moved(x)}
+        moved = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor) and is_moved(x)}
         if not moved or not torch.is_grad_enabled():
             return self._checkpoint(function, *inputs, **options)
 
         def pack(tensor: Tensor) -> Tensor | _OnHost:
-            return _OnHost(tensor, self.free) if _storage_key(tensor) in moved else tensor
+            return _OnHost(tensor, self.free) if tensor.untyped_storage()._cdata in moved else tensor
 
         def unpack(saved: Tensor | _OnHost) -> Tensor:
             return saved if isinstance(saved, Tensor) else saved.on_device()
@@ -98,10 +98,6 @@ def is_moved(tensor: Tensor) -> bool:
 def piece_bytes_for(num_bytes: int) -> int:
     """Bytes of a piece of pinned memory, some of which a tensor of ``num_bytes`` takes."""
     return PIECE_BYTES
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class _OnHost:

@@ -74,14 +74,12 @@ def _treats_tokens_alone(mlp: nn.Module, model: Any) -> bool:
 class Tiled(nn.Module):
     """An MLP or a norm whose forward and backward compute some tokens at a time.
 
-    Backward computes each tile's forward once more, so an MLP costs a third more arithmetic, as if it were
-    checkpointed. In a layer that is checkpointed it costs only its last product more, since that one is not needed
-    for gradients: what the MLP is given is saved before it computes, and torch's recomputation of the layer stops at
-    the last tensor that was saved. (If a layer saves something after its MLP, because a norm or dropout follows, the
-    MLP is computed three times.)
+    Backward computes each tile's forward once more, as if the MLP were checkpointed. In a layer that is checkpointed it
+    costs only its last product more: what the MLP is given is saved before it computes, and torch's recomputation of
+    the layer stops at the last tensor that was saved (after the MLP, if a norm or dropout follows).
 
-    Gradients of weights are summed over the tiles and handed to autograd once: in the type of the weights, or in fp32
-    where that has 16 bits. So hooks of DDP and FSDP2 see whole gradients, once.
+    Gradients of weights are summed over the tiles, in fp32 or better, and handed to autograd once: so hooks of DDP and
+    FSDP2 see whole gradients.
     """
 
     def compute_whole(self, hidden: Tensor) -> Tensor:
@@ -96,11 +94,8 @@ class Tiled(nn.Module):
             return self.compute_whole(hidden)
         if not torch.is_grad_enabled():
             return _in_tiles(self, hidden, size)
-        keeper: Any = None
-        if hidden.requires_grad:
-            hidden = cast("Tensor", _Keep.apply(hidden))
-            keeper = hidden.grad_fn  # has it saved before the tiles compute, not after as they would
-        return cast("Tensor", _Tiles.apply(self, size, keeper, hidden, *self.trained()))
+        kept = cast("Tensor", _Keep.apply(hidden))  # if it needs a gradient: before the tiles compute, not after
+        return cast("Tensor", _Tiles.apply(self, size, kept.grad_fn, kept, *self.trained()))
 
     def trained(self) -> list[nn.Parameter]:
         """Parameters that need a gradient; sharded ones as they are gathered now."""

@@ -107,7 +107,6 @@ class Extra(extras.Extra):
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention
 
-        attention.register()
         packing = run.config.of(Options).packing
         if packing and not run.is_planned:
             attention.check_documents(network)

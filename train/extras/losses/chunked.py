@@ -43,8 +43,7 @@ def chunked_sum(
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     how = _How(product_dtype(hidden), **options)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
-    prepares = learns and how.dtype != torch.float16
+    prepares = learns and how.dtype != torch.float16  # whose loss scale, known in backward alone, has to come first
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
 
 

@@ -8,7 +8,6 @@ loss (arXiv 2410.10989). What each cannot do is in :func:`obstacle_to`. Argument
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -22,8 +21,6 @@ from train.extras.losses.objective import PLAIN, Objective
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
-# The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
-CCE_IMPLEMENTATION = "cce_kahan_full_c"
 
 
 @dataclass(frozen=True)
@@ -62,30 +59,22 @@ def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, install
 
 
 def _is_installed(kernel: str) -> bool:
-    if not all(find_spec(name) for name in (PACKAGES[kernel], "triton")):
-        return False
-    if kernel == "cce":  # 25.1, as on the package index, sums gradients in half precision
-        from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+    is_there = all(find_spec(name) is not None for name in (PACKAGES[kernel], "triton"))
+    if not is_there or kernel != "cce":
+        return is_there
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
-        return "accum_c_fp32" in inspect.signature(linear_cross_entropy).parameters
-    return True
+    # 25.1, as on the package index, sums gradients in half precision.
+    return "accum_c_fp32" in inspect.signature(linear_cross_entropy).parameters
 
 
 def best_kernel(place: Place, objective: Objective = PLAIN, has_bias: bool = False) -> str:
-    """The best that is there: ``cce``, else ``liger``, else ``chunked``; ``has_bias`` no longer decides anything.
-
-    The order on CUDA is that of the memory and time in arXiv 2411.09009, table 1.
-    """
+    """The best that is there, by memory and time in arXiv 2411.09009, table 1; ``has_bias`` decides nothing."""
     return next(kernel for kernel in ("cce", "liger", "chunked") if obstacle_to(kernel, place, objective) is None)
 
 
 def _sum(
-    kernel: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    num_targets: int | None = None,
+    kernel: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
 ) -> Tensor:
     """() the sum of what ``kernel`` gives for hidden states (N, H), weight and bias in their type, and labels (N,)."""
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
@@ -107,7 +96,8 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, label
     """
     from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
-    options: dict[str, Any] = {"ignore_index": IGNORE, "reduction": "none", "impl": CCE_IMPLEMENTATION}
+    # The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
+    options: dict[str, Any] = {"ignore_index": IGNORE, "reduction": "none", "impl": "cce_kahan_full_c"}
     return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
 

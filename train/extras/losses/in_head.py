@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from train.extras.losses.chunked import chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
-from train.extras.losses.objective import PLAIN, Objective, is_cross_entropy
+from train.extras.losses.objective import PLAIN, Objective
 from train.extras.weightless import obstacle_on_trial
 from train.model import ModelWithLoss, balanced, logits_of
 from train.records import UserError
-from train.tasks import Scores, cross_entropy_scores
+from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
@@ -129,7 +129,10 @@ def choose_loss(
     many = isinstance(head, nn.Linear) and len(head.weight) >= MIN_CHUNKED_CLASSES
     if asked == "full" or (asked == "auto" and not many):
         return "full"
-    if obstacle := obstacle_to_loss_in_head(model):
+    obstacle = "its task has a loss or scores of its own"
+    if model.loss_sum is cross_entropy_sum and model.scores is cross_entropy_scores:
+        obstacle = obstacle_to_chunks(model.model)
+    if obstacle:
         if asked == "auto":
             return "full"
         raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
@@ -138,13 +141,6 @@ def choose_loss(
     if obstacle := obstacle_to(asked, place, objective, installed):
         raise UserError(f"loss: {asked} {obstacle}.")
     return asked
-
-
-def obstacle_to_loss_in_head(model: ModelWithLoss) -> str | None:
-    """Why the output embedding of ``model`` cannot compute loss and scores, or None where it can."""
-    if not is_cross_entropy(model) or model.scores is not cross_entropy_scores:
-        return "its task has a loss or scores of its own"
-    return obstacle_to_chunks(model.model)
 
 
 def place_of(model: nn.Module, device: torch.device, precision: str, divides_classes: bool = False) -> Place:
@@ -158,6 +154,6 @@ def place_of(model: nn.Module, device: torch.device, precision: str, divides_cla
 def describe_loss(kind: str, objective: Objective, asked: str) -> str:
     """A line about the loss that a run uses."""
     ways = {"full": "all logits at once", "chunked": "never all logits, in chunks"}
-    how = ways.get(kind, "never all logits, by its package")
     terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]
-    return f"loss: {kind}{' (auto)' if asked == 'auto' else ''}, {', '.join([how, *terms])}"
+    how = ", ".join([ways.get(kind, "never all logits, by its package"), *terms])
+    return f"loss: {kind}{' (auto)' if asked == 'auto' else ''}, {how}"
