@@ -28,8 +28,7 @@ def tile_mlps(model: nn.Module) -> str:
     """Makes MLPs and the norms next to them compute in tiles; a line about it. Names of weights and hooks stay.
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
-    alone. Mixtures of experts are left whole: the routing of a token depends on others, and each expert already gets a
-    part of the tokens. Raises UserError where the model does not have any.
+    alone. Of mixtures each expert already gets a part of the tokens. Raises UserError where there is nothing to tile.
     """
     found, around = mlps(model), norms(model)
     blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]

@@ -67,10 +67,13 @@ def attend(
     """An attention function of transformers: query (B, H, S, D), key and value (B, H', S, D) to (B, S, H, D).
 
     Where there are documents no mask is looked at. Of the ``options``, ``sliding_window`` says how many tokens one sees
-    to its left, itself included, and where it is not causal to its right.
+    to its left, itself included, and where it is not causal to its right. Raises ValueError for what this cannot do.
     """
     if documents is None:
         return attend_rows(module, query, key, value, attention_mask, **options)
+    for name in ("softcap", "s_aux", "position_bias"):  # which a trial might take for rounding
+        if options.get(name) is not None:
+            raise ValueError(f"its attention uses {name}")
     causal, window = options.get("is_causal"), options.get("sliding_window")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     window = None if window is None or window >= documents.longest else window
@@ -85,8 +88,7 @@ def attend_rows(
     shared, within = query.shape[1] // key.shape[1], module
     if shared > 1 and not _kernels_share_heads(query):
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
-        # Not that it shares heads.
-        within = cast("nn.Module", SimpleNamespace(is_causal=getattr(module, "is_causal", True)))
+        within = cast("nn.Module", SimpleNamespace(is_causal=getattr(module, "is_causal", True)))  # shares none
     return sdpa_attention_forward(within, query, key, value, attention_mask, **options)
 
 
