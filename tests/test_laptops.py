@@ -18,7 +18,7 @@ import pytest
 import torch
 from faults.processes import script
 from support import ROOT, log_of, write_recipe
-from torch import Tensor
+from torch import Tensor, nn
 
 from train import main
 from train.config import parse
@@ -101,6 +101,28 @@ def test_a_folder_with_a_colon_in_its_name_is_a_model(tmp_path: Path, capsys: py
 # macOS, whose GPUs torch calls MPS: with stand-ins, not run on one
 
 
+class Metal:
+    """A stand-in for torch.mps of 1,000 MiB."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.driver = self.emptied = 0
+        for name, answer in {
+            "current_allocated_memory": lambda: self.allocated,
+            "driver_allocated_memory": lambda: self.driver,
+            "recommended_max_memory": lambda: 1000 * 2**20,
+            "empty_cache": self.empty,
+        }.items():
+            monkeypatch.setattr(torch.mps, name, answer)
+
+    def empty(self) -> None:
+        self.driver, self.emptied = self.allocated, self.emptied + 1
+
+
+@pytest.fixture
+def metal(monkeypatch: pytest.MonkeyPatch) -> Metal:
+    return Metal(monkeypatch)
+
+
 def test_mps_computes_in_the_precision_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     newest = (14, 0)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: version <= newest)
@@ -115,9 +137,65 @@ def test_mps_computes_in_the_precision_that_is_asked_for(monkeypatch: pytest.Mon
         resolve_precision("bf16", mps)
 
 
-def test_the_peak_of_mps_is_not_the_resident_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 123)
+def test_the_peak_of_mps_is_not_the_resident_set(metal: Metal) -> None:
+    metal.driver = 123
     assert peak_bytes(torch.device("mps")) == 123
+
+
+def test_mps_is_metered_and_its_cache_emptied_where_the_driver_holds_too_much(
+    metal: Metal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, Any] = {}
+
+    class Parts(SimpleNamespace):
+        data = SimpleNamespace(examples=SimpleNamespace(label_names=["a", "b"]), tokenizer=[])
+
+    # The meter of MPS over tensors of a CPU: what it reads of torch.mps is the stand-in's.
+    from train.extras.meter.cpu import MpsMeter
+
+    monkeypatch.setattr(MpsMeter, "__init__", lambda meter, *args: made.update(args=args))
+    model, optimizer = nn.Linear(64, 64), None
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("mps")),
+        config=SimpleNamespace(of=lambda options: options()),
+        outputs=SimpleNamespace(say=print),
+    )
+    extra: Any = Extra()
+    parts = Parts(state=SimpleNamespace(model=model), optimizer=SimpleNamespace(optimizer=optimizer))
+    extra.ready(run, parts)
+    assert isinstance(extra.meter, MpsMeter) and made["args"][:2] == (torch.device("mps"), model)
+    monkeypatch.undo()
+    metal.__init__(monkeypatch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = MpsMeter(torch.device("cpu"), model, optimizer, 2, print)
+    metal.allocated, metal.driver = 5 * 2**20, 40 * 2**20
+    with meter.measure("forward", []):
+        loss = model(torch.ones(1024, 64)).sum()
+        metal.allocated, metal.driver = 7 * 2**20, 900 * 2**20
+        meter.mark("backward")
+        metal.allocated = 6 * 2**20
+        loss.backward()
+    figures = meter.interval()
+    assert figures["peak_allocated_bytes"] == 7 * 2**20  # above the 0.3 MiB that operators were seen to take
+    assert figures["peak_reserved_bytes"] == 900 * 2**20 and metal.emptied == 0
+    assert figures["peak_bytes_by_phase"]["forward"] >= 1024 * 64 * 4
+    assert figures["peak_bytes_by_phase"].keys() == {"forward", "backward"}
+    with meter.measure("forward", []):
+        metal.driver = 1001 * 2**20
+    assert meter.interval()["peak_reserved_bytes"] == 1001 * 2**20
+    assert (metal.emptied, metal.driver) == (1, 6 * 2**20)
+    metal.allocated, metal.driver = 0, 500 * 2**20
+    with meter.measure("forward", []):
+        meter.mark("backward")
+        metal.driver = 10 * 2**20
+    last = meter.interval()
+    assert last["peak_reserved_bytes"] == 500 * 2**20
+    # not followed: of one that was
+    assert last["peak_allocated_bytes"] == max(figures["peak_bytes_by_phase"].values())
+    with meter.measure("forward", []):
+        metal.driver = 1000 * 2**20  # not too much
+    assert metal.emptied == 1
 
 
 def test_nothing_is_offloaded_where_memory_is_the_hosts() -> None:

@@ -373,7 +373,7 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
         ("max_steps: 5\nnum_epochs: 1", "max_steps and num_epochs"),
         ("max_tokens_per_micro_batch: 2048", "give global_batch_size"),
         ("max_tokens_per_micro_batch: 512\nglobal_batch_size: 4", "does not hold one example of max_length 1024"),
-        ("max_tokens_per_micro_batch: 2048\nglobal_batch_size: 4\nmicro_batch_size: 2", "give one of them"),
+        ("max_tokens_per_micro_batch: 2048\nglobal_batch_size: 4\nmicro_batch_size: 2", "neither micro_batch_size"),
         ("sequence_length_warmup_steps: 5\nsequence_length_warmup_start: 1024", "is not below max_length 1024"),
         ("sequence_length_warmup_steps: 5\ntask: sequence_classification", "would cut examples into pieces"),
         (

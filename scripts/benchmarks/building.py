@@ -487,7 +487,7 @@ def losses() -> dict[str, Loss]:
     import torch.nn.functional as F
 
     from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
-    from train.extras.losses.fused import cce_sum, liger_sum, torch_sum
+    from train.extras.losses.fused import cce_sum, liger_sum
     from train.extras.losses.objective import PLAIN
     from train.tasks import cross_entropy_sum
 
@@ -500,7 +500,7 @@ def losses() -> dict[str, Loss]:
         return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, False)  # pyright: ignore
 
     chunks: dict[str, Any] = {"chunked": chunked_sum, RECOMPUTED: recomputed}
-    return {"full": full, **chunks, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
+    return {"full": full, **chunks, "cce": cce_sum, "liger": liger_sum}
 
 
 def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -512,7 +512,7 @@ def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if name in ("full", RECOMPUTED):
         return None
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
-    return obstacle_to(name, Place(device.type, dtype, capability), has_bias=False)
+    return obstacle_to(name, Place(device.type, dtype, capability))
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

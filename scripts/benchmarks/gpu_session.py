@@ -160,7 +160,7 @@ def pieces() -> list[Piece]:
               script("memory_accuracy", "--only", "opt causal_lm"), resumes=True),
         Piece("rungs", "0.5B at 131,072 tokens with each rung", 220,
               script("ladder", "--model", "0.5b", "--length", "131072", "--budget_seconds", "{seconds}"), resumes=True),
-        Piece("runs", "killed and resumed, out of memory and split", 300,
+        Piece("runs", "killed and resumed, out of memory and split, snapshot", 300,
               script("real_runs", "--seconds", "150"), script("real_runs", "--model", "tiny"), resumes=True, least=250,
               packages=runs[1:]),
         Piece("loss_kernels", "losses over a large vocabulary", 60, script("loss_kernels"),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LOSSES = ("full", "chunked", building.RECOMPUTED, "torch", "cce", "liger")
+LOSSES = ("full", "chunked", building.RECOMPUTED, "cce", "liger")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whole runs of train/main.py: killed and resumed, out of memory for real and split.
+"""Whole runs of train/main.py: killed and resumed, out of memory for real and split, with a memory snapshot.
 
     python scripts/benchmarks/real_runs.py --write                  # on a card: Qwen2.5-0.5B's shape, 131,072 tokens
     python scripts/benchmarks/real_runs.py --model tiny             # a small model, on any machine
@@ -6,12 +6,13 @@
 A run is ended by SIGKILL after its first checkpoint, and the same command resumes it: the step made twice should have
 the same loss. Another run may fill memory to halfway between what half of its micro-batch and the whole are predicted
 to need: it has to run out of memory, split the micro-batch, and learn what a run with room learns. On a card the
-process is limited by torch's allocator, on a CPU by the operating system.
+process is limited by torch's allocator and writes a memory snapshot; on a CPU by the operating system.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import runpy
 import shutil
 import subprocess
@@ -163,24 +164,28 @@ def killed_and_resumed(place: Place) -> dict[str, Any]:
     }
 
 
-def split(place: Place) -> dict[str, Any]:
+def split_and_snapshot(place: Place) -> dict[str, Any]:
     """A run that has to split its micro-batch next to one that has room."""
     length = split_length(place.length)
     flags: dict[str, Any] = {"micro_batch_size": SPLIT_SIZE, "max_steps": 2, "on_oom": "split", "rehearse": False}
     status = place.run("whole", place.words("whole", length, **flags))
     half, whole = (needed_bytes(place, length, size) for size in (SPLIT_SIZE // 2, SPLIT_SIZE))
     cap_bytes = (half + whole) // 2 + (0 if place.on_card else SLACK_BYTES)
+    if place.on_card:
+        flags["memory_snapshot"] = True
     split_status = place.run("split", place.words("split", length, **flags), cap_bytes)
     expected, found = place.losses("whole"), place.losses("split")
     same = bool(expected) and all(abs(found.get(step, 0.0) / loss - 1) <= TOLERANCE for step, loss in expected.items())
     path = place.folder / "split" / "summary.json"
     recoveries = json.loads(path.read_text(encoding="utf-8")).get("oom_recoveries") if path.exists() else None
+    snapshot = snapshot_events(place.folder / "split") if place.on_card else None
     return {
-        "ok": status == split_status == EXIT_DONE and bool(recoveries) and same,
+        "ok": status == split_status == EXIT_DONE and bool(recoveries) and same and snapshot != 0,
         "length": length,
         "cap_bytes": cap_bytes,
         "status": split_status,
         "oom_recoveries": recoveries,
+        "snapshot_events": snapshot,
         "losses_with_room": list(expected.values()),
         "losses_split": list(found.values()),
     }
@@ -197,12 +202,21 @@ def needed_bytes(place: Place, length: int, size: int) -> int:
     device = this_device() if place.on_card else find_device("cpu")
     question = Question(config, device, place.model.get("vocab_size", BYTE_VOCABULARY))
     with Predictor() as predictor:
-        return predicted(question, Predictions(predictor)).prediction.reserved_bytes
+        return predicted(question, Predictions([predictor])).prediction.reserved_bytes
+
+
+def snapshot_events(folder: Path) -> int:
+    """Events in the memory snapshot of a run, which is deleted: it is large."""
+    events = 0
+    for path in folder.glob("memory_snapshot-*.pickle"):
+        events += sum(map(len, pickle.loads(path.read_bytes())["device_traces"]))
+        path.unlink()
+    return events
 
 
 CHECKS: dict[str, Callable[[Place], dict[str, Any]]] = {
     "killed and resumed": killed_and_resumed,
-    "out of memory and split": split,
+    "out of memory and split": split_and_snapshot,
 }
 
 

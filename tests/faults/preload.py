@@ -17,7 +17,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 import train.data
 import train.evaluation
-import train.extras.activations.compilation
+import train.extras.activations.recompute
+import train.extras.activations.tiling
 import train.extras.endurance.lost_rank
 import train.extras.long_sequences.attention
 import train.extras.long_sequences.packing

@@ -604,11 +604,9 @@ def test_the_loss_without_all_logits_is_the_one_asked_for_or_the_best_that_is_th
 
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert question().losses == ("full", "chunked") and question().automatic_loss == "chunked"
-    assert question(loss="torch").losses == ("full", "torch") and question(loss="torch").asked.loss == "torch"
+    assert question(loss="liger").losses == ("full", "liger") and question(loss="liger").asked.loss == "liger"
     assert replace(question(), num_labels=3).losses == ("full",)
-    monkeypatch.setattr(fused, "find_spec", lambda name: name)
-    monkeypatch.setattr(fused, "cce_sums_in_fp32", lambda: True)
-    monkeypatch.setattr(fused, "_cce_parameters", lambda: {"bias": None})
+    monkeypatch.setattr(fused, "_is_installed", lambda kernel: True)
     assert question().losses == ("full", "cce") and question().asked.loss == "cce"
     assert "loss" not in question().changes(bf16_setting(1, "none", "cce"))
     assert question(z_loss=1e-4).losses == ("full", "liger")

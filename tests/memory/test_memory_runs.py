@@ -295,6 +295,29 @@ def test_auto_predicts_shards_where_they_are(offloads: bool, sharding: str, monk
     assert {job.sharding for job in found.jobs} == {sharding}
 
 
+def test_a_snapshot_is_written_whenever_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where the step recovers; torch's record keeps its last events, and does not grow with the run."""
+    import torch
+
+    observers: list[Any] = []
+    kept: list[dict[str, Any]] = []
+    found = NextToACard(monkeypatch, 2**40, memory_snapshot=True, measure_memory=False, output_dir=str(tmp_path))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: kept.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("record"))
+    parts: Any = SimpleNamespace()
+    found.run.extras.by_name["meter"].ready(found.run, parts)
+    assert [options["max_entries"] for options in kept] == [100_000]
+    path = tmp_path / "memory_snapshot-0.pickle"
+    error = torch.OutOfMemoryError(MESSAGE)
+    assert not path.exists() and "snapshot" not in found.session.explain(error)
+    observers[0](0, 2**30, 2**34, 0)  # as torch calls it where an allocation fails
+    assert path.read_text() == "record"
+    assert f"memory snapshot: {path} (open it at" in found.session.explain(error)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path("/nowhere/at/all").write_text(""))
+    observers[0](0, 2**30, 2**34, 0)  # a disk that refuses hides nothing
+
+
 def test_advice_is_about_the_phase_that_failed_and_does_without_what_cannot_be_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from train.config import Config
 from train.model import logits_of
 from train.records import one_line
-from train.tasks import Task, cross_entropy, load_task, pad, task_names
+from train.tasks import Task, cross_entropy, pad
 
 # Of small copies: what widths are divided by, and how many layers stay; the first that works is taken.
 SCALES = tuple((factor, layers) for layers in (8, 2, 999) for factor in (32, 16, 8, 4, 2, 1))
@@ -55,7 +55,14 @@ def obstacle_to_task(model: nn.Module, task: type[Task], config: Config, vocabul
         if task.is_causal:
             earlier = logits_on_trial(small, tokens)[:, :-1]
             tokens[:, -1] = 1
-            return _looks_ahead(model, task) if differ(logits_on_trial(small, tokens)[:, :-1], earlier) else None
+            if not differ(logits_on_trial(small, tokens)[:, :-1], earlier):
+                return None
+            is_encoder = getattr(getattr(small, "config", None), "is_decoder", None) is False
+            return (
+                f"its tokens see those that follow{' (is_decoder: false in its configuration)' * is_encoder}, so "
+                f"{task.name} would learn to copy what it is to predict: use --task masked_lm, or a model that is a "
+                "decoder, such as llama or gpt2, or one with is_decoder: true"
+            )
         row = tokens[0]
         if not task.labelled and task.loss_sum is Task.loss_sum:
             with suppress(Exception):  # not every model has a loss of its own
@@ -82,17 +89,6 @@ def tried_on_small_copies(model: nn.Module, trial: Callable[[Any], str | None]) 
         with suppress(Exception), small_copy(model, torch.float64) as small:  # not every model can compute in it
             problem = trial(small)
     return problem
-
-
-def _looks_ahead(model: nn.Module, task: type[Task]) -> str:
-    no_decoder = getattr(getattr(model, "config", None), "is_decoder", None) is False
-    flag = " (is_decoder: false in its configuration)" if no_decoder else ""
-    others = [name for name in task_names() if not (load_task(name).is_causal or load_task(name).labelled)]
-    return (
-        f"its tokens see those that follow{flag}, so {task.name} would learn to copy what it is to predict: use --task "
-        f"{' or '.join(others)}, or a model that is a decoder, such as llama or gpt2"
-        f"{', or set is_decoder: true' if no_decoder else ''}"
-    )
 
 
 @contextmanager

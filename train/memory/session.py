@@ -188,7 +188,10 @@ class MemorySession:
             vocab_size=len(self._data.tokenizer),
             changes=changes,
         )
-        return post_mortem(words, situation)
+        text = post_mortem(words, situation)
+        if (path := metering.snapshot) is not None and path.exists():
+            text += f"\nmemory snapshot: {path} (open it at https://pytorch.org/memory_viz)"
+        return text
 
     def _cheaper_settings(self, job: Job) -> tuple[Prediction | None, list[tuple[str, int, str]]]:
         """The prediction for ``job``, and the changes that would save some of it."""

@@ -15,7 +15,7 @@ from test_step import batch, rows
 
 from train.batching import Rounds, without_targets
 from train.config import Config, Optimization
-from train.extras.activations import recompute
+from train.extras.activations import recompute, tiling
 from train.extras.hardware import init_gloo
 from train.launch import accelerator_options, read_launch, shard_by_layer
 from train.model import ModelWithLoss
@@ -24,7 +24,7 @@ from train.state import TrainingState
 from train.step import Engine, optimizer_step
 
 TIED = {**LLAMA, "num_hidden_layers": 3, "tie_word_embeddings": True}
-TILES: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 2}
+TILES: dict[str, Any] = {"tiled_mlp": True}
 WAYS: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
     "plain": ({}, None),
     "tiled": (TILES, None),
@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
 
 
 def main(output: str, micro_batch_size: int, ways: list[str]) -> None:
-    recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES = 1, 4096
+    recompute.MIN_OFFLOADED_BYTES, recompute.PIECE_BYTES, tiling.MIN_TILE_TOKENS = 1, 4096, 2
     launch = read_launch()
     init_gloo(launch)
     accelerator = Accelerator(**accelerator_options(launch, torch.device("cpu")))

@@ -285,8 +285,6 @@ def test_offload_on_a_card_gives_the_same_gradients_and_takes_less() -> None:
             {"gradient_checkpointing": "auto", "gradient_checkpointing_every_n_layers": 2},
             "auto chooses gradient_checkpointing_every_n_layers",
         ),
-        ({"mlp_tile_tokens": 64}, "mlp_tile_tokens needs tiled_mlp: true"),
-        ({"tiled_mlp": True, "mlp_tile_tokens": 0}, "mlp_tile_tokens: 0 is not valid: it must be at least 1"),
         ({"memory_budget_gib": 0.0}, "memory_budget_gib: 0.0 is not valid: it must be above 0"),
     ],
 )

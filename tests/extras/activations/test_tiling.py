@@ -9,10 +9,12 @@ import pytest
 import torch
 from test_model import CAUSAL, GPT2, LLAMA, MASKED, SHAPE
 from test_model import built as built_for
-from test_recompute import LazyCopies, offloaded
+from test_recompute import Card, offloaded
+from test_recompute import card as card
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from train.extras.activations import tiling
 from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, mlps, norms, tile_mlps
 from train.model import ModelWithLoss
 from train.records import UserError
@@ -57,10 +59,11 @@ def assert_same(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tile", [1, 33, 200, 1000])
-def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int) -> None:
-    """fp64; weights' gradients are summed in another order."""
+def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp64; weights' gradients are summed in another order. No tile has fewer tokens than the model's width."""
+    monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", tile)
     expected = step(built(*MODELS[name]).double(), times=2)
-    model = built(*MODELS[name], tiled_mlp=True, mlp_tile_tokens=tile).double()
+    model = built(*MODELS[name], tiled_mlp=True).double()
     assert len(mlps(model)) == 2 and len(norms(model)) >= 2
     assert all(isinstance(module, Tiled) for module in (*mlps(model), *norms(model)))
     loss, found = step(model, times=2)
@@ -71,14 +74,14 @@ def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int) -> None:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_all_together_change_neither_loss_nor_gradients(name: str, every: int, mode: str) -> None:
+def test_all_together_change_neither_loss_nor_gradients(card: Card, name: str, every: int, mode: str) -> None:
     config, task = MODELS[name]
     config = {**config, "num_hidden_layers": 3}
     expected = step(built(config, task).double(), times=2)
-    model, transfers = built(config, task, tiled_mlp=True, mlp_tile_tokens=30).double(), LazyCopies()
-    offloaded(model, transfers, mode, every)
+    model = built(config, task, tiled_mlp=True).double()
+    offloaded(model, mode, every)
     loss, found = step(model, times=2)
-    assert transfers.log.count("out") == 2 * (3 if every == 1 else 2)
+    assert card.log.count("out") == 2 * (3 if every == 1 else 2)
     assert loss == pytest.approx(expected[0], rel=1e-12)
     assert_same(found, expected[1], norms_in_fp32=name == "gemma2")
 
@@ -100,7 +103,7 @@ def test_in_fp32_and_bf16_gradients_are_as_near_the_truth_as_without_tiles() -> 
             if p.grad is not None
         }
 
-    tiled: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 7}
+    tiled: dict[str, Any] = {"tiled_mlp": True}
     assert max(errors(torch.float32, **tiled).values()) < 1e-5
     for kind in ({"dtype": torch.bfloat16}, {"dtype": torch.float32, "autocast": True}):
         whole, in_tiles = errors(**kind), errors(**kind, **tiled)
@@ -114,12 +117,12 @@ def test_dropout_drops_in_backward_what_it_dropped_in_forward() -> None:
     mlp = mlps(built(config, MASKED))[0].double().train()
     hidden = torch.randn(2, 30, 16, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(3)
-    expected = torch.cat([mlp(part) for part in hidden.view(60, 16).split(20)]).view(2, 30, 16)
+    expected = torch.cat([mlp(part) for part in hidden.view(60, 16).split(30)]).view(2, 30, 16)
     after = torch.get_rng_state()
     weights = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, [hidden, *mlp.parameters()], weights)
     model = built(config, MASKED)
-    tile_mlps(model, 20)
+    tile_mlps(model)
     tiled = mlps(model)[0].double().train()
     tiled.load_state_dict(mlp.state_dict())
     torch.manual_seed(3)
@@ -154,14 +157,14 @@ def test_frozen_weights_and_added_ones_get_what_is_theirs() -> None:
         return model.double()
 
     expected = step(adapted())
-    loss, found = step(adapted(tiled_mlp=True, mlp_tile_tokens=9))
+    loss, found = step(adapted(tiled_mlp=True))
     assert len(found) == 4 and loss == pytest.approx(expected[0], rel=1e-12)
     assert_same(found, expected[1])
 
 
 def test_gradients_arrive_once_and_whole() -> None:
     """As the hooks of DDP and FSDP2 need them."""
-    model = built(LLAMA, tiled_mlp=True, mlp_tile_tokens=10).double()
+    model = built(LLAMA, tiled_mlp=True).double()
     arrived: dict[str, int] = {}
 
     def count(name: str) -> Any:
@@ -199,7 +202,7 @@ def test_a_checkpointed_layer_computes_its_tiled_mlp_no_more_often() -> None:
             step(model)
         return found.count
 
-    tiled: dict[str, Any] = {"tiled_mlp": True, "mlp_tile_tokens": 25}
+    tiled: dict[str, Any] = {"tiled_mlp": True}
     product = 2 * 16 * 24 * 200  # layers, sizes, tokens; an MLP has three
     assert products(**tiled) - products() == 3 * product
     for mode in ("full", "selective"):
@@ -211,7 +214,7 @@ def test_evaluation_is_the_same_and_keeps_nothing() -> None:
     ids = torch.arange(3, 203).view(2, 100)
     expected = built(LLAMA).eval()(input_ids=ids).logits
     with torch.no_grad():
-        found = built(LLAMA, tiled_mlp=True, mlp_tile_tokens=30).eval()(input_ids=ids).logits
+        found = built(LLAMA, tiled_mlp=True).eval()(input_ids=ids).logits
     torch.testing.assert_close(found, expected)
 
 
@@ -219,12 +222,12 @@ def test_weights_keep_their_names_and_a_model_may_be_tiled_twice() -> None:
     model = built(LLAMA, tiled_mlp=True)
     assert model.state_dict().keys() == built(LLAMA).state_dict().keys()
     classes = {type(m) for m in mlps(model)}
-    tile_mlps(model, 50)
+    tile_mlps(model)
     assert {type(m) for m in mlps(model)} == classes
-    assert {m.tile_tokens for m in mlps(model)} == {50}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_by_default_a_tile_is_about_as_long_as_hidden_states_are_wide_but_not_tiny() -> None:
+def test_a_tile_is_about_as_long_as_hidden_states_are_wide_but_not_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", MIN_TILE_TOKENS)
     sizes: list[int] = []
 
     def tokens_of_tiles(hidden_size: int, tokens: int) -> list[int]:
@@ -246,14 +249,12 @@ def test_mixtures_of_experts_are_left_whole_and_a_model_of_nothing_else_is_refus
            "num_experts_per_tok": 1, "shared_expert_intermediate_size": 8}  # fmt: skip
     with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile.*Qwen2MoeSparseMoeBlock.*Use False"):
         built(moe, tiled_mlp=True)
-    model = built({**moe, "mlp_only_layers": [0]}, tiled_mlp=True, mlp_tile_tokens=40)
-    assert tile_mlps(model, 40) == (
-        "tiled_mlp: 1 MLPs and 3 norms compute in tiles of 40 tokens; 1 other blocks are left whole"
-    )
+    model = built({**moe, "mlp_only_layers": [0]}, tiled_mlp=True)
+    assert tile_mlps(model) == "tiled_mlp: 1 MLPs and 3 norms compute in tiles; 1 other blocks are left whole"
     gpt_oss = {**moe, "model_type": "gpt_oss", "num_local_experts": 2, "head_dim": 8}
     for field in ("moe_intermediate_size", "num_experts", "shared_expert_intermediate_size"):
         del gpt_oss[field]
     with pytest.raises(UserError, match=r"tiled_mlp: nothing to tile.*GptOssMLP"):  # by name, but it gives a router's
         built(gpt_oss, tiled_mlp=True)  # scores, too
-    with pytest.raises(UserError, match=r"none of its layers is known to have an mlp"):
+    with pytest.raises(UserError, match=r"none of its layers has a known mlp"):
         built({"model_type": "bert", **SHAPE}, MASKED, tiled_mlp=True)

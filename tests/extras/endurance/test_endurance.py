@@ -21,7 +21,7 @@ from train.extras import Extras
 from train.extras.endurance import Extra, refuse_strangers
 from train.extras.endurance.recovery import Recovering
 from train.launch import Launch
-from train.records import DivergenceError, IntervalSums, Progress, Run, StopAtOnce, UsageError, UserError
+from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError
 from train.step import Engine
 
 MODEL = {"model_config": {"model_type": "gpt2"}, "tokenizer": "bytes"}
@@ -104,7 +104,8 @@ def test_loss_far_above_the_usual_is_a_divergence() -> None:
 
 
 def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: Path) -> None:
-    progress = Progress(step=9, consecutive_nonfinite_steps=2, interval=IntervalSums(since_step=5))
+    progress, extra = Progress(step=9, consecutive_nonfinite_steps=2), Extra()
+    extra.logged(run_with(), Progress(step=5), 3.0, 4)
     kept = {"max_rollbacks": 1, "save_every_steps": 1}
     for step in range(1, 10):
         (tmp_path / f"step-{step:08d}").mkdir()
@@ -112,7 +113,7 @@ def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: 
     def steps_kept(**values: Any) -> set[int]:
         run = run_with(**values)
         run.outputs.steps = lambda: checkpoint.by_step(tmp_path)
-        return Extra().keep(run, {8, 9}, progress)
+        return extra.keep(run, {8, 9}, progress)
 
     assert steps_kept() == {8, 9}
     assert steps_kept(**kept) == {5, 6, 8, 9}
@@ -124,13 +125,25 @@ def test_run_ends_where_no_rollback_is_left() -> None:
     assert Extra().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None
 
 
-def test_garbage_collection_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
+def test_garbage_collection_waits_for_the_imports_and_leaves_out_what_is_there_before_training(tmp_path: Path) -> None:
     extra, run = Extra(), run_with(output_dir=str(tmp_path))
     run.launch = Launch()
     with extra.open(run.config, run.launch, []):
+        assert not gc.isenabled()
+        with extra.preparing():
+            assert gc.isenabled()
+            assert gc.get_freeze_count() > 10_000
+        new, before = [[number] for number in range(10_000)], gc.get_freeze_count()
         extra.ready(run, cast("Any", None))
-        assert gc.get_freeze_count() > 10_000
+        assert gc.get_freeze_count() - before > len(new)
     assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_collected_again_after_a_run_that_failed_early(tmp_path: Path) -> None:
+    run = run_with(output_dir=str(tmp_path))
+    with pytest.raises(UserError), Extra().open(run.config, Launch(), []):
+        raise UserError("early")
+    assert gc.isenabled()
 
 
 def test_process_that_is_alone_prepares_stops_and_fails_by_itself() -> None:
@@ -161,3 +174,5 @@ def test_a_process_meant_to_be_one_of_several_stops(environment: dict[str, str])
     for missing in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         with pytest.raises(UserError, match=r"2 processes were started .*for one process unset WORLD_SIZE"):
             refuse_strangers({name: value for name, value in given.items() if name != missing}, 2)
+    with pytest.raises(UserError, match="asked for several processes and started one"):
+        refuse_strangers({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, 1)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.long_sequences import Extra, attention
+from train.extras.long_sequences import attention
 from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import collate_packed, joined
 from train.model import ModelWithLoss
@@ -51,7 +50,6 @@ def built(model_type: str, fields: dict[str, Any], dtype: torch.dtype = torch.fl
     """A small model, perhaps told where documents end."""
     torch.manual_seed(0)
     factory = AutoModelForMaskedLM if model_type in MASKED else AutoModelForCausalLM
-    attention.register()
     model = factory.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation="sdpa", dtype=dtype)
     model.config.use_cache = False
     if told:
@@ -104,6 +102,15 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(model_type: str, rows:
         assert gradients.keys() == others.keys()
         for name, gradient in gradients.items():
             assert torch.allclose(gradient, others[name], rtol=0, atol=1e-10), name
+
+
+def test_eager_attention_keeps_documents_apart_by_a_mask_of_its_own() -> None:
+    packed, padded = batches(ROWS["cut in their own ways"])
+    loss, _ = loss_and_gradients(built("llama", CAUSAL["llama"]), padded)
+    model = built("llama", CAUSAL["llama"], told=True)
+    model.set_attn_implementation("eager")
+    attention.check_documents(model)
+    assert loss_and_gradients(model, packed)[0].item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 class Largest(TorchDispatchMode):
@@ -335,27 +342,3 @@ def test_a_classifier_whose_windows_slide_pools_what_it_pooled(pooling: str) -> 
     assert attention.can_slide_without_mask(model, 16)
     attention.set_document_boundaries(model)
     torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("device", "causal", "num_lengths", "is_stream", "told"),
-    [
-        ("cuda", True, 64, False, [True]),
-        ("cuda", True, 65, False, [False]),
-        ("cuda", True, 1, True, [False]),
-        ("cuda", False, 65, False, []),
-        ("cpu", True, 65, False, []),
-    ],
-)
-def test_cudnn_is_left_out_where_lengths_vary(
-    monkeypatch: pytest.MonkeyPatch, device: str, causal: bool, num_lengths: int, is_stream: bool, told: list[bool]
-) -> None:
-    """It would plan for each; where tokens see both sides it stays, because flash takes no masks. Not run on a card."""
-    found: list[bool] = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", found.append)
-    run: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)))
-    lengths = np.repeat(np.arange(1, num_lengths + 1), 3)
-    batches: Any = SimpleNamespace(lengths=lengths, steps_per_epoch=None if is_stream else 7)
-    data: Any = SimpleNamespace(task=SimpleNamespace(is_causal=causal))
-    Extra().prepared(run, data, batches)
-    assert found == told

@@ -36,7 +36,6 @@ from train.records import (
     BatchArithmetic,
     MicroBatch,
     UsageError,
-    UserError,
     column,
 )
 from train.step import Engine, optimizer_step
@@ -174,20 +173,12 @@ def test_halves_of_a_packed_batch_keep_their_documents() -> None:
     assert last.boundaries.tolist() == [0, 5, 12]
 
 
-def test_one_label_for_a_whole_example_cannot_share_a_row() -> None:
-    examples = datasets.Dataset.from_dict({"tokens": [[1, 2], [3]], "length": [2, 1], "label": [0, 1]})
-    rows = pack_split(examples, 4).with_format("numpy")
-    with pytest.raises(UserError, match="leave packing out"):
-        collate_of(task_of("sequence_classification"))([{**rows[0], "id": 0}], (0,))
-
-
 # The update
 
 
 def test_update_is_that_of_the_padded_examples() -> None:
     """Three micro-batches of rows against one padded batch of all documents, in fp64."""
     fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    attention.register()
     task = task_of()
     examples = causal_examples().with_format("numpy")
     padded = task.collate([{**examples[i], "id": i} for i in range(len(LENGTHS))], (0,), pad_id=0)
@@ -228,18 +219,12 @@ def test_packed_run_resumes_exactly_and_says_what_it_packed(
     assert summary["result"]["validation"]["bits_per_byte"] > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--task", "sequence_classification"), "packing: sequence_classification has one label a row"),
-        (("--attn_implementation", "eager"), "packing: attn_implementation: eager would let documents see each other"),
-    ],
-)
-def test_what_cannot_be_packed_is_said_before_anything_is_loaded(
-    llama_recipe: Path, tmp_path: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+def test_whole_examples_with_a_label_are_not_packed(
+    llama_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(llama_recipe, tmp_path / "run", "--packing", "True", *flags) == EXIT_USAGE
-    assert message in capsys.readouterr().err
+    flags = ("--packing", "True", "--task", "sequence_classification")
+    assert train(llama_recipe, tmp_path / "run", *flags) == EXIT_USAGE
+    assert "packing: sequence_classification has one label a row" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from train.config import from_values, parse
 from train.extras import check
 from train.extras.losses import Extra, fused
-from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to, torch_sum
+from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, LossInHead, choose_loss, describe_loss, place_of
 from train.extras.losses.objective import PLAIN, Objective
 from train.launch import Launch
@@ -38,47 +38,6 @@ from train.records import IGNORE, UsageError, UserError
 CPU = Place("cpu", torch.float32)
 H100 = Place("cuda", torch.bfloat16, (9, 0))
 TURING = Place("cuda", torch.float16, (7, 5))
-has_torch_loss = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13")
-
-
-@has_torch_loss
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_torch_gives_the_loss_and_gradients_of_all_logits(
-    dtype: torch.dtype, tolerance: float, with_bias: bool
-) -> None:
-    tensors, labels = head_example(with_bias, dtype)
-    found = gradients(torch_sum, tensors, labels, scale=1 / 3)
-    assert max(error(found, gradients(full_sum, tensors, labels))) < tolerance
-
-
-@has_torch_loss
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_torch_in_half_precision_sums_in_fp32_and_takes_loss_scaling(half: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensors: list[Tensor | None] = [
-        torch.randn(500, 16, generator=generator), torch.randn(40, 16, generator=generator) / 4, None,
-    ]  # fmt: skip
-    labels = torch.randint(40, (500,), generator=generator)
-    exact = gradients(full_sum, [None if t is None else t.double() for t in tensors], labels)
-    tiny = 1e-7
-    found = error(gradients(torch_sum, tensors, labels, half, scale=tiny * 2**16), exact)
-    assert found[0] < 1e-3  # summed in bf16 it would be 1e-2
-    assert max(found) < 1e-2
-    if half == torch.float16:
-        assert max(error(gradients(torch_sum, tensors, labels, half, scale=tiny), exact)) > 0.1
-
-
-@has_torch_loss
-def test_torch_leaves_out_rows_that_are_not_targets() -> None:
-    tensors, labels = head_example()
-    labels[1, 2:] = IGNORE
-    expected = gradients(full_sum, tensors, labels)
-
-    def few(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-        return torch_sum(hidden, weight, bias, labels, num_targets=4 if labels[1, 1] != IGNORE else 3)
-
-    assert max(error(gradients(few, tensors, labels), expected)) < 1e-14
 
 
 class CutCrossEntropy:
@@ -98,8 +57,7 @@ class CutCrossEntropy:
             e: Tensor, c: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean",
             filter_eps: Any = "high", impl: str = "cce",
         ) -> Tensor:  # fmt: skip
-            self.calls.append({"dtypes": (e.dtype, c.dtype), "filter_eps": filter_eps})
-            return F.cross_entropy(F.linear(e, c), targets, ignore_index=ignore_index, reduction=reduction)
+            raise AssertionError("it sums in half precision")
 
         self.linear_cross_entropy = first if early else latest
 
@@ -135,19 +93,18 @@ def pretend(monkeypatch: pytest.MonkeyPatch, package: str, content: Any) -> None
     monkeypatch.setattr(fused, "find_spec", lambda name: name if name in (package, "triton") else here(name))
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_cce_is_asked_for_exact_sums_and_its_loss_summed_in_fp32(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = CutCrossEntropy(early)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cce_is_asked_for_exact_sums_and_its_loss_summed_in_fp32(
+    with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = CutCrossEntropy()
     pretend(monkeypatch, "cut_cross_entropy", package)
-    tensors, labels = head_example(with_bias=not early, dtype=torch.float32)
+    tensors, labels = head_example(with_bias, dtype=torch.float32)
     expected = gradients(full_sum, [None if t is None else t.double() for t in tensors], labels)
     found = gradients(cce_sum, tensors, labels, torch.bfloat16)
     assert max(error(found, expected)) < 0.02
     halves = (torch.bfloat16, torch.bfloat16)
-    assert package.calls == [
-        {"dtypes": halves, "filter_eps": None} if early else
-        {"dtypes": halves, "impl": "cce_kahan_full_c", "bias": True}
-    ]  # fmt: skip
+    assert package.calls == [{"dtypes": halves, "impl": "cce_kahan_full_c", "bias": with_bias}]
 
 
 @pytest.mark.parametrize("objective", [PLAIN, *OBJECTIVES], ids=str)
@@ -170,23 +127,20 @@ def test_liger_is_asked_for_the_objective_and_fp32_sums(objective: Objective, mo
     loss(hidden, learned, bias, labels).backward()  # nothing before the output embedding learns
     assert learned.grad is not None
     torch.testing.assert_close(learned.grad, gradients(exact, tensors, labels)[2])
-    with pytest.raises(ValueError, match="wrong under fp16"):
-        loss(hidden.half(), weight.half(), None, labels)
 
 
 @pytest.mark.parametrize(
     ("kernel", "place", "objective", "message"),
     [
-        pytest.param("torch", CPU, Objective(0.1), "does not support label smoothing", marks=has_torch_loss),
-        ("torch", Place("cpu", torch.float32, divides_classes=True), PLAIN, "tensor parallelism"),
+        ("liger", Place("cuda", torch.bfloat16, (9, 0), divides_classes=True), PLAIN, "tensor parallelism"),
         ("cce", CPU, PLAIN, "only on CUDA devices"),
         ("cce", TURING, PLAIN, "Ampere"),
         ("cce", Place("cuda", torch.float32, (8, 0)), PLAIN, "--mixed_precision bf16"),
         ("cce", H100, Objective(0.0, 1e-4), "z-loss here"),
-        ("cce", H100, PLAIN, r"not installed: pip install '.\[cce\]'"),
+        ("cce", H100, PLAIN, r"not installed, or too old: pip install '.\[cce\]'"),
         ("liger", CPU, PLAIN, "only on CUDA devices"),
         ("liger", TURING, PLAIN, "before loss scaling"),
-        ("liger", H100, PLAIN, r"not installed: pip install '.\[liger\]'"),
+        ("liger", H100, PLAIN, r"not installed, or too old: pip install '.\[liger\]'"),
     ],
 )
 def test_what_a_kernel_cannot_do_is_said_with_what_would_do(
@@ -197,36 +151,29 @@ def test_what_a_kernel_cannot_do_is_said_with_what_would_do(
         choose_loss(kernel, ModelWithLoss(network("llama")), place, objective)
 
 
-def test_an_old_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
-    assert "needs torch 2.13" in (obstacle_to("torch", CPU, False) or "")
-
-
 def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
-    assert best_kernel(H100, False) == best_kernel(CPU, False) == "chunked"
+    assert best_kernel(H100) == best_kernel(CPU) == "chunked"
     pretend(monkeypatch, "liger_kernel", Liger())
-    assert best_kernel(H100, False) == "liger" and best_kernel(CPU, False) == "chunked"
-    assert best_kernel(TURING, False) == "chunked"
+    assert best_kernel(H100) == "liger" and best_kernel(CPU) == best_kernel(TURING) == "chunked"
     pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy())
-    assert best_kernel(H100, False) == best_kernel(H100, True) == "cce"
-    assert best_kernel(H100, False, Objective(0.1)) == "liger"
-    assert best_kernel(Place("cuda", torch.float32, (9, 0)), False) == "liger"
-    assert best_kernel(Place("cuda", torch.bfloat16, (9, 0), divides_classes=True), False) == "chunked"
+    assert best_kernel(H100) == "cce"
+    assert best_kernel(H100, Objective(0.1)) == "liger"
+    assert best_kernel(Place("cuda", torch.float32, (9, 0))) == "liger"
+    assert best_kernel(Place("cuda", torch.bfloat16, (9, 0), divides_classes=True)) == "chunked"
     large = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
     assert choice("auto", large, H100) == choice("cce", large, H100) == "cce"
     pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy(early=True))
-    assert choice("auto", large, H100) == "liger" and choice("cce", large, H100) == "cce"
-    assert "sums gradients in half precision" in describe_loss("cce", PLAIN, "cce")
-    assert "takes no bias" in (obstacle_to("cce", H100, True) or "")
+    assert choice("auto", large, H100) == "liger"
+    assert "too old" in (obstacle_to("cce", H100) or "")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (
-            ("--loss", "torch", "--label_smoothing", "0.1"),
-            "loss: torch does not support label_smoothing .* --loss auto or chunked",
+            ("--loss", "cce", "--label_smoothing", "0.1"),
+            "loss: cce does not support label_smoothing .* --loss auto or chunked",
         ),
         (("--loss", "cce", "--z_loss", "1e-4"), "loss: cce does not support .* z_loss"),
         (("--label_smoothing", "1.0"), "label_smoothing: 1.0 is not valid: it must be at least 0 and below 1"),
@@ -246,21 +193,21 @@ def test_liger_under_fp16_is_refused_whoever_asks_for_fp16() -> None:
     check(from_values({"loss": "liger"}), Launch(precision="bf16"))
 
 
-@has_torch_loss
-def test_a_model_learns_the_same_by_torch_and_says_so() -> None:
+def test_a_model_learns_the_same_by_a_package_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "liger_kernel", Liger())
     model = network("llama")
     expected_loss, expected = step(ModelWithLoss(model))
-    by_torch = with_loss(model, choice("torch", model, place_of(model, torch.device("cpu"), "no")))
-    loss, found = step(by_torch)
+    by_liger = with_loss(model, choice("liger", model, H100))
+    loss, found = step(by_liger)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-13, msg=name)
-    scores = by_torch(*batch(), scored=True)
+    scores = by_liger(*batch(), scored=True)
     torch.testing.assert_close(scores.loss_sums.sum(), expected_loss)
     changed = ModelWithLoss(model)
-    Extra().change_loss(run := run_for(from_values({"loss": "torch"})), changed)
-    assert run.outputs.notes == ["loss: torch, never all logits, by torch's linear_cross_entropy"]
-    assert isinstance(changed.loss_in_head, LossInHead) and changed.loss_in_head.kind == "torch"
+    Extra().change_loss(run := run_for(from_values({"loss": "chunked"})), changed)
+    assert run.outputs.notes == ["loss: chunked, never all logits, in chunks"]
+    assert isinstance(changed.loss_in_head, LossInHead) and changed.loss_in_head.kind == "chunked"
     smoothed = describe_loss("chunked", Objective(0.1, 1e-4), "auto")
     assert smoothed.endswith("(auto), never all logits, in chunks, label_smoothing 0.1, z_loss 0.0001")
 
@@ -272,11 +219,11 @@ def test_the_place_is_that_of_the_products() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["chunked", "torch", "cce", "liger"])
+@pytest.mark.parametrize("kernel", ["chunked", "cce", "liger"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_on_a_card_are_as_good_as_all_logits(kernel: str, dtype: torch.dtype) -> None:
     place = Place("cuda", dtype, torch.cuda.get_device_capability())
-    if obstacle := obstacle_to(kernel, place, has_bias=False):
+    if obstacle := obstacle_to(kernel, place):
         pytest.skip(obstacle)
     torch.manual_seed(0)
     hidden, weight = torch.randn(2048, 256, device="cuda"), torch.randn(8000, 256, device="cuda") / 16
@@ -295,7 +242,7 @@ def test_kernels_on_a_card_are_as_good_as_all_logits(kernel: str, dtype: torch.d
 
     from train.extras.losses.chunked import chunked_sum
 
-    sums = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
+    sums = {"chunked": chunked_sum, "cce": cce_sum, "liger": liger_sum}
     exact = found(full_sum, torch.float64, None)
     usual, own = (
         error(found(full_sum, torch.float32, dtype), exact),

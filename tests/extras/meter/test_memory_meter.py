@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import resource
 import sys
@@ -190,6 +191,7 @@ def test_the_first_step_of_each_larger_shape_is_followed(training: Training, fol
 
 def test_every_so_many_steps_one_is_followed(training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACKED_SHARE", math.inf)
     training.start_meter()
     for _ in range(2 + 6):
         training.step(batch(1, 4))
@@ -200,18 +202,57 @@ def test_every_so_many_steps_one_is_followed(training: Training, followed: list[
     assert followed.count("forward") == 4
 
 
+def test_steps_too_short_to_follow_often_are_followed_less(
+    training: Training, followed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 2)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACKED_SHARE", 1e-9)
+    training.start_meter()
+    for _ in range(12):
+        training.step(batch(1, 4))
+    assert len(followed) == 3  # and never again
+
+
+class Clock:
+    """A small model under a meter, and the time that its steps take by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr("train.extras.meter.cpu.time", SimpleNamespace(perf_counter=lambda: self.seconds))
+        network = nn.Linear(2, 2)
+        self.meter = CpuMeter(CPU, network, torch.optim.SGD(network.parameters()), None, print)
+
+    def measure(self, phase: str, size: int, seconds: float, numbers: int = 1) -> dict[str, Any]:
+        with self.meter.measure(phase, [batch(size, 4)]):
+            torch.zeros(numbers)
+            self.seconds += seconds
+        return self.meter.interval()
+
+
+def test_following_steps_takes_a_two_hundredth_of_the_time_at_most(
+    followed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    clock, seen = Clock(monkeypatch), []
+    for step in range(220):
+        if step in (10, 50, 130, 150):
+            clock.measure("evaluation", 1, 7.0)
+        before = followed.count("forward")
+        if step in (0, 50, 150, 200):
+            clock.measure("forward", 2, {150: 2.2}.get(step, 3.0))
+        else:
+            clock.measure("forward", 1, 1.0)
+        if followed.count("forward") > before:
+            seen.append(step)
+    # by position half as much again: 100 steps later; then a tenth as much, and never more often than one in 50
+    assert seen == [0, 50, 150, 200]
+
+
 def test_a_step_that_is_not_followed_has_the_most_that_was_seen_at_its_shapes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 2)
-    network = nn.Linear(2, 2)
-    meter = CpuMeter(CPU, network, torch.optim.SGD(network.parameters()), None, print)
-
-    def peak_bytes(numbers: int) -> int:
-        with meter.measure("forward", [batch(1, 4)]):
-            torch.zeros(numbers)
-        return meter.interval()["peak_allocated_bytes"]
-
+    clock = Clock(monkeypatch)
+    peaks = [clock.measure("forward", 1, 1.0, numbers)["peak_allocated_bytes"] for numbers in (10, 10, 100, 10, 50, 10)]
     held = 6 * 4  # weights and biases
-    assert [peak_bytes(n) - held for n in (10, 10, 100, 10, 50, 10)] == [4 * n for n in (10, 10, 100, 100, 50, 100)]
+    assert peaks == [held + 4 * numbers for numbers in (10, 10, 100, 100, 50, 100)]
 
 
 def test_a_step_that_is_not_followed_has_the_figures_of_one_that_was(training: Training, followed: list[str]):
@@ -250,18 +291,18 @@ def test_figures_are_plain_and_complete(training: Training):
 
 
 def test_figures_of_several_steps_are_the_largest_and_counts_are_added():
-    one = Measured(5, 9, {"forward": 5, "clip": 1}, {"workspace": 5}, 1)
-    other = Measured(5, 8, {"forward": 4, "optimizer": 7}, {"gradients": 5}, 3)
+    one = Measured(5, 9, {"forward": 5, "clip": 1}, {"workspace": 5}, 1, 2)
+    other = Measured(5, 8, {"forward": 4, "optimizer": 7}, {"gradients": 5}, 3, 4)
     phases = {"forward": 5, "clip": 1, "optimizer": 7}
-    assert one.merged(other) == Measured(5, 9, phases, {"gradients": 5}, 4)  # at the last of equal peaks
-    assert Measured(6).merged(one) == Measured(6, 9, {"forward": 5, "clip": 1}, {}, 1)
-    assert one.merged(Measured(0, 10)) == Measured(5, 10, {"forward": 5, "clip": 1}, {"workspace": 5}, 1)
+    assert one.merged(other) == Measured(5, 9, phases, {"gradients": 5}, 4, 6)  # at the last of equal peaks
+    assert Measured(6).merged(one) == Measured(6, 9, {"forward": 5, "clip": 1}, {}, 1, 2)
+    assert one.merged(Measured(0, 10)) == Measured(5, 10, {"forward": 5, "clip": 1}, {"workspace": 5}, 1, 2)
     assert Measured().figures() == {"peak_allocated_bytes": 0}
-    assert Measured(5, 9, {"clip": 1}, {}, 2).figures() == {
+    assert Measured(5, 9, {"clip": 1}, {}, 0, 2).figures() == {
         "peak_allocated_bytes": 5,
         "peak_reserved_bytes": 9,
         "peak_bytes_by_phase": {"clip": 1},
-        "num_alloc_retries": 2,
+        "num_ooms": 2,
     }
 
 
@@ -277,9 +318,9 @@ def test_the_highest_peak_is_in_bytes_wherever_it_comes_from(monkeypatch: pytest
         monkeypatch.setattr("sys.platform", platform)
         assert peak_bytes(CPU) == expected
     monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
-    memory = SimpleNamespace(peak_wset=11)
-    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: memory))
-    assert peak_bytes(CPU) == 11
+    for memory, expected in ((SimpleNamespace(rss=5, peak_wset=11), 11), (SimpleNamespace(rss=5), 5)):
+        monkeypatch.setattr("psutil.Process", lambda memory=memory: SimpleNamespace(memory_info=lambda: memory))
+        assert peak_bytes(CPU) == expected
 
 
 def test_nothing_runs_before_the_first_step_and_the_largest_micro_batch_is_that_of_most_positions(training: Training):
@@ -351,13 +392,14 @@ def test_a_leak_names_the_largest_kinds_and_nothing_that_only_stays(training: Tr
         training.step(batch(4, 80))
     (line,) = training.said
     named = [f"{GROWING_STEPS} × ({rows}, 100) float32 made in forward" for rows in (104, 103, 102)]
-    assert f"What grows: {'; '.join(named)}. Look" in line
+    assert f"What grows: {'; '.join(named)}; {2 * GROWING_STEPS} others. Look" in line
 
 
 def test_a_leak_that_begins_later_and_at_several_shapes_is_found_by_a_followed_step(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("train.extras.meter.cpu.TRACK_EVERY_STEPS", 6)
+    monkeypatch.setattr("train.extras.meter.cpu.TRACKED_SHARE", math.inf)
     training.start_meter()
     kept: list[Tensor] = []
     for step in range(4):
@@ -448,7 +490,7 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = self.peak = 0
-        self.num_alloc_retries = 0
+        self.num_alloc_retries = self.num_ooms = 0
         self.resets = 0
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
@@ -458,6 +500,7 @@ class Allocator:
             "allocated_bytes": {"all": {"current": self.current, "peak": self.peak}},
             "reserved_bytes": {"all": {"current": self.peak, "peak": 2 * self.peak}},
             "num_alloc_retries": self.num_alloc_retries,
+            "num_ooms": self.num_ooms,
         }
 
     def reset(self, device: Any) -> None:
@@ -471,13 +514,27 @@ class Allocator:
         self.current -= and_gave_back_bytes
 
 
-class OneWeight(nn.Module):
+class Head(nn.Module):
     """Weights on a device that need not be there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1024, 1024, device="cuda"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class Headed(nn.Module):
+    """A model with an output embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
         self.frozen = nn.Parameter(torch.empty(0, device="cuda"), requires_grad=False)  # it never has a gradient
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
 
 
 WEIGHTS, STATE = 4 * 2**20, 8 * 2**20
@@ -489,7 +546,7 @@ class CudaTraining:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocator = Allocator(monkeypatch)
-        self.network = OneWeight()
+        self.network = Headed()
         self.optimizer = torch.optim.SGD(self.network.parameters())
         self.allocator.take(WEIGHTS + 50 * MIB, 50 * MIB)  # loading
         self.said: list[str] = []
@@ -500,11 +557,12 @@ class CudaTraining:
         self.meter = CudaMeter(torch.device("cuda"), self.network, self.optimizer, None, self.said.append)
 
     def step(self, micro_batches: int = 1, leak_bytes: int = 0, work: Callable[[], None] = lambda: None) -> None:
-        meter, take, weight = self.meter, self.allocator.take, self.network.weight
+        meter, take, weight = self.meter, self.allocator.take, self.network.head.weight
         with meter.measure("forward", [self.batch] * micro_batches):
             for _ in range(micro_batches):
                 meter.mark("forward")
                 take(23 * MIB, 3 * MIB)
+                self.network.head(torch.empty(1))
                 take(15 * MIB, 5 * MIB)
                 meter.mark("backward")
                 work()
@@ -555,21 +613,21 @@ def test_cuda_phases_and_kinds(fake_cuda: None, monkeypatch: pytest.MonkeyPatch)
         PARAMETERS: WEIGHTS,
         GRADIENTS: WEIGHTS,
         OPTIMIZER_STATE: STATE,
-        ACTIVATIONS: 30 * MIB,
-        LOGITS: 0,  # which count as activations
+        ACTIVATIONS: 20 * MIB,
+        LOGITS: 10 * MIB,
         WORKSPACE: 10 * MIB,
     }
     assert second["peak_reserved_bytes"] == 2 * second["peak_allocated_bytes"]
     assert "num_alloc_retries" not in second
-    cuda.allocator.num_alloc_retries = 3
+    cuda.allocator.num_alloc_retries, cuda.allocator.num_ooms = 3, 2
     cuda.step()
     third = cuda.meter.interval()
-    assert third["num_alloc_retries"] == 3
+    assert (third["num_alloc_retries"], third["num_ooms"]) == (3, 2)
     cuda.step()
     assert "num_alloc_retries" not in cuda.meter.interval()
     summary = cuda.meter.summary()
     assert summary["peak_allocated_bytes"] == max(first["peak_allocated_bytes"], second["peak_allocated_bytes"])
-    assert summary["num_alloc_retries"] == 3 and "peak_resident_bytes" not in summary
+    assert (summary["num_alloc_retries"], summary["num_ooms"]) == (3, 2) and "peak_resident_bytes" not in summary
 
 
 def test_cuda_peak_between_steps_is_the_runs(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
@@ -580,32 +638,40 @@ def test_cuda_peak_between_steps_is_the_runs(fake_cuda: None, monkeypatch: pytes
     assert cuda.meter.interval()["peak_bytes_by_phase"]["elsewhere"] == WEIGHTS + STATE + 500 * MIB
 
 
-def test_cuda_evaluation_is_all_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+def test_cuda_evaluation_tells_logits_from_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     cuda = CudaTraining(monkeypatch)
     cuda.meter.interval()
     with cuda.meter.measure("evaluation", [cuda.batch]):
-        cuda.allocator.take(32 * MIB, 32 * MIB)
+        cuda.allocator.take(9 * MIB, 7 * MIB)
+        cuda.network.head(torch.empty(1))
+        cuda.allocator.take(30 * MIB, 32 * MIB)
     figures = cuda.meter.interval()
     assert figures["peak_bytes_by_phase"]["evaluation"] == figures["peak_allocated_bytes"] == WEIGHTS + 32 * MIB
-    assert figures["bytes_by_kind"][ACTIVATIONS] == 32 * MIB
+    assert figures["bytes_by_kind"][ACTIVATIONS] == 2 * MIB and figures["bytes_by_kind"][LOGITS] == 30 * MIB
 
 
 def test_cuda_memory_that_was_there_before_is_workspace(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     """What is freed meanwhile makes no activations fewer than none."""
-    cuda = CudaTraining(monkeypatch)
+    cuda, head = CudaTraining(monkeypatch), torch.empty(1)
     cuda.meter.interval()
     cuda.allocator.take(40 * MIB)
     with cuda.meter.measure("evaluation", [cuda.batch]):
-        cuda.allocator.take(14 * MIB, 14 * MIB)
+        cuda.allocator.take(9 * MIB)
+        cuda.network.head(head)
+        cuda.allocator.take(5 * MIB, 14 * MIB)
     kinds = cuda.meter.interval()["bytes_by_kind"]
-    assert (kinds[ACTIVATIONS], kinds[WORKSPACE]) == (14 * MIB, 40 * MIB)
-    with cuda.meter.measure("forward", [cuda.batch]):
-        cuda.allocator.take(9 * MIB, 10 * MIB)
-        cuda.meter.mark("backward")
-        cuda.allocator.take(60 * MIB, 60 * MIB)
-    kinds = cuda.meter.interval()["bytes_by_kind"]
-    assert (kinds[ACTIVATIONS], kinds[PARAMETERS]) == (0, WEIGHTS)
-    assert sum(kinds.values()) == cuda.allocator.current + 60 * MIB
+    assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[WORKSPACE]) == (9 * MIB, 5 * MIB, 40 * MIB)
+    for has_head, activations in ((True, 9 * MIB), (False, 0)):
+        with cuda.meter.measure("forward", [cuda.batch]):
+            cuda.allocator.take(9 * MIB)
+            if has_head:
+                cuda.network.head(head)
+            cuda.allocator.take(0, 10 * MIB)
+            cuda.meter.mark("backward")
+            cuda.allocator.take(60 * MIB, 60 * MIB)
+        kinds = cuda.meter.interval()["bytes_by_kind"]
+        assert (kinds[ACTIVATIONS], kinds[LOGITS], kinds[PARAMETERS]) == (activations, 0, WEIGHTS)
+        assert sum(kinds.values()) == cuda.allocator.current + 60 * MIB
 
 
 def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
@@ -614,6 +680,7 @@ def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypat
     cuda.meter.interval()
     with cuda.meter.measure("forward", [cuda.batch]):
         cuda.allocator.take(20 * MIB)
+        cuda.network.head(torch.empty(1))
         cuda.allocator.take(10 * MIB)
         cuda.meter.mark("backward")
         cuda.allocator.take(0, 30 * MIB)
@@ -627,6 +694,37 @@ def test_cuda_peak_in_the_update_holds_no_activations(fake_cuda: None, monkeypat
     }
 
 
+def test_cuda_reads_once_where_the_head_of_a_forward_begins(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    cuda, hidden = CudaTraining(monkeypatch), torch.empty(1)
+    cuda.step()
+
+    def readings(of: Callable[[], Any]) -> int:
+        before = cuda.allocator.resets
+        of()
+        return cuda.allocator.resets - before
+
+    def heads(phase: str) -> int:
+        with cuda.meter.measure("forward", [cuda.batch]):
+            cuda.meter.mark(phase)
+            return readings(lambda: [cuda.network.head(hidden) for _ in range(3)])  # as a loss in chunks does
+
+    assert (heads("forward"), heads("backward")) == (1, 0)  # recomputed
+    assert readings(lambda: cuda.network.head(hidden)) == 0  # of no step
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert heads("forward") == 0
+
+
+def test_cuda_model_without_an_output_embedding_has_activations_alone(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Headed, "get_output_embeddings", lambda network: None)
+    cuda = CudaTraining(monkeypatch)
+    cuda.step()
+    cuda.meter.interval()
+    cuda.step()
+    kinds = cuda.meter.interval()["bytes_by_kind"]
+    assert (kinds[ACTIVATIONS], kinds[LOGITS]) == (30 * MIB, 0)
+
+
 def test_cuda_state_that_is_there_from_the_start_is_counted(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
     """As in a run that resumes."""
     cuda = CudaTraining(monkeypatch)
@@ -637,6 +735,21 @@ def test_cuda_state_that_is_there_from_the_start_is_counted(fake_cuda: None, mon
         cuda.step(micro_batches=2)
         kinds = cuda.meter.interval()["bytes_by_kind"]
         assert (kinds[PARAMETERS], kinds[OPTIMIZER_STATE], kinds[GRADIENTS]) == (WEIGHTS, STATE, gradients)
+
+
+def test_cuda_counts_what_is_held_again_every_so_many_steps(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.extras.meter.cuda.COUNT_EVERY_STEPS", 3)
+    cuda, found = CudaTraining(monkeypatch), []
+    cuda.step()
+    cuda.optimizer.state[cuda.network.head.weight].pop("exp_avg_sq")
+    for _ in range(4):
+        for _ in range(2):  # evaluations are no steps
+            with cuda.meter.measure("evaluation", [cuda.batch]):
+                pass
+        cuda.meter.interval()
+        cuda.step()
+        found.append(cuda.meter.interval()["bytes_by_kind"][OPTIMIZER_STATE])
+    assert found == [STATE, STATE, STATE, STATE // 2]  # counted at the end of the third, seen from the next on
 
 
 def test_cuda_judges_steps_that_were_completed(fake_cuda: None, monkeypatch: pytest.MonkeyPatch):
@@ -661,7 +774,7 @@ def test_cuda_step_that_raises_is_closed(fake_cuda: None, monkeypatch: pytest.Mo
     with pytest.raises(torch.OutOfMemoryError):
         cuda.step(work=fail)
     assert (cuda.meter.phase, cuda.meter.last_shape) == ("backward", (2, 8))
-    assert cuda.meter.bytes_by_kind[ACTIVATIONS] == 35 * MIB
+    assert cuda.meter.bytes_by_kind[ACTIVATIONS] == 20 * MIB and cuda.meter.bytes_by_kind[LOGITS] == 15 * MIB
     resets = cuda.allocator.resets
     cuda.meter.mark("clip")
     assert cuda.allocator.resets == resets and cuda.meter.phase == "backward"
@@ -734,7 +847,7 @@ def test_cuda_figures_are_the_allocators():
     kinds = figures["bytes_by_kind"]
     parameter_bytes = sum(p.nbytes for p in training.network.parameters())
     assert kinds[PARAMETERS] == pytest.approx(parameter_bytes, rel=0.05) and kinds[GRADIENTS] >= parameter_bytes
-    assert kinds[ACTIVATIONS] >= 8 * 512 * VOCABULARY * 4
+    assert kinds[LOGITS] >= 8 * 512 * VOCABULARY * 4
     kept: list[Tensor] = []
     training.network.lm_head.register_forward_pre_hook(keep_graph(kept))
     for _ in range(12):

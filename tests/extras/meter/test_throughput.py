@@ -210,28 +210,30 @@ def test_sliding_windows_count_their_window(kind: str, window_of_config: dict[st
 @pytest.mark.parametrize(
     ("kinds", "layers"),
     [
-        (["linear_attention", "conv", "sliding_attention"], {128: 1}),
-        (["hybrid", "linear_attention", "hybrid_sliding"], {None: 1 / 2, 128: 1 / 2}),
-        (["indexed_attention"] * 3, {None: 1}),
+        (["full_attention", "chunked_attention", "full_attention"], {(None, None): 2 / 3, (None, 64): 1 / 3}),
+        (["linear_attention", "conv", "sliding_attention"], {(128, None): 1}),
+        (["hybrid", "linear_attention", "hybrid_sliding"], {(None, None): 1 / 2, (128, None): 1 / 2}),
+        (["indexed_attention"] * 3, {(None, None): 1}),
     ],
 )
 def test_layers_with_attention_share_its_cost_and_unknown_ones_see_everything(kinds: list[str], layers: Any):
     model: Any = _FillsUp(1)
-    model.config = SimpleNamespace(layer_types=kinds, sliding_window=128)
+    model.config = SimpleNamespace(layer_types=kinds, sliding_window=128, attention_chunk_size=64)
     counted = count_flops(model, 512, is_causal=True)
     assert counted is not None and counted.layers == layers
 
 
-def test_chunks_of_attention_count_about_half_their_length():
+def test_chunks_of_attention_count_their_length():
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 48, "head_dim": 8}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 64}
     kinds = ["chunked_attention"] * 3 + ["full_attention"]
     config = transformers.Llama4TextConfig(**shape, attention_chunk_size=128, layer_types=kinds, num_local_experts=2)
-    counted = count_flops(transformers.Llama4ForCausalLM(config), 1024)
-    assert counted is not None and counted.layers == {64: 3 / 4, None: 1 / 4}
-    one_layer = 12 * 32 * 1024  # for each position that a token sees
-    seen = 1024 * (counted.constant / 1024 + counted.linear)
-    assert counted.of(1024) - seen == pytest.approx(one_layer * (1024 / 2 + 3 * 128 / 2), rel=0.02)
+    model = transformers.Llama4ForCausalLM(config)
+    short, long = model_flops_per_token(model, 128), model_flops_per_token(model, 1024)
+    assert short is not None and long is not None
+    assert long - short == alike(12 * 1 * 32 * (1024 - 128) / 2)  # one layer of four sees everything before it
+    shorter = model_flops_per_token(model, 64)
+    assert shorter is not None and short - shorter == alike(12 * 4 * 32 * (128 - 64) / 2)  # less than a chunk
 
 
 def test_a_model_that_asks_for_constants_of_its_own_is_counted():
@@ -279,11 +281,16 @@ _T5: dict[str, Any] = {
 }
 
 
-def test_the_decoder_of_an_encoder_decoder_reads_as_many_tokens():
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5))
+@pytest.mark.parametrize(
+    ("build", "head"),
+    [(transformers.T5ForConditionalGeneration, 32 * 50), (transformers.T5ForSequenceClassification, 0)],
+)
+def test_the_decoder_of_an_encoder_decoder_reads_as_many_tokens(build: Callable[[Any], nn.Module], head: int):
+    """A classifier looks for the end of each text, which only data has: its head, two products a text, is left out."""
+    model = build(transformers.T5Config(**_T5))
     encoder, decoder = 2 * (4 * 32 * 32 + 2 * 32 * 64), 2 * (8 * 32 * 32 + 2 * 32 * 64)
     attention = 12 * (2 + 2 * 2) * 32 * 512  # the decoder attends to itself and to the encoder
-    assert model_flops_per_token(model, 512) == alike(6 * (encoder + decoder + 32 * 50) + attention)
+    assert model_flops_per_token(model, 512) == alike(6 * (encoder + decoder + head) + attention)
 
 
 class _Recomputed(nn.Module):
@@ -383,7 +390,7 @@ def test_only_a_model_that_no_one_may_look_ahead_in_counts_half_the_square() -> 
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
     }
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**bert, vocab_size=50))
+    model = transformers.BertModel(transformers.BertConfig(**bert, vocab_size=50))
     whole, causal = (model_flops_per_token(model, 96, is_causal=causal) for causal in (False, True))
     assert whole and causal and whole - causal == pytest.approx(12 * 2 * 32 * 96 / 2)
 
@@ -524,18 +531,21 @@ def test_without_a_meter_a_run_tells_the_highest_peak_alone() -> None:
     [
         ("cpu", {}, "CpuMeter"),
         ("cuda", {}, "CudaMeter"),
-        ("mps", {}, "CpuMeter"),
+        ("mps", {}, "MpsMeter"),
         ("xpu", {}, None),
         ("cpu", {"measure_memory": False}, None),
+        ("cuda", {"measure_memory": False, "memory_snapshot": True}, "snapshot"),
+        ("cpu", {"measure_memory": False, "memory_snapshot": True}, None),
     ],
 )
 def test_each_device_has_its_own_meter_if_memory_is_measured(
     device: str, asked: dict[str, bool], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    for path in ("cpu.CpuMeter", "cuda.CudaMeter"):
+    for path in ("cpu.CpuMeter", "cpu.MpsMeter", "cuda.CudaMeter"):
         name = path.partition(".")[2]
         monkeypatch.setattr(f"train.extras.meter.{path}", lambda *given, name=name: made.append((name, *given)) or name)
+    monkeypatch.setattr(Extra, "_record_history", lambda extra, run: made.append(("snapshot",)))
     run: Any = SimpleNamespace(
         accelerator=SimpleNamespace(device=torch.device(device)),
         config=SimpleNamespace(of=lambda options: options(**asked)),
@@ -550,7 +560,7 @@ def test_each_device_has_its_own_meter_if_memory_is_measured(
     extra = Extra()
     extra.ready(run, parts)
     assert [name for name, *_ in made] == [expected] * (expected is not None)
-    if expected is not None:
+    if expected not in (None, "snapshot"):
         assert extra.meter == expected
         assert made[0][1:] == (torch.device(device), "a model", "an optimizer", 2, print)
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from train import extras
 from train.config import Config, option
-from train.launch import Launch, target_device
+from train.launch import Launch
 from train.records import Run, UsageError, UserError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.loop import Parts
     from train.model import ModelWithLoss
     from train.tasks import Task
 
@@ -33,7 +31,6 @@ class Options:
     gradient_checkpointing_every_n_layers: int = option(1, "Checkpoint only every n-th layer.", ge=1)
     gradient_checkpointing_offload: bool = option(False, "Keep inputs of checkpointed layers in pinned host memory.")
     tiled_mlp: bool = option(False, "Compute MLPs and norms some tokens at a time.")
-    mlp_tile_tokens: int | None = option(None, "Tokens of a tile; default: about the hidden size, at least 512.", ge=1)
     compile: bool = option(False, "Compile each layer by torch.compile: faster on a GPU after minutes of compiling.")
 
     def __post_init__(self) -> None:
@@ -44,23 +41,17 @@ class Options:
 class Extra(extras.Extra):
     Options = Options
 
-    def __init__(self) -> None:
-        self._compilation: Any = None
-
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         own = config.of(Options)
         kind, every = own.gradient_checkpointing, own.gradient_checkpointing_every_n_layers
-        if kind == "none" and every > 1:
-            raise UsageError("gradient_checkpointing_every_n_layers needs gradient_checkpointing: full or selective.")
+        if kind in ("none", "auto") and every > 1:
+            needed = "needs gradient_checkpointing: full or selective; auto chooses it itself"
+            raise UsageError(f"gradient_checkpointing_every_n_layers: {every} {needed}.")
         if kind == "none" and own.gradient_checkpointing_offload:
             raise UsageError("gradient_checkpointing_offload needs gradient_checkpointing: full, selective or auto.")
         if kind == "auto" and "memory" in extras.missing():
             raise UsageError("gradient_checkpointing: auto needs train/memory/: give none, selective or full.")
-        if kind == "auto" and every > 1:
-            raise UsageError("gradient_checkpointing: auto chooses gradient_checkpointing_every_n_layers itself.")
-        if own.mlp_tile_tokens is not None and not own.tiled_mlp:
-            raise UsageError("mlp_tile_tokens needs tiled_mlp: true.")
         is_deepspeed = launch.engine == "deepspeed"
         whole = "its gradients are whole in one place, where others hold parts. Use FSDP2 or DDP, or no tiled_mlp"
         untried = "this was never tried. Use ddp.yaml or fsdp2.yaml of accelerate_configs/, or leave compile out"
@@ -70,27 +61,18 @@ class Extra(extras.Extra):
             ("compile: true", own.compile and (is_deepspeed or launch.copies > 1), untried),
         )
 
-    def open(self, config: Config, launch: Launch, stop: list[str]) -> AbstractContextManager[Any]:
-        if not config.of(Options).compile:
-            return nullcontext()
-        from train.extras.activations.compilation import Compilation, check_compiler
-
-        check_compiler(target_device())
-        self._compilation = Compilation()
-        return self._compilation.listening()
-
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
-        from train.extras.activations import compilation, recompute, tiling
+        from train.extras.activations import recompute, tiling
 
         own = run.config.of(Options)
         every, offload = own.gradient_checkpointing_every_n_layers, own.gradient_checkpointing_offload
         if offload and (kind := run.accelerator.device.type) in ("cpu", "mps"):
             run.outputs.note(f"gradient_checkpointing_offload: does nothing on {kind.upper()}, which uses host memory")
         if own.tiled_mlp:
-            run.outputs.note(tiling.tile_mlps(network, own.mlp_tile_tokens))
+            run.outputs.note(tiling.tile_mlps(network))
         recompute.enable_checkpointing(network, str(own.gradient_checkpointing), every, offload)
         if own.compile and not run.is_planned:
-            compilation.compile_layers(network)
+            compile_layers(network)
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         own = run.config.of(Options)
@@ -108,11 +90,20 @@ class Extra(extras.Extra):
 
         return "activation checkpointing is switched on", checkpoint
 
-    def ready(self, run: Run, parts: Parts) -> None:
-        if self._compilation is not None:
-            self._compilation.tell = run.outputs.note
 
-    def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
-        if self._compilation is not None:
-            run.outputs.say(self._compilation.line())
-            summary |= self._compilation.figures
+def compile_layers(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> int:
+    """Compiles the repeated layers of ``model`` in place, when each is first called; returns how many there are.
+
+    Everything around them stays as it is. So attention keeps its causal path (a model compiled whole builds a mask of
+    length × length), weights keep their names, and equal layers share one compilation; the second length makes lengths
+    symbolic. To be called after activation checkpointing was set up. Raises UserError where no such layers are known.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names]
+    if not layers:
+        raise UserError("compile: this model has no repeated layers of transformers. Leave it out.")
+    for layer in layers:
+        layer.compile(backend=backend)
+    return len(layers)

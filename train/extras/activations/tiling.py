@@ -24,46 +24,40 @@ from train.records import UserError
 MIN_TILE_TOKENS = 512
 
 
-def tile_mlps(model: nn.Module, tile_tokens: int | None = None) -> str:
+def tile_mlps(model: nn.Module) -> str:
     """Makes MLPs and the norms next to them compute in tiles; a line about it. Names of weights and hooks stay.
 
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
-    alone. Mixtures of experts are left whole: the routing of a token depends on others, and each expert already gets a
-    part of the tokens. Raises UserError where the model does not have any.
+    alone. Of mixtures each expert already gets a part of the tokens. Raises UserError where there is nothing to tile.
     """
-    found = mlps(model)
+    found, around = mlps(model), norms(model)
+    blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]
     if not found:
-        blocks = sorted({type(m.mlp).__name__ for m in _layers(model)})
-        reason = f"its blocks are {', '.join(blocks)}" if blocks else "none of its layers is known to have an mlp"
+        reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else "none of its layers has a known mlp"
         raise UserError(f"tiled_mlp: nothing to tile in this model: {reason}. Use False.")
-    around = norms(model)
     for part in [*found, *around]:
         part.__class__ = _tiled(type(part))
-        cast("Tiled", part).tile_tokens = tile_tokens
-    blocks = len(list(_layers(model)))
-    left = f"; {blocks - len(found)} other blocks are left whole" if blocks > len(found) else ""
-    size = tile_tokens or "about hidden-size"
-    return f"tiled_mlp: {len(found)} MLPs and {len(around)} norms compute in tiles of {size} tokens{left}"
+    left = f"; {len(blocks) - len(found)} other blocks are left whole" if len(blocks) > len(found) else ""
+    return f"tiled_mlp: {len(found)} MLPs and {len(around)} norms compute in tiles{left}"
 
 
 def mlps(model: nn.Module) -> list[nn.Module]:
     """What :func:`tile_mlps` tiles."""
-    return [layer.mlp for layer in _layers(model) if _treats_tokens_alone(layer.mlp, model)]
+    return [layer.mlp for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
     """The norms of hidden states next to these MLPs, and the last one, after the layers."""
-    layers = [layer for layer in _layers(model) if _treats_tokens_alone(layer.mlp, model)]
+    layers = [layer for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
     return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
 
 
-def _layers(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and isinstance(getattr(module, "mlp", None), nn.Module):
-            yield module
+def _layers_with_mlp(model: nn.Module) -> list[Any]:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in layers if isinstance(getattr(layer, "mlp", None), nn.Module)]
 
 
 def _treats_tokens_alone(mlp: nn.Module, model: Any) -> bool:
@@ -79,18 +73,13 @@ def _treats_tokens_alone(mlp: nn.Module, model: Any) -> bool:
 class Tiled(nn.Module):
     """An MLP or a norm whose forward and backward compute some tokens at a time.
 
-    Backward computes each tile's forward once more, so an MLP costs a third more arithmetic, as if it were
-    checkpointed. In a layer that is checkpointed it costs only its last product more, since that one is not needed
-    for gradients: what the MLP is given is saved before it computes, and torch's recomputation of the layer stops at
-    the last tensor that was saved. (If a layer saves something after its MLP, because a norm or dropout follows, the
-    MLP is computed three times.)
+    Backward computes each tile's forward once more, as if the MLP were checkpointed. In a layer that is checkpointed it
+    costs only its last product more: what the MLP is given is saved before it computes, and torch's recomputation of
+    the layer stops at the last tensor that was saved (after the MLP, if a norm or dropout follows).
 
-    Gradients of weights are summed over the tiles and handed to autograd once: in the type of the weights, or in fp32
-    where that has 16 bits. So hooks of DDP and FSDP2 see whole gradients, once.
+    Gradients of weights are summed over the tiles, in fp32 or better, and handed to autograd once: so hooks of DDP and
+    FSDP2 see whole gradients.
     """
-
-    # At most this many tokens per tile; None: ALST's choice, tokens / H tiles, with at least MIN_TILE_TOKENS each.
-    tile_tokens: int | None
 
     def compute_whole(self, hidden: Tensor) -> Tensor:
         """(..., H) → (..., H), computed by the original class."""
@@ -99,16 +88,13 @@ class Tiled(nn.Module):
     @torch.compiler.disable  # backward computes forward again, which torch.compile cannot follow
     def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         tokens = hidden.shape[:-1].numel()
-        size = self.tile_tokens or max(MIN_TILE_TOKENS, -(-tokens // max(1, -(-tokens // hidden.shape[-1]))))
+        size = max(MIN_TILE_TOKENS, hidden.shape[-1])  # as ALST does: tokens / H tiles
         if tokens <= size:
             return self.compute_whole(hidden)
         if not torch.is_grad_enabled():
-            return _in_tiles(self, hidden, size, [])
-        keeper: Any = None
-        if hidden.requires_grad:
-            hidden = cast("Tensor", _Keep.apply(hidden))
-            keeper = hidden.grad_fn  # has it saved before the tiles compute, not after as they would
-        return cast("Tensor", _Tiles.apply(self, size, keeper, hidden, *self.trained()))
+            return _in_tiles(self, hidden, size)
+        kept = cast("Tensor", _Keep.apply(hidden))  # if it needs a gradient: before the tiles compute, not after
+        return cast("Tensor", _Tiles.apply(self, size, kept.grad_fn, kept, *self.trained()))
 
     def trained(self) -> list[nn.Parameter]:
         """Parameters that need a gradient; sharded ones as they are gathered now."""
@@ -143,8 +129,8 @@ class _Tiles(torch.autograd.Function):
         kind = hidden.device.type
         now = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
         ctx.autocast = partial(torch.autocast, kind, **now)  # for backward, which runs outside it
-        ctx.draws = []
-        return _in_tiles(part, hidden, size, ctx.draws)
+        ctx.random_states = _random_states(hidden.device)
+        return _in_tiles(part, hidden, size)
 
     @staticmethod
     @once_differentiable
@@ -155,29 +141,29 @@ class _Tiles(torch.autograd.Function):
         to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
         weights = ctx.part.trained()
         sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
-        for number, rows in enumerate(tiles(len(tokens), ctx.size)):
-            with torch.enable_grad(), ctx.autocast(), _drawing_again(ctx.draws[number], hidden.device):
-                tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
-                out = ctx.part.compute_whole(tile.unsqueeze(0)).squeeze(0)
-            asked = [*([tile] if to_hidden is not None else []), *weights]
-            found = list(torch.autograd.grad(out, asked, gradients[rows], allow_unused=True))
-            del out
-            if to_hidden is not None:
-                to_hidden[rows] = found.pop(0)
-            for total, part in zip(sums, found, strict=True):
-                if part is not None:
-                    total.add_(part)
-            found = part = None
+        with _drawing_again(ctx.random_states, hidden.device):
+            for rows in tiles(len(tokens), ctx.size):
+                with torch.enable_grad(), ctx.autocast():
+                    tile = tokens[rows].detach().requires_grad_(to_hidden is not None)
+                    out = ctx.part.compute_whole(tile.unsqueeze(0)).squeeze(0)
+                asked = [*([tile] if to_hidden is not None else []), *weights]
+                found = list(torch.autograd.grad(out, asked, gradients[rows], allow_unused=True))
+                del out
+                if to_hidden is not None:
+                    to_hidden[rows] = found.pop(0)
+                for total, part in zip(sums, found, strict=True):
+                    if part is not None:
+                        total.add_(part)
+                found = part = None
         to_weights = [total.to(w.dtype) for total, w in zip(sums, weights, strict=True)]
         return None, None, None, None if to_hidden is None else to_hidden.view(hidden.shape), *to_weights
 
 
-def _in_tiles(part: Tiled, hidden: Tensor, size: int, draws: list[list[Tensor]]) -> Tensor:
-    """(..., H) what ``part`` makes of ``hidden``; ``draws`` gets the random state before each tile."""
+def _in_tiles(part: Tiled, hidden: Tensor, size: int) -> Tensor:
+    """(..., H) what ``part`` makes of ``hidden``."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     out: Tensor | None = None
     for rows in tiles(len(tokens), size):
-        draws.append(_random_state(hidden.device))
         tile = part.compute_whole(tokens[rows].unsqueeze(0)).squeeze(0)
         if out is None:
             out = tile.new_empty((*hidden.shape[:-1], tile.shape[-1]))  # no view: falcon's layers add to it in place
@@ -193,7 +179,7 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + even, tokens))
 
 
-def _random_state(device: torch.device) -> list[Tensor]:
+def _random_states(device: torch.device) -> list[Tensor]:
     """Of the host and of ``device``."""
     states = [torch.get_rng_state()]
     if device.type not in ("cpu", "meta") and torch.get_device_module(device).is_initialized():

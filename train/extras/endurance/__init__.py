@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,6 +69,7 @@ class Extra(extras.Extra):
         self._watch: RankWatch | None = None
         self._config: Config | None = None
         self._recovering: Recovering | None = None
+        self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
         self._logged_step = 0  # up to which the loss is known
 
     @classmethod
@@ -85,6 +86,8 @@ class Extra(extras.Extra):
         refuse_strangers(os.environ, launch.world_size)
         with ExitStack() as stack:
             stack.callback(gc.unfreeze)
+            stack.callback(gc.enable)
+            gc.disable()  # until libraries are imported: looking through what they make takes a sixth of that time
             from train.extras.endurance.checkpoints import Saving
             from train.extras.endurance.lost_rank import RankWatch, follow_launcher
 
@@ -102,6 +105,8 @@ class Extra(extras.Extra):
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
+        gc.freeze()
+        gc.enable()
         try:
             with self._signals.at_once(), self._watch.preparing() if self._watch else nullcontext():
                 yield
@@ -133,11 +138,16 @@ class Extra(extras.Extra):
         return self._recovering
 
     def ready(self, run: Run, parts: Parts) -> None:
+        from train.extras.endurance.replicas import Replicas
+
+        if run.launch.world_size > 1 and run.launch.has_whole_weights:
+            self._compare_replicas = Replicas(parts.state.model).compare
         gc.collect()
         gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
 
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
+        self._compare_replicas(progress.step, False)
         usual, factor = progress.usual_loss, run.config.of(Options).loss_spike_factor
         if factor is not None and (not math.isfinite(loss) or (usual is not None and loss > factor * usual)):
             usual_text = "unknown" if usual is None else f"{usual:.4g}"
@@ -161,6 +171,7 @@ class Extra(extras.Extra):
         raise DivergenceError(f"step {progress.step}: {reason}", progress, progress.step - in_a_row)
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> bool:
+        self._compare_replicas(progress.step, True)
         self._saving.save(run, state, progress, wait)
         return True
 
@@ -221,4 +232,10 @@ def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:
             f"{started} processes were started that do not know each other: RANK, MASTER_ADDR or MASTER_PORT is not "
             "set. Start one launcher per host, accelerate launch or torchrun (scripts/slurm.sbatch shows how); for one "
             "process unset WORLD_SIZE."
+        )
+    # accelerate launch gives an address to meet at, but no rank, where it has to start several and starts one.
+    if started == 1 and "RANK" not in environment and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environment}:
+        raise UserError(
+            "the launcher was asked for several processes and started one. On CPUs use accelerate_configs/ddp.yaml "
+            "without --cpu; for one process give --num_processes 1, and unset MASTER_PORT if you set it."
         )

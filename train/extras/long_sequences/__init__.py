@@ -13,7 +13,6 @@ from train.records import MicroBatch, Run, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.batching import Batches
     from train.data import PreparedData
     from train.loop import Parts
     from train.tasks import Task
@@ -39,9 +38,6 @@ class Options:
     sequence_length_warmup_start: int = option(64, "Tokens of the first pieces; they double until max_length.", ge=2)
 
 
-MOST_LENGTHS = 64  # for which cuDNN may plan its attention
-
-
 class Extra(extras.Extra):
     Options = Options
 
@@ -52,25 +48,18 @@ class Extra(extras.Extra):
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
         if model.is_function and (own.rope_scaling != "none" or own.sliding_window):
             raise UsageError("rope_scaling and sliding_window change a transformers config; module:function has none.")
-        if own.packing and model.attn_implementation == "eager":
-            raise UsageError("packing: attn_implementation: eager would let documents see each other: leave it out.")
         _check_tokens(config)
         warmup, start = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
         if warmup and start >= length:
-            raise UsageError(
-                f"sequence_length_warmup_start: {start} is not below max_length {length}: give less, or "
-                "sequence_length_warmup_steps: 0."
-            )
+            raise UsageError(f"sequence_length_warmup_start: {start} is not below max_length {length}: give less.")
+        if warmup and own.packing:
+            raise UsageError("sequence_length_warmup_steps would cut the documents of a packed row: leave one out.")
         if own.packing or warmup:
             from train.tasks import load_task  # which takes seconds
 
             if load_task(config.data.task).labelled:
-                one_label = f"{config.data.task} has one label a row"
-                if own.packing:
-                    raise UsageError(f"packing: {one_label}: use another task.")
-                raise UsageError(
-                    f"sequence_length_warmup_steps: {warmup} would cut examples into pieces: {one_label}: set it to 0."
-                )
+                asked = "packing" if own.packing else "sequence_length_warmup_steps"
+                raise UsageError(f"{asked}: {config.data.task} has one label a row: leave it out, or use another task.")
 
     def identity(self, config: Config) -> dict[str, Any]:
         own = config.of(Options)
@@ -85,27 +74,11 @@ class Extra(extras.Extra):
             from train.extras.long_sequences.token_batches import TokenRounds
 
             data = replace(data, loading=replace(data.loading, rounds=TokenRounds(own.max_tokens_per_micro_batch)))
-            run.outputs.note(f"micro-batches of up to {own.max_tokens_per_micro_batch:,} tokens, padding included")
         if not own.packing:
             return data
         from train.extras.long_sequences.packing import packed
 
         return packed(data, run.config.data.max_length)
-
-    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        """Leaves cuDNN out where lengths vary: it plans for every shape, and keeps the plans (torch's ``MHA.cpp``)."""
-        if run.accelerator.device.type == "cuda" and data.task.is_causal:  # flash, which comes next, takes no masks
-            import torch
-
-            vary = batches.steps_per_epoch is None or len(set(batches.lengths.tolist())) > MOST_LENGTHS
-            torch.backends.cuda.enable_cudnn_sdp(not vary)
-
-    def starting(self, run: Run, parts: Parts) -> None:
-        is_stream = parts.batches.steps_per_epoch is None
-        self._longest = run.config.data.max_length if is_stream else int(parts.batches.lengths.max())
-        steps, warmup = parts.total_steps, run.config.of(Options).sequence_length_warmup_steps
-        if warmup > steps:
-            run.outputs.note(f"sequence length: each step is cut: warm-up takes {warmup:,} steps of a run of {steps:,}")
 
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if run.config.of(Options).sequence_length_warmup_steps == 0:
@@ -113,7 +86,7 @@ class Extra(extras.Extra):
         from train.extras.long_sequences.length_warmup import cut, sequence_length_at
         from train.tasks import load_task
 
-        length, causal = sequence_length_at(step, run.config, self._longest), load_task(run.config.data.task).is_causal
+        length, causal = sequence_length_at(step, run.config), load_task(run.config.data.task).is_causal
         return [cut(batch, length, causal) for batch in micro_batches]
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
@@ -134,7 +107,6 @@ class Extra(extras.Extra):
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention
 
-        attention.register()
         packing = run.config.of(Options).packing
         if packing and not run.is_planned:
             attention.check_documents(network)
@@ -146,15 +118,11 @@ def _check_tokens(config: Config) -> None:
     optim, length, tokens = config.optimization, config.data.max_length, config.of(Options).max_tokens_per_micro_batch
     if tokens is None:
         return
-    given = f"max_tokens_per_micro_batch: {tokens}"
-    if optim.micro_batch_size != 1:
+    given, accumulation = f"max_tokens_per_micro_batch: {tokens}", optim.gradient_accumulation_steps
+    if optim.micro_batch_size != 1 or optim.global_batch_size is None or accumulation is not None:
         raise UsageError(
-            f"{given} and micro_batch_size: {optim.micro_batch_size} both form micro-batches: give one of them."
-        )
-    if optim.global_batch_size is None or optim.gradient_accumulation_steps is not None:
-        raise UsageError(
-            f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, and no "
-            "gradient_accumulation_steps."
+            f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, and "
+            "neither micro_batch_size nor gradient_accumulation_steps."
         )
     if tokens < length:
         raise UsageError(

@@ -1,7 +1,7 @@
 """Attention within documents: several share a row, none sees another, and no mask of S × S is made.
 
 transformers makes such a mask for ``sdpa`` as soon as positions start again within a row, or a window slides. The
-implementation here, registered as ``documents``, gets the lengths instead: on a card flash attention takes them all
+implementation here, registered in its place, gets the lengths instead: on a card flash attention takes them all
 in one call, elsewhere each document is attended to by itself. Without lengths it is ``sdpa``.
 """
 
@@ -25,11 +25,6 @@ from train.records import UserError, one_line
 
 Tensors = Sequence[Tensor]  # query (B, H, S, D), key and value (B, H', S, D)
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
-
-
-def register() -> None:
-    """Has ``sdpa`` of transformers take documents, and share heads only where that saves."""
-    AttentionInterface.register("sdpa", attend)
 
 
 def set_document_boundaries(model: Any) -> None:
@@ -76,7 +71,7 @@ def attend(
     """
     if documents is None:
         return attend_rows(module, query, key, value, attention_mask, **options)
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("softcap", "s_aux", "position_bias"):  # which a trial might take for rounding
         if options.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
     causal, window = options.get("is_causal"), options.get("sliding_window")
@@ -93,9 +88,12 @@ def attend_rows(
     shared, within = query.shape[1] // key.shape[1], module
     if shared > 1 and not _kernels_share_heads(query):
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
-        # Not that it shares heads.
-        within = cast("nn.Module", SimpleNamespace(is_causal=getattr(module, "is_causal", True)))
+        within = cast("nn.Module", SimpleNamespace(is_causal=getattr(module, "is_causal", True)))  # shares none
     return sdpa_attention_forward(within, query, key, value, attention_mask, **options)
+
+
+# From now on ``sdpa`` of transformers takes documents, and shares heads only where that saves.
+AttentionInterface.register("sdpa", attend)
 
 
 def _kernels_share_heads(query: Tensor) -> bool:
@@ -193,12 +191,10 @@ def can_slide_without_mask(model: Any, max_length: int, is_assumed: bool = False
     :func:`set_document_boundaries` avoids it."""
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return False
-    config = model.config.get_text_config()
     window = None
     with suppress(Exception):  # of configurations whose layers each have their own
-        window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    needs_mask = bool(window) and window < max_length and slides
+        window = getattr(model.config.get_text_config(), "sliding_window", None)
+    needs_mask = bool(window) and window < max_length
     return needs_mask and (is_assumed or obstacle_to_documents(model, shared=False) is None)
 
 
@@ -207,9 +203,8 @@ def check_documents(model: nn.Module) -> None:
     if obstacle := obstacle_to_documents(model):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise UserError(
-            f"packing: {name} cannot keep documents apart that share a row: {obstacle}. Leave packing out, or take a "
-            "model whose layers all attend through transformers' attention interface (llama, qwen3, gpt2, bert, "
-            "modernbert ...)."
+            f"packing: {name} cannot keep documents apart that share a row: {obstacle}. Leave packing out, or take "
+            "another model (llama, qwen3, gpt2, bert, modernbert ...)."
         )
 
 
@@ -225,7 +220,6 @@ def obstacle_to_documents(model: Any, shared: bool = True) -> str | None:
         inputs = {"position_ids": documents.position_ids(), "documents": documents} if shared else {}
         rows = [row.unsqueeze(0).split(cut, dim=1) for row, cut in zip(tokens, documents.lengths, strict=True)]
         alone = torch.cat([torch.cat([logits_on_trial(small, part) for part in row], dim=1) for row in rows])
-        register()
         set_document_boundaries(small)
         small.set_attn_implementation("eager" if model.config._attn_implementation == "eager" else "sdpa")
         changes = differ(logits_on_trial(small, tokens, **inputs), alone)

@@ -9,22 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from train.config import Config
 from train.extras.long_sequences import Options
-from train.extras.long_sequences.documents import Documents
 from train.records import IGNORE, MicroBatch
 
 
-def sequence_length_at(step: int, config: Config, longest: int) -> int:
-    """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all.
-
-    Or a little less, so that the ``longest`` row has nearly equal pieces: else nearly half of them may be padding.
-    """
+def sequence_length_at(step: int, config: Config) -> int:
+    """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all."""
     own = config.of(Options)
     steps, length = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
     if step >= steps:
@@ -32,11 +27,11 @@ def sequence_length_at(step: int, config: Config, longest: int) -> int:
     stages = [length]
     while 2 * stages[-1] < config.data.max_length:
         stages.append(2 * stages[-1])
-    return -(-longest // -(-longest // stages[step * len(stages) // steps]))
+    return stages[step * len(stages) // steps]
 
 
 def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
-    """``batch`` (B, S) in rows of ``length`` tokens; rows of nothing but padding are left out.
+    """``batch`` (B, S) in equal rows of up to ``length`` tokens; rows of nothing but padding are left out.
 
     The last tokens of a piece keep their targets, which for a causal model are the next tokens. Tokens see only those
     of their piece. ``causal``: padding at the end needs no mask, because no token sees what follows it.
@@ -44,10 +39,10 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     width = batch.shape[1]  # labels may be one a row
     if width <= length:
         return batch
+    length = -(-width // -(-width // length))  # or nearly half of the pieces might be padding
     missing = -width % length
     inputs: dict[str, Any] = dict(batch.inputs)
-    documents = inputs.pop("documents", None)
-    if missing and not causal and documents is None:
+    if missing and not causal:
         inputs.setdefault("attention_mask", torch.ones_like(batch.labels))
 
     def pieces(tensor: Tensor, value: int = 0) -> Tensor:
@@ -60,16 +55,5 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     inputs = {name: tensor[kept] for name, tensor in inputs.items()}
     if "attention_mask" in inputs and inputs["attention_mask"].all():
         del inputs["attention_mask"]
-    if documents is not None:
-        cuts = [piece for row in documents.lengths for piece in _pieces([*row, missing], length)]
-        documents = Documents.of([piece for piece, keep in zip(cuts, kept.tolist(), strict=True) if keep])
-        inputs |= {"position_ids": documents.position_ids(), "documents": documents}
     labels = labels[kept]  # rows that have no target are not computed, so their tokens do not count
     return replace(batch, inputs=inputs, labels=labels, num_tokens=min(batch.num_tokens, labels.numel()))
-
-
-def _pieces(lengths: list[int], length: int) -> list[list[int]]:
-    """The documents of a row in rows of ``length`` tokens, those divided that reach over an end."""
-    ends = np.union1d(np.cumsum(lengths), np.arange(length, sum(lengths) + 1, length))  # of documents and of rows
-    rows = np.split(np.diff(ends, prepend=0), np.flatnonzero(ends % length == 0) + 1)[:-1]
-    return [row.tolist() for row in rows]

@@ -22,11 +22,9 @@ from train.data import PreparedData
 from train.extras.cache import generated
 from train.extras.long_sequences.documents import Documents
 from train.figures import several
-from train.records import IGNORE, MicroBatch, UserError, column
+from train.records import IGNORE, MicroBatch, column
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
-PACKED_AT_ONCE = 200  # of a stream: a run that resumes tokenises up to as many once more
-LAYOUT = "1"  # change it when rows look different, so that rows cached before are not reused
 
 
 def packed(data: PreparedData, max_length: int) -> PreparedData:
@@ -34,15 +32,12 @@ def packed(data: PreparedData, max_length: int) -> PreparedData:
     splits: dict[str, Any] = {}
     notes = list(data.examples.notes)
     for name in ("train", "validation", "test"):
-        split = getattr(data.examples, name)
-        if isinstance(split, datasets.Dataset):
-            rows = splits[name] = pack_split(split, max_length)
-            empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
-            size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
-            notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
-        elif split is not None:
-            splits[name] = pack_stream(split, max_length)
-            notes.append(f"packing: the {name} stream in rows of up to {max_length:,} tokens")
+        if (split := getattr(data.examples, name)) is None:
+            continue
+        rows = splits[name] = pack_split(split, max_length)
+        empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
+        size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
+        notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
     pad_id = data.loading.collate.keywords["pad_id"]  # pyright: ignore[reportFunctionMemberAccess]
     collate = partial(collate_packed, pad_id=pad_id, collate=data.task.collate)
     examples = replace(data.examples, **splits, notes=tuple(notes))
@@ -59,24 +54,18 @@ def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
     lengths and their order.
     """
     rows: list[list[int]] = []
-    open_rows: dict[int, list[int]] = {}  # by the room that is left
-    rooms: list[int] = []  # those that there are, ascending
+    open_rows: list[tuple[int, int]] = []  # the room that is left, and the number of the row, ascending
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[number])
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            row, left = len(rows), room - length
-            rows.append([])
+        place = bisect_left(open_rows, (length, 0))
+        if place < len(open_rows):
+            left, row = open_rows.pop(place)
         else:
-            row, left = open_rows[rooms[place]].pop(), rooms[place] - length
-            if not open_rows[rooms[place]]:
-                del open_rows[rooms.pop(place)]
+            left, row = room, len(rows)
+            rows.append([])
         rows[row].append(number)
-        if left > 0:
-            if left not in open_rows:
-                insort(rooms, left)
-                open_rows[left] = []
-            open_rows[left].append(row)
+        if left > length:
+            insort(open_rows, (left - length, row))
     return rows
 
 
@@ -96,7 +85,8 @@ def members(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
     """Rows of at most ``room`` tokens by :func:`best_fit`."""
-    fingerprint = hashlib.sha256(f"{examples._fingerprint} {room} {LAYOUT}".encode()).hexdigest()[:32]
+    layout = 2  # change it when rows look different, so that rows cached before are not reused
+    fingerprint = hashlib.sha256(f"{examples._fingerprint} {room} {layout}".encode()).hexdigest()[:32]
     features = {
         name: feature if name in SUMMED else datasets.Sequence(feature) for name, feature in examples.features.items()
     }
@@ -110,18 +100,6 @@ def _rows(examples: datasets.Dataset, room: int) -> Iterator[dict[str, Any]]:
         yield joined({**numpy[numbers], "id": numbers})
 
 
-def pack_stream(examples: datasets.IterableDataset, room: int) -> datasets.IterableDataset:
-    """Rows of at most ``room`` tokens by :func:`best_fit`, of ``PACKED_AT_ONCE`` examples at a time."""
-    options: Any = {"batched": True, "batch_size": PACKED_AT_ONCE, "with_indices": True}
-    return examples.map(partial(_rows_of_batch, room=room), **options)
-
-
-def _rows_of_batch(batch: Mapping[str, Sequence[Any]], numbers: Sequence[int], room: int) -> dict[str, list[Any]]:
-    columns, rows = {**batch, "id": numbers}, best_fit(batch["length"], room)
-    packed = [joined({name: [values[i] for i in row] for name, values in columns.items()}) for row in rows]
-    return {name: [row[name] for row in packed] for name in packed[0]}
-
-
 # From rows to a batch
 
 
@@ -130,13 +108,10 @@ def collate_packed(
 ) -> MicroBatch:
     """Packed rows, each with its ``id``, as one batch of (B, S), with positions that start at 0 in each document.
 
-    Every member becomes by ``collate`` what it would be alone, randomness included. Raises UserError for labels of
-    whole examples, because these cannot share a row.
+    Every member becomes by ``collate`` what it would be alone, randomness included.
     """
     parts = [[collate([member], seed, pad_id=pad_id) for member in members(row)] for row in rows]
     lengths = [[part.inputs["input_ids"].shape[1] for part in row] for row in parts]
-    if any(part.labels.shape != part.inputs["input_ids"].shape for row in parts for part in row):
-        raise UserError("packing: this task has one label for a whole example: leave packing out.")
     width = max(map(sum, lengths))
 
     def laid_out(row: list[torch.Tensor], value: int) -> torch.Tensor:

@@ -22,21 +22,16 @@ def scale_positions(config: PretrainedConfig, kind: str, factor: float | None, m
     # By kind of layer, where these differ: those that see a window never see a distance that they do not know.
     nested = {name: part for name, part in rope.items() if isinstance(part, dict)}
     scaled = nested.get("full_attention", rope if not nested else None)
+    problem = None
     if scaled is None:
-        raise UserError(
-            f"rope_scaling: {kind}: {config.model_type} does not have a layer with full attention: leave it out."
-        )
-    if scaled.get("rope_type", "default") != "default":
-        raise UserError(
-            f"rope_scaling: {kind}: {config.model_type} already scales its own ({scaled['rope_type']}): leave it out."
-        )
-    if factor is None:
-        factor = max_length / positions
-        if max_length <= positions:
-            raise UserError(
-                f"rope_scaling: {kind}: max_length {max_length} is within the model's {positions} positions: leave it "
-                "out, raise max_length, or give rope_scaling_factor (a model_config may say max_position_embeddings)."
-            )
+        problem = f"{config.model_type} does not have a layer with full attention"
+    elif scaled.get("rope_type", "default") != "default":
+        problem = f"{config.model_type} already scales its own ({scaled['rope_type']})"
+    elif factor is None and max_length <= positions:
+        problem = f"max_length {max_length} is within the model's {positions} positions"
+    if scaled is None or problem:
+        raise UserError(f"rope_scaling: {kind}: {problem}: leave it out.")
+    factor = factor or max_length / positions
     changed = {**scaled, "rope_type": kind, "factor": float(factor)}
     changed |= {"original_max_position_embeddings": positions} if kind == "yarn" else {}
     if getattr(config, "head_dim", 0) is None:  # as Mixtral's, by which transformers 5.23 would multiply for YaRN

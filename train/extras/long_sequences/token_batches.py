@@ -36,12 +36,8 @@ class TokenRounds(Rounds):
             parts[-1].append(ids[i])
         while len(parts) % world_size:
             largest = max(range(len(parts)), key=lambda number: len(parts[number]))
-            part = parts[largest]
-            if len(part) < 2:
-                parts.append([])
-            else:
-                middle = len(part) // 2
-                parts[largest : largest + 1] = [part[:middle], part[middle:]]
+            part, middle = parts[largest], (len(parts[largest]) + 1) // 2
+            parts[largest : largest + 1] = [part[:middle], part[middle:]]  # of a single example the second is empty
         return [parts[first : first + world_size] for first in range(0, len(parts), world_size)]
 
     def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:

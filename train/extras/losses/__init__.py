@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Options:
     """The loss over a large vocabulary."""
 
-    loss: Literal["auto", "full", "chunked", "torch", "cce", "liger"] = option(
+    loss: Literal["auto", "full", "chunked", "cce", "liger"] = option(
         "auto",
-        "full holds all logits; the others never do: chunked (runs everywhere), torch (linear_cross_entropy), cce (Cut "
-        "Cross-Entropy), liger. auto: from 4,096 classes the best of cce, liger and chunked.",
+        "full holds all logits; the others never do: chunked (runs everywhere), cce (Cut Cross-Entropy), liger. auto: "
+        "from 4,096 classes the best of these.",
     )
     label_smoothing: float = option(0.0, "Share of each target spread over all classes (arXiv 1512.00567).", ge=0, lt=1)
     z_loss: float = option(0.0, "Coefficient of log² Z, which keeps logits from drifting (PaLM: 1e-4).", ge=0)
@@ -34,16 +34,10 @@ class Extra(extras.Extra):
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         own = config.of(Options)
-        if own.loss in ("torch", "cce") and (own.label_smoothing or own.z_loss):
-            raise UsageError(
-                f"loss: {own.loss} does not support label_smoothing ({own.label_smoothing}) and z_loss ({own.z_loss}): "
-                "give --loss auto or chunked, or set both to 0."
-            )
+        if own.loss == "cce" and (own.label_smoothing or own.z_loss):
+            raise UsageError("loss: cce does not support label_smoothing and z_loss: give --loss auto or chunked.")
         if own.loss == "liger" and (config.optimization.mixed_precision or launch.precision) == "fp16":
-            raise UsageError(
-                "loss: liger gives wrong gradients with mixed_precision: fp16: it rounds them before loss scaling can "
-                "save small ones. Give --loss auto or chunked, or use bf16."
-            )
+            raise UsageError("loss: liger gives wrong gradients with mixed_precision: fp16: give chunked, or use bf16.")
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         from train.extras.losses import in_head, objective
@@ -54,8 +48,7 @@ class Extra(extras.Extra):
         terms.set_in(model)
         if kind != "full":
             in_head.use_loss_in_head(model, kind, terms)
-        if not run.is_planned:  # whether a package of another machine sums in fp32 is not known here
-            run.outputs.note(in_head.describe_loss(kind, terms, asked))
+        run.outputs.note(in_head.describe_loss(kind, terms, asked))
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
         from train.extras.losses import in_head, objective

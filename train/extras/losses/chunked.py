@@ -43,11 +43,7 @@ def chunked_sum(
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
     how = _How(product_dtype(hidden), **options)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    # Loss scaling has to come before anything is rounded to fp16, and the scale is known in backward alone.
-    prepares = learns and how.dtype != torch.float16
-    one_chunk = len(list(rows_by_chunk(len(labels), len(weight)))) <= 1  # nothing to save by computing it twice
-    if learns and not prepares and one_chunk and how.part is None:
-        return how.objective.loss_sum(F.linear(hidden, weight, bias), labels)
+    prepares = learns and how.dtype != torch.float16  # whose loss scale, known in backward alone, has to come first
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
 
 
@@ -114,8 +110,8 @@ def _in_chunks(
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     ignored = labels == IGNORE
-    classes, kept = labels.masked_fill(ignored, 0), (~ignored).to(wide)
-    ignored_rows, factors = ignored.unsqueeze(1), None if scale is None else (kept * scale).unsqueeze(1)
+    classes = labels.masked_fill(ignored, 0)
+    factors = (~ignored).to(wide).mul(1 if scale is None else scale).unsqueeze(1)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         cast_weight = weight.to(dtype)
@@ -125,25 +121,19 @@ def _in_chunks(
             loss += losses.masked_fill_(ignored[rows], 0).sum()
             if grad is None:
                 continue
-            if factors is not None:
-                grad.mul_(factors[rows])
-            # Where nothing is scaled, rows that are not targets are left out of the sums below: (C, H), not (C, V).
+            grad.mul_(factors[rows])
             if of_bias is not None:
-                of_bias.addmv_(grad.T, kept[rows])
+                of_bias += grad.sum(0)
             grad = grad.to(dtype)
             if of_hidden is not None:
                 of_hidden[rows] = grad @ cast_weight
-            if of_weight is not None:
-                inputs = hidden[rows].to(dtype).masked_fill(ignored_rows[rows], 0)
-                if dtype == wide:
-                    of_weight.addmm_(grad.T, inputs)  # without a second tensor of its size
-                else:
-                    of_weight += grad.T @ inputs
+            if of_weight is not None and dtype == wide:
+                of_weight.addmm_(grad.T, hidden[rows].to(dtype))  # without a second tensor of its size
+            elif of_weight is not None:
+                of_weight += grad.T @ hidden[rows].to(dtype)
             del grad
-    if of_hidden is not None:
-        of_hidden.masked_fill_(ignored_rows, 0)
-        if how.part is not None:
-            how.part.reduce(of_hidden)
+    if of_hidden is not None and how.part is not None:
+        how.part.reduce(of_hidden)
     return loss, (of_hidden, of_weight, of_bias)
 
 

@@ -1,31 +1,26 @@
 """The loss over a large vocabulary by the kernels of libraries, each where it is right.
 
-``torch`` is ``torch.nn.functional.linear_cross_entropy``; ``cce`` Cut Cross-Entropy (arXiv 2411.09009), which keeps no
-logits outside the chip; ``liger`` Liger Kernel's fused loss (arXiv 2410.10989). What each cannot do is in
-:func:`obstacle_to`. Arguments as of :func:`train.extras.losses.chunked.chunked_sum`.
+``cce`` is Cut Cross-Entropy (arXiv 2411.09009), which keeps no logits outside the chip; ``liger`` Liger Kernel's fused
+loss (arXiv 2410.10989). What each cannot do is in :func:`obstacle_to`. Arguments as of
+:func:`train.extras.losses.chunked.chunked_sum`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from train.extras.losses.chunked import product_dtype, rows_to_compute, to_dtype
 from train.extras.losses.objective import PLAIN, Objective
 from train.records import IGNORE
 
-Kernel: TypeAlias = Callable[..., Tensor]
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
-# The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
-CCE_IMPLEMENTATION = "cce_kahan_full_c"
 
 
 @dataclass(frozen=True)
@@ -38,9 +33,7 @@ class Place:
     divides_classes: bool = False  # whether each rank computes a part of the classes (tensor parallelism)
 
 
-def obstacle_to(
-    kernel: str, place: Place, has_bias: bool, objective: Objective = PLAIN, installed: bool | None = None
-) -> str | None:
+def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, installed: bool | None = None) -> str | None:
     """Why ``kernel`` cannot compute the loss here, with what to do about it, or None where it can.
 
     ``installed`` says whether its package is; None: look.
@@ -49,10 +42,6 @@ def obstacle_to(
         return None
     if place.divides_classes:
         return "computes all classes on one rank, which tensor parallelism divides: use chunked or auto"
-    if kernel == "torch":
-        if not hasattr(F, "linear_cross_entropy"):
-            return f"needs torch 2.13 or newer, and this is {torch.__version__}: use chunked or auto"
-        return "does not support label smoothing and z-loss: use chunked or auto" if objective != PLAIN else None
     if place.device_type != "cuda":
         return f"runs only on CUDA devices, and this is a {place.device_type} device: use chunked or auto"
     if kernel == "cce":
@@ -64,38 +53,28 @@ def obstacle_to(
             return "does not support label smoothing and z-loss here: use chunked or auto"
     elif place.dtype == torch.float16:
         return "rounds gradients to fp16 before loss scaling can save the small ones: use bf16, or chunked or auto"
-    if installed is None:
-        installed = all(find_spec(name) is not None for name in (PACKAGES[kernel], "triton"))
-        if installed and kernel == "cce" and has_bias and "bias" not in _cce_parameters():
-            return "takes no bias in this version of the package: pip install '.[cce]', or use chunked or auto"
-    return None if installed else f"is not installed: pip install '.[{kernel}]' adds it; or use chunked or auto"
+    if not (_is_installed(kernel) if installed is None else installed):
+        return f"is not installed, or too old: pip install '.[{kernel}]' adds it; or use chunked or auto"
+    return None
 
 
-def best_kernel(place: Place, has_bias: bool, objective: Objective = PLAIN) -> str:
-    """The best that is there: ``cce``, else ``liger``, else ``chunked``.
-
-    The order on CUDA is that of the memory and time in arXiv 2411.09009, table 1. ``torch`` is not among them: it
-    computes the logits twice in half precision and rounds losses and their gradient to it (docs/results).
-    """
-    for kernel in ("cce", "liger"):
-        if obstacle_to(kernel, place, has_bias, objective) is None and (kernel != "cce" or cce_sums_in_fp32()):
-            return kernel
-    return "chunked"
-
-
-def cce_sums_in_fp32() -> bool:
-    """Whether the installed Cut Cross-Entropy can; 25.1, as on the package index, sums gradients in half precision."""
-    return "accum_c_fp32" in _cce_parameters()
-
-
-def _cce_parameters() -> Any:
+def _is_installed(kernel: str) -> bool:
+    is_there = all(find_spec(name) is not None for name in (PACKAGES[kernel], "triton"))
+    if not is_there or kernel != "cce":
+        return is_there
     from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
-    return inspect.signature(linear_cross_entropy).parameters
+    # 25.1, as on the package index, sums gradients in half precision.
+    return "accum_c_fp32" in inspect.signature(linear_cross_entropy).parameters
+
+
+def best_kernel(place: Place, objective: Objective = PLAIN, has_bias: bool = False) -> str:
+    """The best that is there, by memory and time in arXiv 2411.09009, table 1; ``has_bias`` decides nothing."""
+    return next(kernel for kernel in ("cce", "liger", "chunked") if obstacle_to(kernel, place, objective) is None)
 
 
 def _sum(
-    kernel: Kernel, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
+    kernel: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None
 ) -> Tensor:
     """() the sum of what ``kernel`` gives for hidden states (N, H), weight and bias in their type, and labels (N,)."""
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
@@ -103,17 +82,6 @@ def _sum(
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         losses = kernel(hidden.to(dtype), weight.to(dtype), to_dtype(bias, dtype), labels)
         return losses.to(torch.promote_types(dtype, torch.float32)).sum()
-
-
-def _by_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    # By position: its own sum is one of half-precision numbers, prepares gradients before loss scaling reaches them,
-    # and takes twice the gradients' memory in backward.
-    own: Any = nn.LinearCrossEntropyOptions()  # pyright: ignore[reportAttributeAccessIssue] - torch ≥ 2.13
-    options = {"linear_bias": bias, "ignore_index": IGNORE, "reduction": "none", "options": own}
-    return F.linear_cross_entropy(hidden, weight, labels, **options)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-torch_sum = partial(_sum, _by_torch)
 
 
 def cce_sum(*tensors: Any, **options: Any) -> Tensor:
@@ -128,17 +96,13 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, label
     """
     from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
-    # an early version sums in half precision; that none is left out as too small, at least, can be had of it
-    options: dict[str, Any] = {"impl": CCE_IMPLEMENTATION} if cce_sums_in_fp32() else {"filter_eps": None}
-    if bias is not None:
-        options["bias"] = bias
-    return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="none", **options)
+    # The weight's gradient is complete and both are summed in fp32, or with Kahan's compensation before Triton 3.2.
+    options: dict[str, Any] = {"ignore_index": IGNORE, "reduction": "none", "impl": "cce_kahan_full_c"}
+    return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
 
 def liger_sum(hidden: Tensor, weight: Tensor, *rest: Any, objective: Objective = PLAIN, **options: Any) -> Tensor:
     """() the summed loss by Liger Kernel, which prepares gradients in forward: not for fp16."""
-    if product_dtype(hidden) == torch.float16:
-        raise ValueError("loss: liger is wrong under fp16")  # refused before, where the precision is chosen
     if weight.requires_grad and not hidden.requires_grad and torch.is_grad_enabled():
         hidden = hidden.detach().requires_grad_()  # it prepares no gradient at all where the input needs none
     return _sum(partial(liger_cross_entropy, objective=objective), hidden, weight, *rest, **options)

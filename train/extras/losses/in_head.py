@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from train.extras.losses.chunked import chunked_scores, chunked_sum
-from train.extras.losses.fused import Place, best_kernel, cce_sum, cce_sums_in_fp32, liger_sum, obstacle_to, torch_sum
-from train.extras.losses.objective import PLAIN, Objective, is_cross_entropy
+from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
+from train.extras.losses.objective import PLAIN, Objective
 from train.extras.weightless import obstacle_on_trial
 from train.model import ModelWithLoss, balanced, logits_of
 from train.records import UserError
-from train.tasks import Scores, cross_entropy_scores
+from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
@@ -76,8 +76,8 @@ class LossInHead:
             kept.append(chunked_scores(*tensors, labels=labels, **options))
             return kept[-1].loss_sums  # a tensor, because some models still handle what they take for logits
 
-        kinds = {"chunked": chunked_sum, "torch": torch_sum, "cce": cce_sum, "liger": liger_sum}
-        terms = {"objective": self.objective} if self.kind in ("chunked", "liger") else {}
+        kinds = {"chunked": chunked_sum, "cce": cce_sum, "liger": liger_sum}
+        terms = {"objective": self.objective} if self.objective != PLAIN else {}  # which cce does not know
         summed = partial(kinds[self.kind], labels=labels, num_targets=num_targets, **terms)
         with answering(score if scored else summed):
             output = model.model(**inputs)
@@ -85,7 +85,7 @@ class LossInHead:
 
 
 def use_loss_in_head(model: ModelWithLoss, kind: str, objective: Objective = PLAIN) -> None:
-    """Has ``model``, to which there is no :func:`obstacle_to_chunks`, use chunked, torch, cce or liger from now on."""
+    """Has ``model``, to which there is no :func:`obstacle_to_chunks`, use chunked, cce or liger from now on."""
     head_of(model.model).__class__ = LossHead
     model.loss_in_head = LossInHead(kind, objective)
 
@@ -120,7 +120,7 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
 def choose_loss(
     asked: str, model: ModelWithLoss, place: Place, objective: Objective = PLAIN, installed: bool | None = None
 ) -> str:
-    """The loss that ``model`` will use: full, chunked, torch, cce or liger.
+    """The loss that ``model`` will use: full, chunked, cce or liger.
 
     ``asked`` is one of these, or ``auto``: where the classes are many and the model allows it, the best that is there.
     Raises UserError if it does not work with this model or device, or its package is not ``installed`` (None: look).
@@ -129,25 +129,18 @@ def choose_loss(
     many = isinstance(head, nn.Linear) and len(head.weight) >= MIN_CHUNKED_CLASSES
     if asked == "full" or (asked == "auto" and not many):
         return "full"
-    if obstacle := obstacle_to_loss_in_head(model):
+    obstacle = "its task has a loss or scores of its own"
+    if model.loss_sum is cross_entropy_sum and model.scores is cross_entropy_scores:
+        obstacle = obstacle_to_chunks(model.model)
+    if obstacle:
         if asked == "auto":
             return "full"
         raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
-    has_bias = head.bias is not None
     if asked == "auto":
-        return best_kernel(place, has_bias, objective)
-    if obstacle := obstacle_to(asked, place, has_bias, objective, installed):
+        return best_kernel(place, objective)
+    if obstacle := obstacle_to(asked, place, objective, installed):
         raise UserError(f"loss: {asked} {obstacle}.")
     return asked
-
-
-def obstacle_to_loss_in_head(model: ModelWithLoss) -> str | None:
-    """Why the output embedding of ``model`` cannot compute loss and scores, or None where it can."""
-    if not is_cross_entropy(model):
-        return "its task has a loss of its own"
-    if model.scores is not cross_entropy_scores:
-        return "its task has scores of its own"
-    return obstacle_to_chunks(model.model)
 
 
 def place_of(model: nn.Module, device: torch.device, precision: str, divides_classes: bool = False) -> Place:
@@ -160,10 +153,7 @@ def place_of(model: nn.Module, device: torch.device, precision: str, divides_cla
 
 def describe_loss(kind: str, objective: Objective, asked: str) -> str:
     """A line about the loss that a run uses."""
-    names = {"torch": "torch's linear_cross_entropy", "cce": "Cut Cross-Entropy", "liger": "Liger Kernel"}
     ways = {"full": "all logits at once", "chunked": "never all logits, in chunks"}
-    how = ways.get(kind) or f"never all logits, by {names[kind]}"
-    if kind == "cce" and not cce_sums_in_fp32():
-        how += " of a version that sums gradients in half precision (pip install '.[cce]' brings another)"
     terms = [f"{name} {value:g}" for name, value in vars(objective).items() if value]
-    return f"loss: {kind}{' (auto)' if asked == 'auto' else ''}, {', '.join([how, *terms])}"
+    how = ", ".join([ways.get(kind, "never all logits, by its package"), *terms])
+    return f"loss: {kind}{' (auto)' if asked == 'auto' else ''}, {how}"

@@ -32,20 +32,12 @@ class Objective:
 
     def set_in(self, model: ModelWithLoss) -> None:
         """Makes it the loss of the logits of ``model``; raises UserError where the task has a loss of its own."""
-        if self == PLAIN:
-            return
-        if not is_cross_entropy(model):
+        if self != PLAIN and model.loss_sum is not cross_entropy_sum:
             raise UserError("label_smoothing and z_loss belong to cross-entropy; this task has another loss: use 0.")
-        model.loss_sum = self.loss_sum
+        model.loss_sum = model.loss_sum if self == PLAIN else self.loss_sum
 
 
 PLAIN = Objective()  # cross-entropy
-
-
-def is_cross_entropy(model: ModelWithLoss) -> bool:
-    """Whether the loss of ``model`` is cross-entropy, with or without further terms, and not a task's own."""
-    terms = getattr(model.loss_sum, "__self__", None)
-    return isinstance(terms, Objective) or model.loss_sum is cross_entropy_sum
 
 
 def objective_of(config: Config) -> Objective:

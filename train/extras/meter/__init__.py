@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
     from train.tasks import Task
 
 
+SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever
+
+
 @dataclass(frozen=True)
 class Options:
     """Memory and utilization, measured."""
 
     measure_memory: bool = option(True, "Measure peaks by phase and kind; False: only the highest.")
+    memory_snapshot: bool = option(False, "On CUDA, write torch's record of allocations whenever memory runs out.")
 
 
 class Extra(extras.Extra):
@@ -31,6 +36,7 @@ class Extra(extras.Extra):
 
     def __init__(self) -> None:
         self.meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
+        self.snapshot: Path | None = None  # torch's record of allocations, if asked for
         self._flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
         self._work = [0.0, 0.0]  # FLOPs and tokens of this rank since the last line of the log
 
@@ -46,15 +52,30 @@ class Extra(extras.Extra):
                 self._flops = count_flops(network, run.config.data.max_length, task.is_causal)
 
     def ready(self, run: Run, parts: Parts) -> None:
-        device = run.accelerator.device
-        meter_of = {"cpu": "cpu:CpuMeter", "cuda": "cuda:CudaMeter", "mps": "cpu:CpuMeter"}
-        if run.config.of(Options).measure_memory and device.type in meter_of:
+        device, own = run.accelerator.device, run.config.of(Options)
+        meter_of = {"cpu": "cpu:CpuMeter", "cuda": "cuda:CudaMeter", "mps": "cpu:MpsMeter"}
+        if own.measure_memory and device.type in meter_of:
             from train.extras.meter.tracker import num_classes_of
 
             names, model = parts.data.examples.label_names, parts.state.model
             classes = num_classes_of(model, len(names), len(parts.data.tokenizer))
             kind = resolve_name(f"train.extras.meter.{meter_of[device.type]}")
             self.meter = kind(device, model, parts.optimizer.optimizer, classes, run.outputs.say)
+        if own.memory_snapshot and device.type == "cuda":
+            self._record_history(run)
+
+    def _record_history(self, run: Run) -> None:
+        """Has torch write its record whenever memory runs out, while all is still there; a step may recover later."""
+        from torch import _C, cuda
+
+        path = self.snapshot = run.outputs.folder / f"memory_snapshot-{run.accelerator.process_index}.pickle"
+
+        def write(*sizes: int) -> None:
+            with suppress(OSError):  # a full disk must not hide that memory is full
+                cuda.memory._dump_snapshot(str(path))
+
+        cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+        _C._cuda_attach_out_of_memory_observer(write)  # pyright: ignore[reportAttributeAccessIssue]
 
     def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         if self._flops is not None and phase == "forward":

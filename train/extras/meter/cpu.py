@@ -6,30 +6,35 @@ That makes a step slower by a fifth and a very short one by more, so only few ar
 from __future__ import annotations
 
 import operator
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import mps
 
 from train.extras.meter.memory import Inventory, LeakWatch, Measured, MemoryMeter, describe, peak_bytes
 from train.extras.meter.tracker import HELD, StorageTracker, tag_gradients, tag_held
 from train.extras.weightless import uncompiled
 from train.records import MicroBatch
 
-TRACK_EVERY_STEPS = 100  # one of so many is followed, to see leaks
+TRACK_EVERY_STEPS, TRACKED_SHARE = 50, 0.005
+"""One of so many steps is followed, to see leaks, or fewer where that would cost a larger share of the time."""
 Extent: TypeAlias = tuple[int, int, bool, bool, bool]
 """What the memory of a step grows with: B · S and B · S² (scores of attention, dense masks) of its largest micro-batch,
 padding (a mask), several micro-batches (gradients are there when the second begins), state of the optimizer."""
 
 
 class CpuMeter(MemoryMeter):
-    """Follows the operators of some steps; micro-batches were made before and do not count.
+    """Follows the operators of some steps.
 
     A step's peak depends on its shapes alone, and does not shrink as they grow. So the first step that no followed
-    one covers is followed, and the largest peak of those is that of the run. In addition, one of
-    :data:`TRACK_EVERY_STEPS` steps is followed, and the next few where memory seems to leak.
+    one covers is followed, and the largest peak of those is that of the run. (Only a chunked loss also looks at how
+    many positions are targets.) In addition, one of :data:`TRACK_EVERY_STEPS` steps is followed, and the next few where
+    memory seems to leak. Micro-batches were made before the step and do not count.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -38,14 +43,15 @@ class CpuMeter(MemoryMeter):
         self.leaks = LeakWatch(self._left_bytes, self._list_left, on_cuda=False)
         self._followed: dict[bool, dict[Extent, Measured]] = {True: {}, False: {}}
         """By whether it was a step (not an evaluation), and by its extent."""
-        self._steps_since = 0
+        self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
+        self._usual_seconds = 0.0  # per position, of a step that is not followed
         self._exit: ExitStack | None = None
 
     def summary(self) -> dict[str, Any]:
         return {**super().summary(), "peak_resident_bytes": peak_bytes(torch.device("cpu"))}
 
     def _begin(self, batches: Sequence[MicroBatch]) -> None:
-        self._is_step = self.phase == "forward"
+        self._began, self._is_step = time.perf_counter(), self.phase == "forward"
         self._extent: Extent = (
             max((b * s for b, s in self.shapes), default=0),
             max((b * s * s for b, s in self.shapes), default=0),
@@ -54,7 +60,7 @@ class CpuMeter(MemoryMeter):
             len(self.optimizer.state) > 0,
         )
         self._steps_since += self._is_step
-        is_due = self._is_step and (self._steps_since >= TRACK_EVERY_STEPS or self.leaks.suspects(self.shapes))
+        is_due = self._is_step and (self._steps_since >= self._track_every or self.leaks.suspects(self.shapes))
         if self._covering() and not is_due:
             return
         if self._is_step:
@@ -74,7 +80,10 @@ class CpuMeter(MemoryMeter):
         self._tracker.mark(phase)
 
     def _end(self, completed: bool) -> None:
+        seconds = (time.perf_counter() - self._began) / max(1, sum(b * s for b, s in self.shapes))
         if self._exit is None:
+            if self._is_step:
+                self._usual_seconds = seconds
             self._add(min(self._covering(), key=lambda measured: measured.peak_allocated_bytes))
             return
         self._exit.close()
@@ -87,6 +96,9 @@ class CpuMeter(MemoryMeter):
         followed = self._followed[self._is_step]
         before = followed.get(self._extent, measured)
         followed[self._extent] = max(before, measured, key=lambda each: each.peak_allocated_bytes)
+        if self._is_step and self._usual_seconds:
+            extra = (seconds - self._usual_seconds) / self._usual_seconds
+            self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)
         if self._is_step:
             tag_held(self._tracker, self.network, self.optimizer)  # a first update makes the optimizer's state
             self.leaks.see(self.shapes)
@@ -105,3 +117,32 @@ class CpuMeter(MemoryMeter):
         blocks = list(self._tracker.live.values())  # a copy: what is freed meanwhile leaves it
         left = [block for block in blocks if block.kind not in HELD]
         return Counter((f"{describe(b.shape, b.dtype)} made in {b.phase}", b.num_bytes) for b in left)
+
+
+class MpsMeter(CpuMeter):
+    """A :class:`CpuMeter` that also asks torch.mps, which keeps no peaks, where a phase begins.
+
+    No peak is below what was allocated then. Reserved is what Metal's driver holds, blocks that torch keeps included.
+    """
+
+    _allocated_bytes = _driver_bytes = 0  # the most since the step began
+
+    def _mark(self, phase: str) -> None:
+        super()._mark(phase)
+        self._ask()
+
+    def _end(self, completed: bool) -> None:
+        self._ask()
+        super()._end(completed)
+        self._allocated_bytes = self._driver_bytes = 0
+        # Lengths that vary leave blocks that fit no other step, and beyond this the machine begins to swap.
+        if mps.driver_allocated_memory() > mps.recommended_max_memory():
+            mps.empty_cache()
+
+    def _ask(self) -> None:
+        self._allocated_bytes = max(self._allocated_bytes, mps.current_allocated_memory())
+        self._driver_bytes = max(self._driver_bytes, mps.driver_allocated_memory())
+
+    def _add(self, measured: Measured) -> None:
+        peak = max(measured.peak_allocated_bytes, self._allocated_bytes)
+        super()._add(replace(measured, peak_allocated_bytes=peak, peak_reserved_bytes=self._driver_bytes))

@@ -40,12 +40,14 @@ class ModelFlops:
     constant: float  # of a text, such as those of a classifier's head
     linear: float  # of a token
     quadratic: float  # of two positions, one of which attends to the other
-    layers: dict[int | None, float]  # shares of layers with attention by their window
+    layers: dict[tuple[int | None, int | None], float]  # shares of layers with attention by window and chunk
     is_causal: bool
 
     def of(self, length: float) -> float:
         """FLOPs of one text of ``length`` tokens that see each other."""
-        seen = sum(share * attended(length, window, self.is_causal) for window, share in self.layers.items())
+        seen = 0.0
+        for (window, chunk), share in self.layers.items():
+            seen += share * attended(min(length, chunk or length), window, self.is_causal)
         return self.constant + length * (self.linear + self.quadratic * seen)
 
 
@@ -60,14 +62,18 @@ def text_lengths(batch: MicroBatch) -> list[float]:
 
 
 def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> ModelFlops | None:
-    """Counts the matrix products of a model, not yet compiled or sharded, on the meta device: a second for 24 layers.
+    """Counts a model operator by operator on the meta device: a second for 24 layers.
 
-    The decoder of an encoder-decoder reads as many tokens as its encoder, which are those that count. A model is also
-    causal if its layers with attention all say so. None for a model that cannot be run without data, or that loops over
-    positions, or whose cost for texts of up to ``longest`` tokens is not such a polynomial.
+    Matrix products count: those of the forward, and of the gradients that ``requires_grad`` of the weights asks for. Of
+    a mixture of experts, those a token is sent to count. The decoder of an encoder-decoder reads as many tokens as its
+    encoder; tokens are those of the encoder, and pairs count as in the encoder. None for a model that cannot be run
+    without data, or that loops over positions, or whose cost is not such a polynomial. ``model`` is not yet compiled,
+    wrapped or sharded; it counts as causal, too, if its layers with attention all say so. Texts have up to ``longest``
+    tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
-    if (counts := _count_flops(model, [unit, 2 * unit, 3 * unit, far])) is None:
+    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, far])
+    if counts is None:
         return None
     one, two, three, farther = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)
@@ -80,15 +86,14 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     return ModelFlops(constant, linear, quadratic, _layers(getattr(model, "config", None), is_causal), is_causal)
 
 
-def _layers(config: Any, is_causal: bool) -> dict[int | None, float]:
+def _layers(config: Any, is_causal: bool) -> dict[tuple[int | None, int | None], float]:
     # A window of transformers reaches so far to the left and, where attention is not causal, as far to the right.
-    window = (getattr(config, "sliding_window", None) or 0) * (1 if is_causal else 2) or None
-    half_chunk = (getattr(config, "attention_chunk_size", None) or 0) // 2 or None  # what a chunk's positions see
-    known = {"full_attention": None, "hybrid": None, "sliding_attention": window, "hybrid_sliding": window}
-    known["chunked_attention"] = half_chunk
+    window = (getattr(config, "sliding_window", None) or 0) * (1 if is_causal else 2)
+    known = {"full_attention": (None, None), "chunked_attention": (None, getattr(config, "attention_chunk_size", None))}
+    known |= {"sliding_attention": (window, None), "hybrid": (None, None), "hybrid_sliding": (window, None)}
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    found = [known[kind] for kind in kinds if kind in known] or [None]
-    return {width: found.count(width) / len(found) for width in found}
+    found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
+    return {layer: found.count(layer) / len(found) for layer in found}
 
 
 class _FlopCounter(TorchDispatchMode):
@@ -116,10 +121,13 @@ class _FlopCounter(TorchDispatchMode):
 def _count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
     """FLOPs of forward and backward of one sequence of each length, attention between all pairs; None as above."""
     # Fake tensors are slower than meta tensors alone, but with them constants that a model makes are known.
-    for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+    ways = [(nullcontext(), False), (FakeTensorMode(allow_non_fake_inputs=True), False)]
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        ways.append((nullcontext(), True))  # classifiers that look for the end of each text: all but their head
+    for mode, is_body in ways:
         try:
             with mode:
-                return _count(model, lengths)
+                return _count(model, lengths, is_body)
         except OverflowError:  # too many operators
             return None
         except Exception:  # models fail in their own ways
@@ -127,7 +135,7 @@ def _count_flops(model: nn.Module, lengths: Sequence[int]) -> list[int] | None:
     return None
 
 
-def _count(model: nn.Module, lengths: Sequence[int]) -> list[int]:
+def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]:
     twin = without_weights(model, "meta", torch.float32).eval()  # without dropout and transformers' checkpointing
     for module in twin.modules():
         packed = getattr(getattr(module, "weight", None), "quant_state", None)
@@ -136,13 +144,14 @@ def _count(model: nn.Module, lengths: Sequence[int]) -> list[int]:
     if hasattr(twin, "set_attn_implementation"):  # of transformers: products that torch has formulas for
         twin.set_attn_implementation("eager")
         twin.set_experts_implementation("batched_mm")
+    part = twin.base_model if is_body else twin
     both = getattr(getattr(twin, "config", None), "is_encoder_decoder", False)
     counts = []
     for length in lengths:
         ids = torch.zeros((1, length), dtype=torch.long, device="meta")
         named = {"input_ids": ids, "decoder_input_ids": ids} if both else {"input_ids": ids}
         with _FlopCounter() as counter, torch.enable_grad():
-            answer = logits_of(twin(**named))
+            answer = part(**named).last_hidden_state if is_body else logits_of(part(**named))
             if answer.requires_grad:
                 counter.in_backward = True
                 torch.autograd.backward(answer.sum())  # into gradients of the copy, which nobody reads

@@ -24,6 +24,7 @@ GROWING_STEPS = 4  # in a row, each ending with more than the one of equal shape
 LEAK_BYTES, LEAK_SHARE = 2**20, 0.001  # on CUDA, in all, and of what is allocated: less is not reported
 SURVIVOR_BYTES = 2**16  # per step, on a CPU, where following a step that might leak costs time
 _MAX_SIGNATURES = 64
+_NAMED = 3  # how many kinds of tensors a report names
 
 Shapes: TypeAlias = tuple[tuple[int, int], ...]  # (B, S) of each micro-batch of a step
 Inventory: TypeAlias = Counter[tuple[str, int]]  # number of live storages by description and bytes
@@ -43,6 +44,7 @@ class Measured:
     peak_bytes_by_phase: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)  # at the peak
     num_alloc_retries: int = 0
+    num_ooms: int = 0
 
     def merged(self, other: Measured) -> Measured:
         """The larger of each figure; counts are added."""
@@ -52,6 +54,7 @@ class Measured:
             dict(Counter(self.peak_bytes_by_phase) | Counter(other.peak_bytes_by_phase)),
             (other if other.peak_allocated_bytes >= self.peak_allocated_bytes else self).bytes_by_kind,
             self.num_alloc_retries + other.num_alloc_retries,
+            self.num_ooms + other.num_ooms,
         )
 
     def figures(self) -> dict[str, Any]:
@@ -152,7 +155,8 @@ def peak_bytes(device: torch.device) -> int:
     except ImportError:  # Windows
         import psutil  # comes with accelerate
 
-        return psutil.Process().memory_info().peak_wset
+        memory: Any = psutil.Process().memory_info()
+        return getattr(memory, "peak_wset", memory.rss)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -211,11 +215,17 @@ class LeakWatch:
             self._listed_bytes, self._listed = now, self._list_live()
 
     def _report(self, now: int, left: Inventory) -> str:
-        grown, bytes_of = now - self._listed_bytes, {entry: entry[1] * number for entry, number in left.items()}
-        largest = sorted(left, key=lambda entry: bytes_of[entry], reverse=True)[:3]
-        named = [f"{left[entry]} × {entry[0]}" for entry in largest]
-        if (unseen := grown - sum(bytes_of.values())) >= 0.01 * grown:  # Python does not know of what graphs hold
-            named.append(f"{gib(unseen)} held by autograd graphs")
+        more, sizes = Counter[str](), Counter[str]()
+        for (name, size), number in left.items():
+            more[name] += number
+            sizes[name] += number * size
+        grown = now - self._listed_bytes
+        large = [name for name, size in sizes.most_common() if size >= 0.01 * grown]
+        named = [f"{more[name]} × {name}" for name in large[:_NAMED]]
+        if others := sum(more[name] for name in large[_NAMED:]):
+            named.append(f"{others} others")
+        if grown - sizes.total() >= 0.01 * grown:  # graphs hold tensors that Python does not know of
+            named.append(f"{gib(grown - sizes.total())} held by autograd graphs")
         num_steps = self._step - self._first_step
         return (
             f"memory leak: {gib((now - self._first_bytes) / num_steps)} more after each step, seen over {num_steps} "

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import Run
+from train.records import MicroBatch, Run
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from train.batching import Batches
+    from train.data import PreparedData
     from train.model import ModelWithLoss
     from train.state import TrainingState
     from train.step import Engine
@@ -29,7 +31,7 @@ class Options:
     """How ranks share the work; the launch file says the rest."""
 
     find_unused_parameters: bool = option(
-        False, "Have DDP look in each step for parameters without a gradient, for which it would otherwise wait."
+        False, "Have DDP expect that a step leaves parameters without a gradient; where all steps do, it is found."
     )
 
 
@@ -37,6 +39,9 @@ class Extra(extras.Extra):
     """Divides the work of a step among ranks."""
 
     Options = Options
+
+    def __init__(self) -> None:
+        self._batches: Batches | None = None
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -74,14 +79,15 @@ class Extra(extras.Extra):
             plugin.dschf = None  # pyright: ignore[reportAttributeAccessIssue]
         return {}
 
+    def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
+        self._batches = batches
+
     def change_loss(self, run: Run, model: ModelWithLoss) -> None:
         """Divides the weights of tensor parallelism; checks or completes what the other kinds need."""
         if (kind := _kind(run.launch)) is not None:
             kind.prepare(run, model)
-        elif run.config.of(Options).find_unused_parameters:
-            from accelerate import DistributedDataParallelKwargs
-
-            run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
+        elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
+            _expect_unused(run, model, self._batches.longest())
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any
@@ -103,8 +109,29 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Explains what DDP waits for."""
         if isinstance(error, RuntimeError) and "find_unused_parameters" in str(error):
-            return "a step left parameters without a gradient, which DDP waits for. Give --find_unused_parameters."
+            return (
+                "a step left parameters without a gradient, which DDP waits for: other steps use them. "
+                "--find_unused_parameters has it look for them in each step."
+            )
         return None
+
+
+def _expect_unused(run: Run, model: ModelWithLoss, batch: MicroBatch) -> None:
+    """Where a step on ``batch`` leaves parameters without a gradient, tells DDP, which would wait for them."""
+    from accelerate import DistributedDataParallelKwargs
+
+    from train.extras.weightless import obstacle_on_trial
+
+    def unused(twin: ModelWithLoss) -> str | None:
+        fake = batch.inputs["input_ids"].clone()  # without values, for which some models ask only a real one
+        twin({**batch.inputs, "input_ids": fake}, batch.labels).backward()
+        missing = [name for name, p in twin.model.named_parameters() if p.requires_grad and p.grad is None]
+        return f"{len(missing)} tensors get no gradient ({missing[0]} ...)" if missing else None
+
+    found = "as asked for" if run.config.of(Options).find_unused_parameters else obstacle_on_trial(model, unused)
+    if found is not None:  # only then: DDP's search for them takes up to a tenth of a short step
+        run.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # pyright: ignore
+        run.outputs.note(f"DDP looks for parameters without a gradient in each step: {found}")
 
 
 def _kind(launch: Launch) -> Any:
