@@ -163,15 +163,15 @@ def _no_wait_for_computing() -> None:
 
 
 def _no_wait_for_gradients() -> None:
-    from train.extras.optimizers.offload import CudaLink
+    from train.extras.optimizers.offload import Link
 
-    CudaLink.arrived = lambda self, slot: self._slots[slot][0]
+    Link.arrived = lambda self, slot: self._slots[slot][0]
 
 
 def _no_wait_for_weights() -> None:
-    from train.extras.optimizers.offload import CudaLink
+    from train.extras.optimizers.offload import Link
 
-    CudaLink.finish = lambda self: None
+    Link.finish = lambda self: None
 
 
 def _no_wait_for_inputs() -> None:

@@ -115,7 +115,7 @@ def test_a_classifier_with_too_few_outputs_is_told() -> None:
 def test_a_classifier_of_a_causal_model_finds_the_last_token_of_each_row() -> None:
     """Without a padding token transformers refuses a batch of more than one row."""
     model = built("two_classes", "sequence_classification", ("a", "b"))
-    pad = BYTES.pad_token_id
+    pad: Any = BYTES.pad_token_id
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, pad, pad]])
     inputs = {"input_ids": ids, "attention_mask": torch.ne(ids, pad).long()}
     scores = model(inputs, torch.tensor([0, 1]), scored=True)

@@ -202,7 +202,7 @@ def needed_bytes(place: Place, length: int, size: int) -> int:
     device = this_device() if place.on_card else find_device("cpu")
     question = Question(config, device, place.model.get("vocab_size", BYTE_VOCABULARY))
     with Predictor() as predictor:
-        return predicted(question, Predictions([predictor])).prediction.reserved_bytes
+        return predicted(question, Predictions(predictor)).prediction.reserved_bytes
 
 
 def snapshot_events(folder: Path) -> int:

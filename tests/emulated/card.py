@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +70,14 @@ class Card:
 
     def __init__(self) -> None:
         self.settings, self.seen, self.phase = Settings(), Seen(), ""
-        self.clock = self.live_bytes = self.live_peak = self.in_phase = 0
+        self.clock = self.live_bytes = self.live_peak = self.num_ooms = self.in_phase = 0
         self.times: Counter[str] = Counter()
         self.blocks: dict[int, weakref.ref[Block]] = {}  # by the storage in host memory
         self.random = torch.Generator()
         self.locked: dict[int, int] = {}  # bytes by address
         self.error = ""  # of a failed call, which the next kernel reports
+        self.observers: list[Callable[..., None]] = []
+        self.is_recording = False
         self.kernels: set[str] = set()  # of attention
 
     def begin(self, phase: str) -> None:
@@ -91,7 +94,10 @@ class Card:
         )
         total, free = self.settings.memory_bytes, self.settings.memory_bytes - self.live_bytes
         if refused or num_bytes > free:
+            self.num_ooms += 1
             self.seen.out_of_memory[self.phase] += 1
+            for observer in self.observers:
+                observer(0, num_bytes, total, free)
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB. GPU 0 has a total capacity of "
                 f"{total / 2**30:.2f} GiB of which {free / 2**20:.2f} MiB is free. Of the allocated memory "

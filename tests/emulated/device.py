@@ -12,6 +12,7 @@ process of its own (``faults.processes``).
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -44,11 +45,20 @@ stand_ins = ExitStack()  # as long as the process
 def memory_stats(device: Any = None) -> dict[str, Any]:
     counts = {"current": card.live_bytes, "peak": card.live_peak, "allocated": 0, "freed": 0}
     sizes = {"allocated_bytes": {"all": counts}, "reserved_bytes": {"all": counts}}
-    return {**sizes, "num_alloc_retries": 0}
+    return {**sizes, "num_alloc_retries": 0, "num_ooms": card.num_ooms}
 
 
 def reset_peak(device: Any = None) -> None:
     card.live_peak = card.live_bytes
+
+
+def record_history(enabled: str | None = "all", *args: Any, **options: Any) -> None:
+    card.is_recording = enabled is not None
+
+
+def dump_snapshot(path: str) -> None:
+    assert card.is_recording
+    Path(path).write_bytes(pickle.dumps({"live_bytes": card.live_bytes, "phase": card.phase}))
 
 
 def install(settings: Settings) -> None:
@@ -112,6 +122,8 @@ def _install_cuda(settings: Settings) -> None:
     cuda.memory_allocated = lambda device=None: card.live_bytes
     cuda.max_memory_allocated = cuda.max_memory_reserved = lambda device=None: card.live_peak
     cuda.reset_peak_memory_stats = reset_peak
+    cuda.memory._record_memory_history, cuda.memory._dump_snapshot = record_history, dump_snapshot
+    torch._C._cuda_attach_out_of_memory_observer = card.observers.append  # pyright: ignore
     cuda._is_in_bad_fork = lambda: False  # builds for CUDA do not seed a process that was forked
     cuda.manual_seed = cuda.manual_seed_all = lambda seed: card.random.manual_seed(seed)
     cuda.get_rng_state = lambda device=None: card.random.get_state()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import Run, UsageError
+from train.records import Run, UsageError, UserError
 
 if TYPE_CHECKING:
     from train.model import ModelWithLoss
@@ -54,9 +55,12 @@ class Extra(extras.Extra):
         from train.extras.losses import in_head, objective
 
         def chunk() -> bool:
-            if model.loss_in_head is not None or in_head.obstacle_to_loss_in_head(model) is not None:
-                return False
-            in_head.use_loss_in_head(model, "chunked", objective.objective_of(run.config))
-            return True
+            place = in_head.place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision)
+            if model.loss_in_head is None:
+                with suppress(UserError):  # it does not work with this model
+                    kind = in_head.choose_loss("chunked", model, place)
+                    in_head.use_loss_in_head(model, kind, objective.objective_of(run.config))
+                    return True
+            return False
 
         return "the loss never holds all logits from now on", chunk
