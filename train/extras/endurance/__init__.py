@@ -132,7 +132,6 @@ class Extra(extras.Extra):
         may = on_oom != "stop" and not (on_oom == "auto" and accelerator.num_processes > 1)
         if not may or type(engine) is not Engine or not can_recover(accelerator):
             return engine
-
         measures: list[Any] = [partial(run.extras.each, "memory_measure", run)] if on_oom == "adapt" else []
         self._recovering = Recovering(engine, run.outputs.say, *measures)
         return self._recovering
