@@ -81,10 +81,11 @@ def prepare_data(run: Run) -> PreparedData:
 def load_corpus(run: Run, labelled: bool) -> Corpus:
     """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
     name = run.config.data.dataset
-    if (corpus := run.extras.first("documents", run.config, labelled)) is not None:
+    corpus = run.extras.first("documents", run.config, labelled)
+    if corpus is None and ":" in name and not Path(name).exists():
+        corpus = corpus_of(call_function(name, "dataset", run.config), run.config, labelled)
+    if corpus is not None:
         return corpus
-    if ":" in name and not Path(name).exists():
-        return corpus_of(call_function(name, "dataset", run.config), run.config, labelled)
     raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
 
 
@@ -121,8 +122,7 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
 def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
     """The corpus that a dataset function returned: a 🤗 Dataset, or a mapping of splits to Datasets.
 
-    Without a ``validation`` split, every run and rank holds out the same ``validation_fraction`` of the documents.
-    Raises UserError for something else, too little to hold some out, or a split that lacks a column.
+    Without a validation split, each run and rank holds out the same documents. UserError for what cannot be used.
     """
     name, needed = config.data.dataset, ("text", "label") if labelled else ("text",)
     splits = dict(found) if isinstance(found, dict) else {"train": found}

@@ -40,8 +40,7 @@ class Parts:
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains from ``progress`` until the last step, a signal or early stopping, and saves where it ends.
 
-    Raises StepError if a step failed (the steps before it are saved if the weights are intact), UserError for a batch
-    without a target, and what extras raise: endurance ends a run that diverges by DivergenceError.
+    Raises StepError if a step failed (those before it are saved), and DivergenceError if an extra ends the run.
     """
     while True:
         try:

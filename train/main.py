@@ -77,8 +77,9 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
 
     launch = replace(launch, precision=config.optimization.mixed_precision or launch.precision)
     launch = joined.pipe("change_launch", config, launch)
-    device, timeout_seconds = launching.target_device(), config.optimization.distributed_timeout_seconds
-    options = launching.accelerator_options(launch, device, timeout_seconds)
+    # Accelerator: devices, precision and accumulation are accelerate's; what the launcher decided goes in as options.
+    timeout_seconds = config.optimization.distributed_timeout_seconds
+    options = launching.accelerator_options(launch, launching.target_device(), timeout_seconds)
     accelerator = Accelerator(
         gradient_accumulation_steps=arithmetic_of(config, launch.dp_size).accumulation_steps,
         mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
@@ -104,8 +105,8 @@ def train(run: records.Run) -> int:
     from train.batching import arithmetic_of
     from train.data import prepare_data
     from train.loop import Parts, fit, is_done
-    from train.model import build_model, parameter_counts
-    from train.optim import build_optimizer, count_steps
+    from train.model import build_model
+    from train.optim import build_optimizer, count_steps, parameter_counts
     from train.state import TrainingState, run_identity
     from train.step import Engine
 

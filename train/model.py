@@ -79,19 +79,18 @@ def build_model(
 ) -> ModelWithLoss:
     """The model to train with its loss, changed by the extras, on the default device.
 
-    ``label_names`` are the classes of a classifier. Without ``has_weights`` a pretrained model's configuration is
-    enough. Raises UserError if the model cannot be found or built, or does not fit tokenizer, length or task.
+    Without ``has_weights`` a pretrained model's configuration is enough. Raises UserError if the model cannot be found
+    or built, or does not fit tokenizer, length or task.
     """
     own, max_length = run.config.architecture, run.config.data.max_length
     # The network: a function's, or one of transformers from a configuration that extras may change.
     model_config, arguments = fitting_config(run, task, tokenizer)
-    named = dict(enumerate(label_names)), {name: number for number, name in enumerate(label_names)}
-    network = None
-    if model_config is None:
-        network = _from_function(run, own.name, len(label_names))
-        model_config = network.config if isinstance(getattr(network, "config", None), PretrainedConfig) else None
+    network = _from_function(run, own.name, len(label_names)) if model_config is None else None
+    if isinstance(found := getattr(network, "config", None), PretrainedConfig):
+        model_config = found
     if label_names and model_config is not None:
-        model_config.id2label, model_config.label2id = named
+        model_config.id2label = dict(enumerate(label_names))
+        model_config.label2id = {name: number for number, name in enumerate(label_names)}
         for part in (model_config, model_config.get_text_config()):
             part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
     if network is None:
@@ -140,12 +139,6 @@ def _from_transformers(
     return model
 
 
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """(trained, all) parameters; more than the elements of a tensor where two share a byte (bitsandbytes' 4 bits)."""
-    shapes = [((getattr(p, "quant_state", None) or p).shape, p.requires_grad) for p in model.parameters()]
-    return sum(shape.numel() for shape, is_trained in shapes if is_trained), sum(shape.numel() for shape, _ in shapes)
-
-
 def _new_config(own: Architecture, task: type[Task], tokenizer: Tokenizer, max_length: int) -> PretrainedConfig:
     fields = dict(own.model_config or {})
     model_type = fields.pop("model_type")
@@ -178,10 +171,9 @@ def _new_config(own: Architecture, task: type[Task], tokenizer: Tokenizer, max_l
 
 def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
     """transformers' configuration (None: a function's model) and further arguments; UserError if it cannot fit."""
-    own, max_length, config = run.config.architecture, run.config.data.max_length, None
-    if own.model is None:
-        config = _new_config(own, task, tokenizer, max_length)
-    elif not own.is_function:
+    own, max_length = run.config.architecture, run.config.data.max_length
+    config = _new_config(own, task, tokenizer, max_length) if own.model is None else None
+    if own.model is not None and not own.is_function:
         config = stored_config(own)
     known, brought = getattr(transformers, task.auto_class)._model_mapping, getattr(config, "auto_map", None) or {}
     if config is not None and type(config) not in known and task.auto_class not in brought:

@@ -38,8 +38,8 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     from train.batching import arithmetic_of
     from train.launch import Launch
     from train.loop import Parts, fit
-    from train.model import ModelWithLoss, parameter_counts
-    from train.optim import build_optimizer, count_steps
+    from train.model import ModelWithLoss
+    from train.optim import build_optimizer, count_steps, parameter_counts
     from train.records import Progress
     from train.state import TrainingState
     from train.step import Engine

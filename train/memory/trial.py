@@ -29,8 +29,8 @@ from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pie
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.predict import STAGE, Job, Prediction, Target, random_batch
 from train.memory.session import make_optimizer_state
-from train.model import build_model, parameter_counts
-from train.optim import build_optimizer, parameter_groups
+from train.model import build_model
+from train.optim import build_optimizer, parameter_counts, parameter_groups
 from train.outputs import Outputs
 from train.records import Run
 from train.step import Engine

@@ -19,7 +19,8 @@ from train.extras.adapters.lora import add_adapter
 from train.extras.losses.in_head import obstacle_to_chunks, use_loss_in_head
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.main import main
-from train.model import ModelWithLoss, build_model, parameter_counts
+from train.model import ModelWithLoss, build_model
+from train.optim import parameter_counts
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UsageError, UserError
 from train.tasks import Task, load_task
 

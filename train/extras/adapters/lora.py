@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from train.checkpoint import StoredBlocks
 from train.extras.adapters import Options
-from train.model import parameter_counts
+from train.optim import parameter_counts
 from train.records import Run, UserError, one_line
 from train.state import TrainingState
 from train.tasks import load_task
