@@ -19,10 +19,7 @@ from train.records import IGNORE, MicroBatch
 
 
 def sequence_length_at(step: int, config: Config, longest: int) -> int:
-    """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all.
-
-    Or a little less, so that the ``longest`` row has nearly equal pieces: else nearly half of them may be padding.
-    """
+    """Tokens of a row: the start, doubled after equal shares of the warm-up; or less, to cut ``longest`` equally."""
     own = config.of(Options)
     steps, length = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
     if step >= steps:
