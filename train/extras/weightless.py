@@ -34,10 +34,8 @@ def obstacle_on_trial(model: nn.Module, trial: Callable[[Any], str | None]) -> s
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Inside it compiled layers of ``model`` run as if they were not: for samples, whose shapes all differ.
-
-    And where operators are watched: torch would never compile a function that it first met meanwhile.
-    """
+    """Inside it compiled layers of ``model`` run as if they were not: for samples, whose shapes all differ, and where
+    operators are watched, because torch would never compile a function that it first met meanwhile."""
     compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 

@@ -80,13 +80,16 @@ class Extra(extras.Extra):
 
         return packed(data, run.config.data.max_length)
 
+    def starting(self, run: Run, parts: Parts) -> None:
+        self._longest = int(parts.batches.lengths.max())
+
     def change_micro_batches(self, run: Run, micro_batches: list[MicroBatch], step: int) -> list[MicroBatch]:
         if run.config.of(Options).sequence_length_warmup_steps == 0:
             return micro_batches
         from train.extras.long_sequences.length_warmup import cut, sequence_length_at
         from train.tasks import load_task
 
-        length, causal = sequence_length_at(step, run.config), load_task(run.config.data.task).is_causal
+        length, causal = sequence_length_at(step, run.config, self._longest), load_task(run.config.data.task).is_causal
         return [cut(batch, length, causal) for batch in micro_batches]
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from train.extras.long_sequences import Options
 from train.records import IGNORE, MicroBatch
 
 
-def sequence_length_at(step: int, config: Config) -> int:
-    """Tokens of a row in the given step: the start, doubled after equal shares of the warm-up, at last all."""
+def sequence_length_at(step: int, config: Config, longest: int) -> int:
+    """Tokens of a row: the start, doubled after equal shares of the warm-up; or less, to cut ``longest`` equally."""
     own = config.of(Options)
     steps, length = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
     if step >= steps:
@@ -27,11 +27,11 @@ def sequence_length_at(step: int, config: Config) -> int:
     stages = [length]
     while 2 * stages[-1] < config.data.max_length:
         stages.append(2 * stages[-1])
-    return stages[step * len(stages) // steps]
+    return -(-longest // -(-longest // stages[step * len(stages) // steps]))
 
 
 def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
-    """``batch`` (B, S) in equal rows of up to ``length`` tokens; rows of nothing but padding are left out.
+    """``batch`` (B, S) in rows of ``length`` tokens; rows of nothing but padding are left out.
 
     The last tokens of a piece keep their targets, which for a causal model are the next tokens. Tokens see only those
     of their piece. ``causal``: padding at the end needs no mask, because no token sees what follows it.
@@ -39,7 +39,6 @@ def cut(batch: MicroBatch, length: int, causal: bool) -> MicroBatch:
     width = batch.shape[1]  # labels may be one a row
     if width <= length:
         return batch
-    length = -(-width // -(-width // length))  # or nearly half of the pieces might be padding
     missing = -width % length
     inputs: dict[str, Any] = dict(batch.inputs)
     if missing and not causal:
