@@ -212,7 +212,7 @@ def test_card_computes_what_the_cpu_does_with_everything_kept_on_the_host(train:
     on_cpu = train("cpu", "--mixed_precision", "no", settings=None)
     ran = train("card", "--mixed_precision", "no", *KINDS["all"], "--rehearse", "true")
     assert_equal(ran, on_cpu, 1e-6)
-    assert ran.seen["late_copies"] > ran.seen["on_other_streams"] > 200 and ran.seen["attention"] == ["efficient"]
+    assert ran.seen["on_other_streams"] > 300 and ran.seen["attention"] == ["efficient"]
     assert {"float32"} == ran.seen["dtypes"].keys()
 
 
@@ -298,17 +298,11 @@ def test_a_step_that_ran_out_of_memory_is_made_again(train: Train, precision: st
     flags = ("--mixed_precision", precision, *PIECES_REPEAT)
     plain = train("plain", *flags)
     pieces = {"no": 1e-5, "fp16": 0.01}[precision]
-    # The update allocates only where it begins the optimizer's state.
-    for phase, time, tolerance in (
-        ("forward", 2, pieces),
-        ("backward", 2, pieces),
-        ("clip", 2, 0),
-        ("optimizer", 1, 0),
-    ):
-        ran = train(phase, *flags, settings=Settings(refusals=(Refusal(phase, time, 5),)))
+    for phase in ("forward", "backward"):
+        ran = train(phase, *flags, settings=Settings(refusals=(Refusal(phase, 2, 5),)))
         assert ran.seen["out_of_memory"] == {phase: 1} and ran.summary["oom_recoveries"] == 1
         assert f"out of memory in {phase}" in ran.said
-        assert_equal(ran, plain, tolerance)
+        assert_equal(ran, plain, pieces)
 
 
 @pytest.mark.slow

@@ -78,11 +78,6 @@ class Stream:
             self.finished += 1
             self.work.popleft().finish()
 
-    def run_through(self, copy: Copy) -> None:
-        """Makes ``copy`` and what was queued before it, which it may read."""
-        while not copy.is_done and self.work:
-            self.run_until(self.finished + 1)
-
     def synchronize(self) -> None:
         self.run_until(self.queued)
 

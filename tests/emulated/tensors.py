@@ -116,7 +116,7 @@ def wait_as_computing(block: Block, writes: bool) -> None:
         into = copy.write is not None and copy.write() is block
         if copy.stream is streams.compute:
             if into:  # what it copies out of ``block`` it has kept
-                streams.compute.run_through(copy)
+                copy.finish()
         elif not copy.is_done and (writes or into):
             card.race("memory is used that a copy on another stream has not been waited for")
     block.copies = [copy for copy in block.copies if not copy.is_done]

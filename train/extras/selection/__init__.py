@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,20 @@ class Extra(extras.Extra):
             raise UsageError("early_stopping_patience needs eval_every_steps.")
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        options = run.config.of(Options)
+        """Raises UserError for a metric that the task does not have, not first after the first evaluation."""
+        import numpy as np
+
+        options, examples = run.config.of(Options), data.examples
         self._metric = options.metric_for_best or data.task.default_metric
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
         self._data = data.validation_digest
         self._best_of = f"{self._metric} on data {self._data}"
+        if options.metric_for_best:
+            with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
+                one = np.array([[0.0, 1, 1, 1, 0, 0]])
+                found = data.task.metrics(one, examples.validation, examples.label_names)
+                self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
