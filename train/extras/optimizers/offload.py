@@ -72,6 +72,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             group["fused"] = True
         # By parameter: fp32 weights as they are on the device; copies, so not part of the state.
         self._weights: dict[Any, Tensor] = {}
+        # Of all parameters: with updates in backward, a step sees one.
+        self._largest_bytes = max(p.nbytes for group in self.param_groups for p in group["params"])
         self._link: Link | None = None
 
     @torch.no_grad()
@@ -81,8 +83,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         if not work:
             return
         if self._link is None:
-            largest = max(p.nbytes for group in self.param_groups for p in group["params"])
-            self._link = Link(work[0][1].device, largest)
+            self._link = Link(work[0][1].device, self._largest_bytes)
         self._link.fetch(0, work[0][1].grad)
         for number, (group, parameter) in enumerate(work):
             slot = number % 2
