@@ -67,7 +67,9 @@ def asked_for(words: Sequence[str] | None) -> tuple[Path, list[str], list[str]]:
     for name in [name for name in here if name in keep]:
         if needed := set(here[name].needs) - keep:
             keep = keep - {name} if asked.only is None else keep | needed
-            lines.append(f"{name} needs {', '.join(needed)}: {'left out' if asked.only is None else 'kept'}, too")
+            lines.append(
+                f"{name} needs {', '.join(sorted(needed))}: {'left out' if asked.only is None else 'kept'}, too"
+            )
     return target, [name for name in here if name in keep], lines
 
 
@@ -94,7 +96,7 @@ class Fork:
             text, is_recipe = path.read_text(encoding="utf-8"), path.suffix == ".yaml"
             needed = [name for name in self.gone if re.search(RECIPE_SIGNS.get(name, "(?!)"), text, re.MULTILINE)]
             if is_recipe and needed:
-                left_out.append(f"{path.relative_to(ROOT)} needs {', '.join(needed)}: left out")
+                left_out.append(f"{path.relative_to(ROOT)} needs {', '.join(sorted(needed))}: left out")
             else:
                 self._copy(path, without_keys=is_recipe)
         starts = (self.target / "recipes" / "quickstart.yaml").exists()

@@ -224,7 +224,7 @@ class Flipping(io.FileIO):
     [
         (of_other_content("manifest.json", "[" * 100_000), "cannot be read (RecursionError)"),
         (of_other_content("manifest.json", {"step": 2, "files": {}}), "cannot be read (KeyError)"),
-        (pipe("manifest.json"), "manifest.json is missing"),
+        (pipe("manifest.json"), "its manifest.json is missing"),
         (pipe("model-00000.safetensors"), "model-00000.safetensors has 0 bytes instead of"),
     ],
 )

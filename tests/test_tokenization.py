@@ -27,7 +27,6 @@ from train.data import load_tokenizer
 from train.extras.readers import own_tokenizers
 from train.launch import Launch
 from train.records import Corpus, UserError
-from train.state import examples_digest
 from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
 
 CHECKED: Any = partial(extras.join().pipe, "change_caching", cast("Any", None))
@@ -458,19 +457,6 @@ def test_one_of_several_files_that_is_damaged_or_missing(tmp_path: Path) -> None
         assert len(files) == 2
         change(files[1])
         assert tokenized(tmp_path, preprocessing_num_workers=2)[0] == rows
-
-
-def test_a_kept_digest_of_examples_goes_with_its_damaged_cache(tmp_path: Path) -> None:
-    def digest() -> str:
-        task = causal_lm.Task(configured())
-        return examples_digest(tokenize(stored_corpus(tmp_path), task, tokenizer_of("bytes"), CHECKED).train)
-
-    known = digest()
-    [cache] = cached(tmp_path)
-    [kept] = (tmp_path / "cache").glob("examples-*.sha256")
-    cache.write_bytes(altered(cache.read_bytes()))
-    kept.write_text("0123456789abcdef")
-    assert digest() == known
 
 
 def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(

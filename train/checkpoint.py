@@ -142,8 +142,8 @@ def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None
 def verify(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint: a file missing, truncated or altered; None when it is intact."""
     try:
-        if not (checkpoint / MANIFEST).is_file():  # to read from a pipe would wait without end
-            return f"{MANIFEST} is missing"
+        if checkpoint.is_symlink() or not (checkpoint / MANIFEST).is_file():  # to read a pipe would wait without end
+            return f"it is a link, or its {MANIFEST} is missing"
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         for name, expected in {INDEX: {}, STATE: {}, **manifest["files"]}.items():
             path = checkpoint / name

@@ -496,7 +496,7 @@ def losses() -> dict[str, Loss]:
 
     def recomputed(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:
         """``chunked`` as it is under fp16, which cannot prepare gradients in forward."""
-        how = _How(product_dtype(hidden), PLAIN, None)
+        how = _How(product_dtype(hidden), PLAIN)
         return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, False)  # pyright: ignore
 
     chunks: dict[str, Any] = {"chunked": chunked_sum, RECOMPUTED: recomputed}

@@ -102,7 +102,7 @@ class Crashes:
         if state.is_done:
             yield "not complete, but that was acknowledged"
         batches = SimpleNamespace(
-            arithmetic=BatchArithmetic(1, 1, 1), loading=Loading(cast("Any", None)), steps_per_epoch=None
+            arithmetic=BatchArithmetic(1, 1, 1), loading=Loading(cast("Any", None)), steps_per_epoch=STEPS
         )
         outputs.begin(bare, cast("Any", SimpleNamespace(total_steps=STEPS, batches=batches)), progress)
         expected = [key_of(row) for row in self.rows if belongs(row, progress)]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from support import ROOT
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
-from train.extras import host_memory
-from train.extras.activations import recompute
-from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, enable_checkpointing
+from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, OffloadedInputs, enable_checkpointing
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
@@ -86,17 +82,21 @@ def predictor() -> Iterator[Predictors]:
         yield Predictors(cpu, cuda)
 
 
-@contextmanager
-def resting_elsewhere() -> Iterator[list[Tensor]]:
-    """Has a step on a CPU offload as on a card: real copies into the memory that is yielded, not to be counted."""
-    buffers: list[Tensor] = []
+class Elsewhere:
+    """Host memory of a card, for a step on a CPU: real copies into memory that is not counted."""
 
-    def page_locked(num_bytes: int) -> Tensor:
-        buffers.append(torch.empty(num_bytes, dtype=torch.uint8))
-        return buffers[-1]
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
 
-    with patch.object(recompute, "HOST_DEVICES", ()), patch.object(host_memory, "page_locked", page_locked):
-        yield buffers
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        self.buffers.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, event: None) -> None: ...
 
 
 def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
@@ -104,21 +104,24 @@ def tracked_peak(case: Job, rest_on_host: bool = False) -> int:
     run = run_of(case, from_values(case.values))
     window = [random_batch(case, case.micro_batch_size) for _ in range(1 + case.accumulates)]
     model, optimizer, network = build(case, run, initialised=True)
+    elsewhere = Elsewhere()
     if rest_on_host:
         mode, every = case.values["gradient_checkpointing"], case.values["gradient_checkpointing_every_n_layers"]
         enable_checkpointing(network, mode, every, offload=True)
+        found = [getattr(module, "_gradient_checkpointing_func", None) for module in network.modules()]
+        offloaded = next(function for function in found if isinstance(function, OffloadedInputs))
+        offloaded.transfers = {torch.device("cpu"): elsewhere}  # pyright: ignore[reportAttributeAccessIssue]
     marks: list[Mark] = [lambda phase: None]
     engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, lambda phase: marks[-1](phase)))
-    with resting_elsewhere() if rest_on_host else nullcontext([]) as elsewhere:
+    engine.step(model, optimizer, window)
+    with StorageTracker("cpu") as tracker:
+        tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
+        tracker.ignore(elsewhere.buffers)
+        tag_held(tracker, network, optimizer.optimizer)
+        tag_gradients(tracker, network.parameters())
+        tracker.reset_peak()
+        marks.append(tracker.mark)
         engine.step(model, optimizer, window)
-        with StorageTracker("cpu") as tracker:
-            tracker.ignore([t for b in window for t in (*b.inputs.values(), b.labels)])
-            tracker.ignore(elsewhere)
-            tag_held(tracker, network, optimizer.optimizer)
-            tag_gradients(tracker, network.parameters())
-            tracker.reset_peak()
-            marks.append(tracker.mark)
-            engine.step(model, optimizer, window)
     return tracker.peak.num_bytes
 
 

@@ -98,7 +98,7 @@ def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[
         "max_length": 64,
         "max_steps": 3,
         "output_dir": tmp_path / "run",
-        "cpu_threads": 1,
+        **({} if words == ("--only",) else {"cpu_threads": 1}),
     }
     (tmp_path / "program.py").write_text(PROGRAM)
     command = (tmp_path / "program.py", *(f"--{name}={value}" for name, value in flags.items()))
@@ -106,7 +106,7 @@ def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[
     done = script(command, 1, {**os.environ, "PYTHONPATH": path}, folder, alone=True)
     assert done.returncode == 0, done.stderr
     assert f"package: {folder / 'train' / '__init__.py'}" in done.stdout
-    gone = words[1:] if "meter" not in words else ("meter", "memory")
+    gone = (*words[1:], *({"memory"} if {"meter", "hardware"} & {*words} else ()))
     kept = [] if words == ("--only",) else [name for name in extras.ORDER if name not in gone]
     assert f"extras: {', '.join(kept) or 'none'}" in done.stdout.splitlines()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
@@ -206,7 +206,7 @@ def test_a_recipe_stays_behind_with_the_extra_that_it_needs(tmp_path: Path, caps
     ("words", "line", "has_memory"),
     [
         (["--without", "meter"], "memory needs meter: left out, too", False),
-        (["--only", "memory"], "memory needs meter: kept, too", True),
+        (["--only", "memory"], "memory needs hardware, meter: kept, too", True),
     ],
 )
 def test_memory_needs_the_meter(

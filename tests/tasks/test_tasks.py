@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -347,14 +346,6 @@ def test_classification_numbers_text_and_integer_labels(labels: list[Any], names
 def test_a_label_that_only_looks_like_another_is_unknown(train: list[Any], label: str) -> None:
     with pytest.raises(UserError, match=f"label '{label}' does not occur in the training split"):
         classified(corpus_of([("a", known) for known in train], [("b", label)]))
-
-
-def test_classification_numbers_the_labels_of_a_stream() -> None:
-    corpus = corpus_of([("a", "x"), ("b", "y"), ("c", "x")], [("a", "y")])
-    assert isinstance(corpus.train, datasets.Dataset)
-    examples = classified(replace(corpus, train=corpus.train.to_iterable_dataset()))
-    assert examples.label_names == ("x", "y")
-    assert [dict(row)["label"] for row in examples.train] == [0, 1, 0]
 
 
 def test_classification_collates_one_label_a_document() -> None:

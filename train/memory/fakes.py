@@ -72,7 +72,7 @@ class FakeTracker(StorageTracker):
         """What ``func`` gives, with its numbers where they are known."""
         if func is aten._grouped_mm.default:  # torch's own shape function refuses fp32 and fp16
             return _grouped_product(*args, **kwargs)
-        return follow(func, args, kwargs, super().call)
+        return follow(func, args, kwargs, lambda operator, given, named: operator(*given, **named))
 
     def _scalar(self, func: Any, tensor: Tensor) -> Any:
         """The number in a tensor of one element; where it is unknown, that of ordinary data."""

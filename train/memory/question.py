@@ -248,7 +248,7 @@ class Question:
 
         dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
         place = Place(self.target.device_type, dtype, self.target.capability)
-        return best_kernel(place, has_bias=False, objective=objective_of(self.config))
+        return best_kernel(place, objective=objective_of(self.config))
 
     @property
     def shardings(self) -> tuple[str, ...]:

@@ -563,20 +563,18 @@ class _ByPosition(nn.Module):
 def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy runs out of memory in the first forward or backward: the update is the same, no memory stays taken."""
     monkeypatch.setattr(pytest.importorskip("train.extras.activations.recompute"), "MIN_OFFLOADED_BYTES", 1)
-    monkeypatch.setattr("train.extras.activations.tiling.MIN_TILE_TOKENS", 3)
     from test_model import LLAMA, built
-    from test_recompute import Card, offloaded  # pyright: ignore[reportMissingImports]
+    from test_recompute import LazyCopies, offloaded  # pyright: ignore[reportMissingImports]
 
-    def update(guard: Callable[[Engine], Engine], offloads: bool) -> tuple[dict[str, Tensor], Any]:
+    def update(guard: Callable[[Engine], Engine], transfers: LazyCopies | None) -> tuple[dict[str, Tensor], Any]:
         network = built({**LLAMA, "num_hidden_layers": 3}, tiled_mlp=True).double()
-        offload = offloaded(network) if offloads else None
+        offload = offloaded(network, transfers) if transfers is not None else None
         return trained(network, guard)[0], offload  # pyright: ignore[reportArgumentType]
 
-    expected, _ = update(plain, False)
-    card, guard = Card(), Guard()
-    card.fail_at = fail_at
-    with card.plugged_in():
-        recovered, offload = update(guard, True)
+    expected, _ = update(plain, None)
+    transfers, guard = LazyCopies(), Guard()
+    transfers.fail_at = fail_at
+    recovered, offload = update(guard, transfers)
     assert largest_difference(expected, recovered) < 1e-10
     assert len(guard.said) == 1 and ("forward" if fail_at == 2 else "backward") in guard.said[0]
-    assert len(offload.free) == len(card.buffers) > 0
+    assert len(offload._free) == len(transfers.buffers) > 0

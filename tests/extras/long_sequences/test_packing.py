@@ -232,7 +232,7 @@ def test_rows_of_documents_are_not_divided_among_ranks(name: str) -> None:
     engine = "deepspeed" if name == "sp_size" else "ddp" if name == "tp_size" else "fsdp2"
     launch = replace(Launch(world_size=2, engine=engine), **{name: 2})
     extras.check(Config(), launch)
-    with pytest.raises(UsageError, match=r"parallelism_config_.*size: 2 .*packing: leave packing out"):
+    with pytest.raises(UsageError, match=r"parallel 2 in the launch file .*packing: leave packing out"):
         extras.check(Config().changed(packing=True), launch)
 
 

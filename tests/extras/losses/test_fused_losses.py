@@ -132,7 +132,7 @@ def test_liger_is_asked_for_the_objective_and_fp32_sums(objective: Objective, mo
 @pytest.mark.parametrize(
     ("kernel", "place", "objective", "message"),
     [
-        ("liger", Place("cuda", torch.bfloat16, (9, 0), divides_classes=True), PLAIN, "tensor parallelism"),
+        ("liger", Place("cuda", torch.bfloat16, (9, 0), is_replicated=True), PLAIN, "tensor parallelism"),
         ("cce", CPU, PLAIN, "only on CUDA devices"),
         ("cce", TURING, PLAIN, "Ampere"),
         ("cce", Place("cuda", torch.float32, (8, 0)), PLAIN, "--mixed_precision bf16"),
@@ -160,7 +160,7 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert best_kernel(H100) == "cce"
     assert best_kernel(H100, Objective(0.1)) == "liger"
     assert best_kernel(Place("cuda", torch.float32, (9, 0))) == "liger"
-    assert best_kernel(Place("cuda", torch.bfloat16, (9, 0), divides_classes=True)) == "chunked"
+    assert best_kernel(Place("cuda", torch.bfloat16, (9, 0), is_replicated=True)) == "chunked"
     large = network("llama", vocab_size=MIN_CHUNKED_CLASSES)
     assert choice("auto", large, H100) == choice("cce", large, H100) == "cce"
     pretend(monkeypatch, "cut_cross_entropy", CutCrossEntropy(early=True))
@@ -215,7 +215,7 @@ def test_a_model_learns_the_same_by_a_package_and_says_so(monkeypatch: pytest.Mo
 def test_the_place_is_that_of_the_products() -> None:
     model, device = network("llama", torch.bfloat16), torch.device("cpu")
     assert place_of(model, device, "no") == Place("cpu", torch.bfloat16)
-    assert place_of(model, device, "fp16", True) == Place("cpu", torch.float16, divides_classes=True)
+    assert place_of(model, device, "fp16", True) == Place("cpu", torch.float16, is_replicated=True)
 
 
 @pytest.mark.gpu

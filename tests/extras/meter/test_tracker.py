@@ -188,21 +188,3 @@ def test_classes_are_those_of_labels_else_of_the_model_else_of_the_tokenizer() -
     network.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=128))
     network._from_config = None  # of transformers
     assert (num_classes_of(network, 3, 100), num_classes_of(network, 0, 100)) == (3, 128)
-
-
-def test_operators_that_torch_itself_writes_in_python_are_followed_inside() -> None:
-    def doubled(numbers: torch.Tensor) -> torch.Tensor:
-        scratch = torch.ones(1000)
-        return numbers * scratch[0] * 2
-
-    for namespace, inside in (("torch_nn", 4000 + 40), ("of_a_package", 0)):
-        schema = "(Tensor numbers) -> Tensor"
-        double = torch.library.custom_op(f"{namespace}::doubled_in_a_test", doubled, mutates_args=(), schema=schema)
-        with StorageTracker("cpu") as tracker:
-            numbers = torch.ones(10)
-            assert double(numbers).tolist() == [2.0] * 10
-            assert tracker.peak.num_bytes == numbers.nbytes + inside + 40
-            after = torch.ones(3)
-            assert tracker.live_bytes == numbers.nbytes + after.nbytes  # followed on
-        later = torch.ones(5)
-        assert not hasattr(later.untyped_storage(), "_tracked_as")  # nor when it has been left

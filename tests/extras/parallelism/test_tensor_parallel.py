@@ -87,7 +87,7 @@ def test_models_that_cannot_be_divided(model_type: str, fields: dict[str, Any], 
         ({"tp": 4}, {"max_grad_value": 1.0, "max_grad_norm": None}, "max_grad_value: use max_grad_norm"),
         ({"tp": 4}, {"micro_batch_size": "auto"}, "micro_batch_size: auto: give a number"),
         ({"tp": 4}, {"loss": "liger"}, "loss: liger: use auto or chunked"),
-        ({"tp": 4}, {"packing": True}, r"packing: leave packing out, or use accelerate_configs/ddp\.yaml"),
+        ({"tp": 4}, {"packing": True}, r"packing: leave packing out, or use ddp\.yaml"),
     ],
 )
 def test_combinations_that_cannot_be(launched: dict[str, int], values: dict[str, Any], message: str) -> None:

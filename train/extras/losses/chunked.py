@@ -29,35 +29,39 @@ MIN_CHUNK_TOKENS = 512
 class _How:
     dtype: torch.dtype  # of the matrix products
     objective: Objective = PLAIN
-    part: Any = None  # which classes weight and bias are for, if not all
 
 
 def chunked_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, num_targets: int | None = None, **options: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    num_targets: int | None = None,
+    objective: Objective = PLAIN,
 ) -> Tensor:
     """() what :meth:`Objective.loss_sum` says of the logits, which are never all there.
 
     For ``hidden`` (B, S, H) that an output embedding of ``weight`` (V, H) and ``bias`` (V,) is given, and ``labels``
-    (B, S). ``options`` are the ``objective``, and a ``part`` if weight and bias have only a part of the classes.
+    (B, S).
     """
     hidden, labels = rows_to_compute(hidden, labels, num_targets)
-    how = _How(product_dtype(hidden), **options)
+    how = _How(product_dtype(hidden), objective)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     prepares = learns and how.dtype != torch.float16  # whose loss scale, known in backward alone, has to come first
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, how, prepares)  # pyright: ignore
 
 
 @torch.no_grad()
-def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: Any = None) -> Scores:
+def chunked_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Scores:
     """Each example's cross-entropy and predictions; arguments as of :func:`chunked_sum`."""
-    flat, how, ignored = hidden.reshape(-1, hidden.shape[-1]), _How(product_dtype(hidden), part=part), labels == IGNORE
+    flat, how, ignored = hidden.reshape(-1, hidden.shape[-1]), _How(product_dtype(hidden)), labels == IGNORE
     classes = labels.masked_fill(ignored, 0).reshape(-1)
     losses = hidden.new_empty(classes.shape, dtype=torch.promote_types(how.dtype, torch.float32))
     predictions = torch.empty_like(classes)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         for rows, logits in logits_by_chunk(flat, weight.to(how.dtype), to_dtype(bias, how.dtype)):
             losses[rows] = _of_chunk(logits, classes[rows], how, learns=False)[0]
-            predictions[rows] = part.argmax(logits) if part else logits.argmax(-1)
+            predictions[rows] = logits.argmax(-1)
             del logits
     losses = losses.view(labels.shape).masked_fill_(ignored, 0)
     return Scores(losses.view(len(labels), -1).sum(1), predictions.view(labels.shape))
@@ -132,8 +136,6 @@ def _in_chunks(
             elif of_weight is not None:
                 of_weight += grad.T @ hidden[rows].to(dtype)
             del grad
-    if of_hidden is not None and how.part is not None:
-        how.part.reduce(of_hidden)
     return loss, (of_hidden, of_weight, of_bias)
 
 
@@ -142,25 +144,14 @@ def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple
 
     Both in fp32 or better, also of the positions that are not targets.
     """
-    smoothing, z_loss, part = how.objective.label_smoothing, how.objective.z_loss, how.part
-    if part is None:
-        wide, held, num_classes = torch.promote_types(logits.dtype, torch.float32), None, logits.shape[1]
-        log_p = torch.log_softmax(logits, -1, wide)
-    else:
-        log_p, num_classes = part.log_softmax(logits), part.num_classes
-        classes, held = part.own(classes)
+    smoothing, z_loss, num_classes = how.objective.label_smoothing, how.objective.z_loss, logits.shape[1]
+    log_p = torch.log_softmax(logits, -1, torch.promote_types(logits.dtype, torch.float32))
     column = classes.unsqueeze(1)
-
-    def of_label(values: Tensor) -> Tensor:
-        picked = values.gather(1, column).squeeze(1).to(log_p.dtype)
-        return picked if part is None or held is None else part.reduce(picked.masked_fill(~held, 0))
-
-    log_p_of_label = of_label(log_p)
+    log_p_of_label = log_p.gather(1, column).squeeze(1)
     losses = (smoothing - 1) * log_p_of_label
     if smoothing:
-        total = log_p.sum(1)
-        losses -= smoothing / num_classes * (total if part is None else part.reduce(total))
-    log_z = of_label(logits) - log_p_of_label if z_loss else None
+        losses -= smoothing / num_classes * log_p.sum(1)
+    log_z = logits.gather(1, column).squeeze(1).to(log_p.dtype) - log_p_of_label if z_loss else None
     if log_z is not None:
         losses += z_loss * log_z.square()
     if not learns:
@@ -168,8 +159,7 @@ def _of_chunk(logits: Tensor, classes: Tensor, how: _How, learns: bool) -> tuple
     grad = log_p.exp_()
     if log_z is not None:
         grad.mul_((1 + 2 * z_loss * log_z).unsqueeze(1))
-    one = torch.full_like(column, 1, dtype=grad.dtype) if held is None else held.unsqueeze(1).to(grad.dtype)
-    grad.scatter_add_(1, column, one.mul_(smoothing - 1))
+    grad.scatter_add_(1, column, torch.full_like(column, smoothing - 1, dtype=grad.dtype))
     if smoothing:
         grad.sub_(smoothing / num_classes)
     return losses, grad

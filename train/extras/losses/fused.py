@@ -30,7 +30,7 @@ class Place:
     device_type: str
     dtype: torch.dtype  # of the matrix products
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
-    divides_classes: bool = False  # whether each rank computes a part of the classes (tensor parallelism)
+    is_replicated: bool = False  # whether ranks compute the same loss (tensor parallelism)
 
 
 def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, installed: bool | None = None) -> str | None:
@@ -40,8 +40,8 @@ def obstacle_to(kernel: str, place: Place, objective: Objective = PLAIN, install
     """
     if kernel == "chunked":
         return None
-    if place.divides_classes:
-        return "computes all classes on one rank, which tensor parallelism divides: use chunked or auto"
+    if place.is_replicated:
+        return "may sum otherwise on each rank of tensor parallelism: use chunked or auto"
     if place.device_type != "cuda":
         return f"runs only on CUDA devices, and this is a {place.device_type} device: use chunked or auto"
     if kernel == "cce":
@@ -68,8 +68,8 @@ def _is_installed(kernel: str) -> bool:
     return "accum_c_fp32" in inspect.signature(linear_cross_entropy).parameters
 
 
-def best_kernel(place: Place, objective: Objective = PLAIN, has_bias: bool = False) -> str:
-    """The best that is there, by memory and time in arXiv 2411.09009, table 1; ``has_bias`` decides nothing."""
+def best_kernel(place: Place, objective: Objective = PLAIN) -> str:
+    """The best that is there, by memory and time in arXiv 2411.09009, table 1."""
     return next(kernel for kernel in ("cce", "liger", "chunked") if obstacle_to(kernel, place, objective) is None)
 
 

@@ -35,24 +35,14 @@ class LossHead(nn.Linear):
     It is computed within this module's forward, where sharded weights are gathered.
     """
 
-    part: Any = None  # which classes this rank computes, or None for all; weight and bias are then sharded DTensors
-
     def forward(self, input: Tensor) -> Any:
         answer = getattr(_asked, "answer", None)
-        if (part := self.part) is None:
-            return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
-        if answer is None:
-            return part.all_logits(input, self.weight, self.bias)
-        weight, bias = (None if p is None else p.to_local() for p in (self.weight, self.bias))  # pyright: ignore
-        return answer(input, weight, bias, part=part)
+        return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
 
 
 @contextmanager
 def answering(answer: Callable[..., Any]) -> Iterator[None]:
-    """Output embeddings give this thread ``answer`` of hidden states (..., H), weight (V, H) and bias (V,).
-
-    Where these have only a part of the classes, it is also told the ``part``. Other threads get logits as ever.
-    """
+    """Output embeddings give this thread ``answer`` of hidden states (..., H), weight (V, H) and bias (V,)."""
     _asked.answer = answer
     try:
         yield
@@ -143,12 +133,12 @@ def choose_loss(
     return asked
 
 
-def place_of(model: nn.Module, device: torch.device, precision: str, divides_classes: bool = False) -> Place:
+def place_of(model: nn.Module, device: torch.device, precision: str, is_replicated: bool = False) -> Place:
     """Where the loss of ``model`` is computed; ``precision`` is no, fp16 or bf16, as accelerate says."""
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, own)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return Place(device.type, dtype, capability, divides_classes)
+    return Place(device.type, dtype, capability, is_replicated)
 
 
 def describe_loss(kind: str, objective: Objective, asked: str) -> str:

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
@@ -179,22 +178,10 @@ class StorageTracker(TorchDispatchMode):
             self.peak = Peak(now, self.phase, by_kind, str(operator))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self.call(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
         self.see_all(result)
         self.observe(func)
         return result
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` gives. One that torch defines in Python is followed inside: it takes and frees tensors."""
-        # linear_cross_entropy's: those of packages may do what only real tensors can
-        own = func.namespace == "torch_nn" and OPDEFS.get(f"torch_nn::{func._schema.name.rpartition('::')[2]}")
-        if not own:
-            return func(*args, **kwargs)
-        TorchDispatchMode.__enter__(self)
-        try:
-            return own._init_fn(*args, **kwargs)
-        finally:
-            TorchDispatchMode.__exit__(self, None, None, None)
 
     def see_all(self, result: Any) -> None:
         """Counts every tensor of an operator's result."""

@@ -156,7 +156,7 @@ def _check_tensors(config: Config, launch: Launch) -> None:
         ("sharding or data parallelism", not is_alone, alone),
         ("mixed_precision: fp16", is_fp16, "use bf16: each rank would scale its loss by itself"),
         ("max_grad_value", optim.max_grad_value is not None, "use max_grad_norm"),
-        (f"loss: {loss}", loss in ("torch", "cce", "liger"), "use auto or chunked: its sums may differ between ranks"),
+        (f"loss: {loss}", loss in ("cce", "liger"), "use auto or chunked: its sums may differ between ranks"),
     )
 
 
