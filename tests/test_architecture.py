@@ -57,15 +57,15 @@ def is_fixed_by_a_library(name: str, function: ast.FunctionDef | ast.AsyncFuncti
 def test_the_core_grows_no_larger() -> None:
     """The goal is 3000 lines in 20 files; these limits go down with what is reached and never up."""
     sizes = {name: len(lines(name)) for name in CORE}
-    assert sum(sizes.values()) <= 3745, sizes
+    assert sum(sizes.values()) <= 3567, sizes
     assert len(CORE) <= 20, CORE
 
 
-def test_the_product_grows_no_larger() -> None:
-    """The goal is 16000 lines; this limit goes down with what is reached."""
+def test_the_product_has_at_most_16000_lines() -> None:
+    """The package and the scripts that a person runs, without tests and benchmarks."""
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh")]
     sizes = [len(lines(name)) for name in FILES] + [len(path.read_text().splitlines()) for path in scripts]
-    assert sum(sizes) <= 17869
+    assert sum(sizes) <= 16000
 
 
 def test_the_heart_of_the_core_has_at_most_900_lines() -> None:

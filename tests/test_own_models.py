@@ -163,6 +163,16 @@ def test_adapters_count_in_evaluation_where_torch_has_a_fast_path() -> None:
     torch.testing.assert_close(evaluated.loss_sums, expected.loss_sums)
 
 
+def test_adapters_are_only_next_to_layers_that_ask_them() -> None:
+    """nn.MultiheadAttention uses the weight of its output layer, not the layer."""
+    model, ids = built("Encoder", adapter="lora"), torch.arange(8)[None]
+    model({"input_ids": ids}, ids).backward()
+    adapters = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert len(adapters) == 5 and all(gradient is not None for gradient in adapters.values())
+    with pytest.raises(UserError, match="one of them is a NonDynamicallyQuantizableLinear"):
+        built("Encoder", adapter="lora", lora_target_modules=("out_proj",))
+
+
 def test_weights_that_a_model_ties_by_hand_are_in_final(tmp_path: Path) -> None:
     model: Any = built("tied").model
     state = TrainingState(model, torch.optim.SGD(model.parameters()), {})

@@ -22,6 +22,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
 from train.checkpoint import StoredBlocks
@@ -110,7 +111,7 @@ def _check_layers(model: nn.Module) -> None:
     for layer in _adapted(model).values():
         base: Any = layer.get_base_layer()
         others = [name for name in names[id(base.weight)] if ".base_layer." not in name]
-        if others or not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
+        if others or not (isinstance(base, nn.Embedding) or _is_linear(base)):
             reason = f"one of them shares {others[0]}" if others else f"one of them is a {type(base).__name__}"
             raise UserError(
                 f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
@@ -128,8 +129,13 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
 def _inner_linear(model: nn.Module, auto_class: str) -> list[str]:
     """Names of the linear layers outside the heads: those that ``all-linear`` means."""
     heads = tuple(f"{name}." for name in _heads(model, auto_class))
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    linear = [name for name, module in model.named_modules() if _is_linear(module)]
     return [name for name in linear if not f"{name}.".startswith(heads)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether an adapter next to it takes part: nn.MultiheadAttention uses the weight of its output layer directly."""
+    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def _heads(model: nn.Module, auto_class: str) -> list[str]:
