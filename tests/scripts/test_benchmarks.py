@@ -100,7 +100,7 @@ def test_the_readme_shows_the_figures_of_the_quickstart() -> None:
     assert summary["mixed_precision"] == "bf16" and f"in bf16 {in_bf16.removesuffix(' GiB')}" in recipe
     assert f"the whole process took {in_bf16}, [in fp32 {in_fp32}]" in readme
     start = json.loads((ROOT / "docs" / "results" / "start-cpu.json").read_text())["whole_seconds"]["nothing cached"]
-    assert f"the first step now comes [after {start:.0f} s](docs/results/start-cpu.md)" in readme
+    assert f"the first step comes [after {start:.0f} s](docs/results/start-cpu.md)" in readme
     assert f"peaks at {in_bf16}, and in fp32 at {in_fp32}" in " ".join(memory.split())
 
 
