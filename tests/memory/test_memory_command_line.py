@@ -188,6 +188,14 @@ def test_the_longest_that_is_planned_of_a_stored_roberta_is_what_it_takes(
     assert "Longest that fits on l4: 512 tokens." in capsys.readouterr().out
 
 
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    words = [sys.executable, "-m", "train.memory", "explain", MESSAGE]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "BrokenPipeError" not in process.stderr.read() and process.wait() == 0
+
+
 def test_predict_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "--device", "cpu", *MODEL]
     assert main([*words, "--json"]) == 0

@@ -96,6 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
+    except BrokenPipeError:  # such as of head, which has read enough
+        sys.stdout = None
+        return EXIT_DONE
     except KeyboardInterrupt:
         return 130
 
