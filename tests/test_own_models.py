@@ -51,6 +51,10 @@ def by_configuration(config):
     return NextByte(nn.Embedding(300, width), nn.Linear(width, 300))
 
 
+def of_a_width(width=16):
+    return NextByte(nn.Embedding(300, width), nn.Linear(width, 300))
+
+
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,6 +130,10 @@ def test_a_classifier_of_a_causal_model_finds_the_last_token_of_each_row() -> No
 def test_a_function_may_take_the_configuration() -> None:
     model: Any = built("by_configuration", "causal_lm", max_length=24).model
     assert model[0].embedding_dim == 24
+    model = built(
+        "of_a_width", "causal_lm", max_length=24
+    ).model  # with a default, an argument is not the configuration
+    assert model[0].embedding_dim == 16
 
 
 class Balanced(nn.Module):

@@ -90,9 +90,11 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
 
 
 def call_function(spec: str, flag: str, config: Config) -> Any:
-    """What the function that ``spec`` names returns; it gets the configuration if it takes an argument."""
+    """What the function that ``spec`` names returns; it gets the configuration if it needs an argument."""
     function = load_function(spec, flag)
-    return function(config) if inspect.signature(function).parameters else function()
+    first = next(iter(inspect.signature(function).parameters.values()), None)
+    needs = first is not None and (first.name == "config" or (first.default is first.empty and first.kind < 2))  # not *
+    return function(config) if needs else function()
 
 
 def load_function(spec: str, flag: str) -> Callable[..., Any]:

@@ -293,8 +293,7 @@ class Outputs:
         """Whether a finished run of this length is in the folder already; says so."""
         step, wanted = progress.step, run.extras.first("final_step", run, progress) or progress.step
         # Where the best weights cannot be used, final/ has the last ones.
-        written = self.is_complete(step, wanted) or (self.is_complete(step, step) and not self.is_usable(wanted))
-        if written:
+        if written := (self.is_complete(step, wanted) or (self.is_complete(step, step) and not self.is_usable(wanted))):
             self.say(
                 f"nothing to do: {self.folder} already holds this run, up to step {step}. For a new run give "
                 "--resume never or another --output_dir; for a longer one a higher --max_steps (or patience)."

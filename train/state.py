@@ -7,10 +7,10 @@ ranks, sharded or not.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -199,8 +199,7 @@ def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_si
 def examples_digest(examples: datasets.Dataset) -> str:
     """Equal for equal examples in equal order, wherever the files lie that they were made from."""
     digest = hashlib.sha256()
-    tables: Any = examples.with_format("arrow").iter(ROWS_AT_ONCE)
-    for table in tables:
+    for table in cast("Iterable[pa.Table]", examples.with_format("arrow").iter(ROWS_AT_ONCE)):
         for name in table.column_names:
             digest.update(name.encode())
             array = pa.concat_arrays(table.column(name).chunks)

@@ -247,7 +247,7 @@ def check(config: Config, launch: Launch | None = None) -> None:
 
     launch = launch or Launch()
     if "memory" in missing() and config.optimization.micro_batch_size == "auto":
-        raise UsageError("micro_batch_size: auto needs train/memory/ and train/extras/meter/: give a number.")
+        raise UsageError("micro_batch_size: auto needs train/memory/, which needs hardware and meter: give a number.")
     if "parallelism" in missing() and (launch.copies > 1 or launch.engine == "deepspeed"):
         raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():

@@ -2,7 +2,7 @@
 
     python scripts/study.py gradient_health --config recipes/quickstart.yaml --output_dir runs/health --max_steps 60
 
-Trains with ``--gradient_health True`` and shows, layer by layer, gradient norms, updates and activations, what fp16
+Trains with ``--gradient_health True`` and shows, layer by layer, gradient norms and activations, what fp16
 would flush to zero or overflow with and without a loss scale, the distribution of gradient norms, and what each
 clipping threshold would have clipped. Other flags are those of ``train/main.py``. Runs are kept, and the same command
 continues where an earlier one stopped.

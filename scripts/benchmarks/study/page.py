@@ -30,7 +30,7 @@ _MORE_CSS = """
 
 
 def page(sweep: Sweep) -> str:
-    """The whole page: no scripts, nothing fetched, readable in light and dark."""
+    """The whole page: no scripts, nothing fetched."""
     reaches = frontier(sweep.cells, sweep.budget_bytes)
     title = f"Memory and speed of {sweep.model} over length and micro-batch"
     budget = gib(sweep.budget_bytes)

@@ -219,14 +219,6 @@ def test_confusion_matrix_shows_counts():
     assert "<td>cat</td><td>3</td><td>1</td>" in html and "<td>&lt;dog&gt;</td><td>0</td><td>0</td>" in html
 
 
-def test_of_many_classes_the_most_frequent_confusions_are_shown():
-    confusions = [{"reference": 1, "prediction": 0, "count": 1200}, {"reference": 0, "prediction": 7, "count": 3}]
-    row = {"kind": "evaluation", "step": 5, "split": "test", "accuracy": 0.75, "most_frequent_confusions": confusions}
-    html = _page({"label_names": ["<cat>", "dog"]}, [row])
-    assert "<td>dog</td><td>&lt;cat&gt;</td><td>1,200</td>" in html
-    assert "<td>&lt;cat&gt;</td><td>7</td><td>3</td>" in html
-
-
 def test_a_row_written_twice_counts_once():
     again = {"kind": "evaluation", "step": 30, "split": "validation", "loss": 3.25}
     text = " ".join(_Outline(_page({}, [*METRICS, again])).text.split())

@@ -144,6 +144,10 @@ class Extra(extras.Extra):
         gc.collect()
         gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
 
+    def resumed(self, run: Run, progress: Progress) -> Progress:
+        self._logged_step = progress.step  # also after going back: what was logged later does not count
+        return progress
+
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """Raises DivergenceError where the loss is far above the usual, and takes it into that."""
         self._compare_replicas(progress.step, False)

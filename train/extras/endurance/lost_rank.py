@@ -154,8 +154,8 @@ class RankWatch:
             self._wait_for(f"went first/{self._host}")
         yield
         if self._is_local_first:
-            self._met().set(f"went first/{self._host}", "1")
-        self._met().set(f"prepared/{self._rank}", "1")
+            self._put(f"went first/{self._host}", "1")
+        self._put(f"prepared/{self._rank}", "1")
         self._wait_for(*(f"prepared/{rank}" for rank in self._ranks))
 
     def gather(self, name: str, text: str) -> list[str]:
@@ -163,17 +163,29 @@ class RankWatch:
 
         A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
         """
-        self._met().set(f"{name}/{self._rank}", text)
+        self._put(f"{name}/{self._rank}", text)
         if self._rank != 0:
             return []
         self._wait_for(*(f"{name}/{rank}" for rank in self._ranks))
         return [self._met().value(f"{name}/{rank}") for rank in self._ranks]
 
     def _wait_for(self, *keys: str) -> None:
-        while not self._met().check(*keys):
-            if self._met().check(LEFT):
+        for seconds in itertools.chain((POLL_SECONDS / 2**n for n in (4, 3, 2, 1)), itertools.repeat(POLL_SECONDS)):
+            has_left = False
+            with suppress(RuntimeError):  # the connection was cut: the thread opens another, or ends this process
+                if self._met().check(*keys):
+                    return
+                has_left = self._met().check(LEFT)
+            if has_left:
                 raise RankLeftError("a rank ended before the others")
-            time.sleep(POLL_SECONDS / 16)
+            time.sleep(seconds)
+
+    def _put(self, key: str, text: str) -> None:
+        """Puts ``text`` in the store, again where the connection was cut meanwhile."""
+        while True:
+            with suppress(RuntimeError):
+                return self._met().set(key, text)
+            time.sleep(POLL_SECONDS)
 
     def _met(self) -> Store:
         """The store, once it is open; after a cut that was mended, the one over a new connection."""

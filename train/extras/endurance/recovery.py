@@ -144,14 +144,20 @@ class Recovering(Engine):
         """Waits until every rank has its gradients, and leaves their means in the parameters."""
         if self._group is None:
             return
-        shared, had = self._shared, [p.grad is not None for p in self._shared]
+        shared, had, copies = self._shared, [p.grad is not None for p in self._shared], list[tuple[Tensor, Tensor]]()
         for parameter in shared:  # may run out: a fault of this backward
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if not parameter.grad.is_contiguous():  # as a collective wants it; fused kernels want it as the parameter
+                copies.append((parameter.grad, parameter.grad.contiguous()))
         while (used := self._vote(had)) is None:
             self._apply_next_measure(None)
-        size, gradients = self.accelerator.num_processes, [p.grad for p in shared if p.grad is not None]
+        size, flat = self.accelerator.num_processes, {id(gradient): copy for gradient, copy in copies}
+        gradients = [flat.get(id(p.grad), p.grad) for p in shared if p.grad is not None]
         for work in filter(None, [dist.all_reduce(grad.div_(size), async_op=True) for grad in gradients]):
             work.wait()
+        for gradient, copy in copies:
+            gradient.copy_(copy)
         for parameter, is_used in zip(shared, used, strict=True):
             parameter.grad = parameter.grad if is_used else None
 

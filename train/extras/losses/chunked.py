@@ -125,7 +125,7 @@ def _in_chunks(
             loss += losses.masked_fill_(ignored[rows], 0).sum()
             if grad is None:
                 continue
-            grad.mul_(factors[rows])
+            grad.mul_(factors[rows]).masked_fill_(ignored[rows].unsqueeze(1), 0)  # not 0 × NaN
             if of_bias is not None:
                 of_bias += grad.sum(0)
             grad = grad.to(dtype)

@@ -120,7 +120,8 @@ def choose_loss(
     if asked == "full" or (asked == "auto" and not many):
         return "full"
     obstacle = "its task has a loss or scores of its own"
-    if model.loss_sum is cross_entropy_sum and model.scores is cross_entropy_scores:
+    is_cross_entropy = isinstance(getattr(model.loss_sum, "__self__", None), Objective)  # with smoothing or z-loss
+    if (is_cross_entropy or model.loss_sum is cross_entropy_sum) and model.scores is cross_entropy_scores:
         obstacle = obstacle_to_chunks(model.model)
     if obstacle:
         if asked == "auto":

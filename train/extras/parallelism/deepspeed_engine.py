@@ -65,8 +65,13 @@ class DeepSpeed(Engine):
         return 0.0
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
-        """Clips and steps unless the norm is not finite."""
-        self.engine.step()
+        """Clips and steps unless the norm is not finite; raises UserError where fp16 overflows at every loss scale."""
+        try:
+            self.engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise UserError("the gradients overflow fp16 at every loss scale. Try --mixed_precision bf16.") from None
         return float(self.engine.get_global_grad_norm()), bool(optimizer.step_was_skipped)
 
 

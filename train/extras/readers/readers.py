@@ -211,6 +211,8 @@ def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Litera
                 return
             except csv.Error as error:
                 quotes = "Give --quoting none if quotes are only characters"
+                if "unexpected end" in str(error):  # all lines from here on would be lost as one record
+                    raise UserError(f"{path}: a quote in line {line} is not closed up to the end. {quotes}.") from None
                 yield line, RecordError(f"not CSV up to line {reader.line_num} ({error}). {quotes}")
                 continue
             if not header:
@@ -231,7 +233,10 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Found:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            is_known = set(columns) <= set(file.schema_arrow.names)  # otherwise the message tells the names of all
+            names = file.schema_arrow.names
+            if twice := next((name for name in columns if names.count(name) > 1), None):
+                raise UserError(f"{path}: the column {twice!r} appears twice. Rename one.")
+            is_known = set(columns) <= set(names)  # otherwise the message tells the names of all
             for batch in file.iter_batches(ROWS_IN_MEMORY, columns=list(columns) if is_known else None):
                 yield from enumerate(batch.to_pylist(), start=number + 1)
                 number += batch.num_rows

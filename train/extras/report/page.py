@@ -177,15 +177,10 @@ def _evaluations(evaluations: Sequence[Row]) -> str:
 
 
 def _confusions(evaluations: Sequence[Row], labels: Sequence[Any]) -> str:
-    """The last evaluation's matrix, a row per true class; of many classes the most frequent confusions instead."""
+    """The last evaluation's matrix, a row per true class; empty for more than 100 classes."""
     last = evaluations[-1] if evaluations else {}
     split = last.get("split")
     names = {index: str(label) for index, label in enumerate(labels)}
-    if matrix := last.get("confusion_matrix"):
-        rows = [[names.get(true, str(true)), *counts] for true, counts in enumerate(matrix)]
-        return _table([f"true class, {split}", *(row[0] for row in rows)], rows)
-    found = last.get("most_frequent_confusions") or ()
-    rows = [
-        [*(names.get(row[kind], str(row[kind])) for kind in ("reference", "prediction")), row["count"]] for row in found
-    ]
-    return _table(["true class", "predicted instead", f"examples, {split}"], rows)
+    matrix: Sequence[Any] = last.get("confusion_matrix") or ()
+    rows = [[names.get(true, str(true)), *counts] for true, counts in enumerate(matrix)]
+    return _table([f"true class, {split}", *(row[0] for row in rows)], rows) if rows else ""
