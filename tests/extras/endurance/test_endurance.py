@@ -120,6 +120,19 @@ def test_checkpoints_that_stay_are_the_last_that_a_sound_one_followed(tmp_path: 
     assert steps_kept(**kept, loss_spike_factor=2.0) == {3, 4, 8, 9}
 
 
+def test_a_resumed_run_keeps_what_a_rollback_needs(tmp_path: Path) -> None:
+    """Before its first line of the log, too; and after going back, later lines do not count any more."""
+    for step in (80, 90, 92, 94, 96):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    run, extra = run_with(max_rollbacks=1, save_every_steps=1, loss_spike_factor=2.0), Extra()
+    run.outputs.steps = lambda: checkpoint.by_step(tmp_path)
+    extra.resumed(run, Progress(step=92))
+    assert extra.keep(run, {96}, Progress(step=96)) == {80, 90, 96}
+    extra.logged(run, Progress(step=96), 3.0, 92)
+    extra.resumed(run, Progress(step=90))
+    assert extra.keep(run, {92}, Progress(step=92)) == {80, 92}
+
+
 def test_run_ends_where_no_rollback_is_left() -> None:
     error = DivergenceError("bad", Progress(step=9, rollbacks=1), 5)
     assert Extra().diverged(run_with(max_rollbacks=1, save_every_steps=1), cast("Any", None), error) is None

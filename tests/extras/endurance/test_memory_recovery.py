@@ -578,3 +578,24 @@ def test_inputs_that_rest_elsewhere_come_back_after_a_fault(fail_at: int, monkey
     assert largest_difference(expected, recovered) < 1e-10
     assert len(guard.said) == 1 and ("forward" if fail_at == 2 else "backward") in guard.said[0]
     assert len(offload._free) == len(transfers.buffers) > 0
+
+
+def test_gradients_that_ranks_average_keep_the_layout_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective wants them contiguous; a fused optimizer goes through both memories side by side."""
+    parameters = [torch.nn.Parameter(torch.arange(6.0).view(2, 3).t()), torch.nn.Parameter(torch.ones(2))]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter).copy_(2 * parameter.detach())
+
+    def reduced(tensor: Tensor, async_op: bool) -> Any:
+        assert tensor.is_contiguous()
+        tensor.mul_(2)  # as a second rank with equal gradients makes it
+        return None
+
+    monkeypatch.setattr("torch.distributed.all_reduce", reduced)
+    guard: Any = object.__new__(Recovering)
+    guard._shared, guard._group, guard._vote = parameters, object(), lambda had: had
+    guard.accelerator = SimpleNamespace(num_processes=2)
+    guard._average()
+    for parameter in parameters:
+        assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
+        assert torch.equal(parameter.grad, 2 * parameter.detach())
