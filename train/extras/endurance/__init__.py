@@ -91,9 +91,9 @@ class Extra(extras.Extra):
             from train.extras.endurance.checkpoints import Saving
             from train.extras.endurance.lost_rank import RankWatch, follow_launcher
 
-            follow_launcher()
             self._signals = Signals(stop)
             stack.enter_context(self._signals.listening())
+            follow_launcher()
             if launch.world_size > 1:
                 seconds, remedy = config.optimization.distributed_timeout_seconds, partial(how_to_resume, config)
                 self._watch = stack.enter_context(RankWatch(launch, seconds, remedy, show_error))

@@ -163,28 +163,37 @@ class RankWatch:
 
         A ``name`` is used once. Where a rank has ended instead, this raises RankLeftError.
         """
-        self._put(f"{name}/{self._rank}", text)
+        self._met().set(f"{name}/{self._rank}", text)
         if self._rank != 0:
             return []
-        self._wait_for(*(f"{name}/{rank}" for rank in self._ranks))
+        self._wait_for(*(f"{name}/{rank}" for rank in self._ranks), patience_seconds=0)
         return [self._met().value(f"{name}/{rank}") for rank in self._ranks]
 
-    def _wait_for(self, *keys: str) -> None:
+    def _wait_for(self, *keys: str, patience_seconds: float = math.inf) -> None:
+        """Waits until all ``keys`` are set; for the thread to connect again, where that was cut, with patience."""
+        patience_seconds, answered = min(patience_seconds, self._timeout_seconds), time.monotonic()
         for seconds in itertools.chain((POLL_SECONDS / 2**n for n in (4, 3, 2, 1)), itertools.repeat(POLL_SECONDS)):
             has_left = False
-            with suppress(RuntimeError):  # the connection was cut: the thread opens another, or ends this process
+            try:
                 if self._met().check(*keys):
                     return
-                has_left = self._met().check(LEFT)
+                has_left, answered = self._met().check(LEFT), time.monotonic()
+            except RuntimeError:
+                if time.monotonic() - answered >= patience_seconds:
+                    raise
             if has_left:
                 raise RankLeftError("a rank ended before the others")
             time.sleep(seconds)
 
     def _put(self, key: str, text: str) -> None:
         """Puts ``text`` in the store, again where the connection was cut meanwhile."""
+        give_up = time.monotonic() + self._timeout_seconds
         while True:
-            with suppress(RuntimeError):
+            try:
                 return self._met().set(key, text)
+            except RuntimeError:
+                if time.monotonic() >= give_up:
+                    raise
             time.sleep(POLL_SECONDS)
 
     def _met(self) -> Store:
@@ -288,4 +297,7 @@ def follow_launcher() -> None:
     """
     launchers = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # which torchrun and accelerate launch always set
     if sys.platform == "linux" and any(name in os.environ for name in launchers):
+        launcher = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, see prctl(2)
+        if os.getppid() != launcher:  # it died a moment before
+            os.kill(os.getpid(), signal.SIGTERM)
