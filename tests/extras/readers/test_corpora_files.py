@@ -189,7 +189,6 @@ def test_csv_refuses_a_column_named_twice(tmp_path: Path) -> None:
     [
         ("text,label\na,b\nc\n", 3, "wrong number of fields: 1, the header has 2"),
         ("text,label\na,b\nc,d,e\n", 3, "wrong number of fields: 3, the header has 2"),
-        ('text,label\na,b\n"c,d\ne,f\n', 3, "not CSV up to line 4 (unexpected end of data)"),
         ("text,label\na,\n", 2, "'label' must be text or a whole number, not ''"),
     ],
 )
@@ -210,9 +209,8 @@ def test_a_quote_that_is_not_closed_names_the_lines_that_it_costs(tmp_path: Path
     assert f"{tmp_path / 'q.csv'}:3: not CSV up to line 5 (" in message(tmp_path / "q.csv")
     assert texts(load(tmp_path / "q.csv", on_bad_record="skip")) == {"a", "f"}
     (tmp_path / "q.csv").write_text('text,n\na,1\nb,2\n"c,3\n' + "d,4\n" * 1000)
-    corpus = load(tmp_path / "q.csv", on_bad_record="skip")
-    assert texts(corpus) == {"a", "b"}
-    assert "q.csv:4: not CSV up to line 1004" in corpus.notes[0]
+    with pytest.raises(UserError, match="a quote in line 4 is not closed up to the end"):
+        load(tmp_path / "q.csv", on_bad_record="skip")  # else most of the file would be lost as one record
 
 
 def test_parquet_in_batches(tmp_path: Path) -> None:
