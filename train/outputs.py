@@ -133,7 +133,7 @@ class Outputs:
             later = [path for at, path in self.steps().items() if at > progress.step]
             if later or self._earlier_summary.get("steps", 0) > progress.step:
                 made = [self.folder / name for name in ("final", "summary.json", "report.html")]
-                self._move_aside([*later, *filter(Path.exists, made)], f"from steps after {progress.step}:")
+                self._move_aside([*later, *filter(Path.exists, made)], "the later steps'")
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
             (self.folder / "stopped.json").unlink(missing_ok=True)
             self.bar = tqdm(total=total, initial=progress.step, unit="step", smoothing=0.1, **_bar_size())
