@@ -294,7 +294,7 @@ def test_fewer_micro_batches_at_the_same_peak_than_by_number() -> None:
 def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
     for max_tokens, world_size in BUDGETS:
         arithmetic = BatchArithmetic(1, 12 // world_size, world_size)
-        longest = Batches(examples(), of_tokens(max_tokens), arithmetic, 0, 5).longest().labels.numel()
+        longest = longest_of(Batches(examples(), of_tokens(max_tokens), arithmetic, 0, 5)).labels.numel()
         runs = [by_tokens(max_tokens, world_size, rank, epoch) for rank in range(world_size) for epoch in range(6)]
         made = [batch for windows in runs for window in windows for batch in window]
         assert max(batch.labels.numel() for batch in made) <= longest <= max_tokens

@@ -18,8 +18,7 @@ from train.tasks import load_task
 
 
 def corpus(found: Any, **options: Any) -> Any:
-    config = Config().changed(dataset="my_data:documents", **options)
-    return corpus_of(found, config, load_task(config.data.task).labelled)
+    return corpus_of(found, Config().changed(dataset="my_data:documents", **options))
 
 
 def made_of(*texts: str, **columns: list[Any]) -> datasets.Dataset:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support import ACCELERATE_LAUNCH, ROOT
 
-from train.config import Config, Optimization
-from train.launch import Launch, accelerator_options, check_launch, read_launch
+from train.config import Config
+from train.launch import Launch, accelerator_options, read_launch
 from train.records import EXIT_ERROR, UsageError
 
 MEET = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}

@@ -36,9 +36,6 @@ class ThreeSteps:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
-    def longest(self) -> MicroBatch:
-        return batch(rows([5]))
-
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         self.asked.append((epoch, first_step))
         for step in range(first_step, 3):

@@ -79,19 +79,6 @@ class Rounds:
         parts = [list(itertools.islice(by_length, each + (i < larger))) for i in range(rounds * ranks)]
         return [parts[r * ranks : (r + 1) * ranks] for r in range(rounds)]
 
-    def longest(self, lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
-        """The micro-batch that takes most memory: the longest examples, padded if lengths differ at all."""
-        order = np.argsort(-lengths, kind="stable")
-        return with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)
-
-
-def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """``ids``; if all are of one length, the next shorter of ``order`` comes last: padding may bring a mask."""
-    shorter = order[lengths[order] < lengths[ids[0]]]
-    if len(ids) > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
-        ids[-1] = int(shorter[0])
-    return ids
-
 
 @dataclass(frozen=True)
 class Loading:
@@ -123,11 +110,6 @@ class Batches:
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a pass over the examples."""
         return -(-len(self.examples) // self.arithmetic.global_batch_size)
-
-    def longest(self) -> MicroBatch:
-        """The longest examples of all, whatever step they belong to; loaded by this process."""
-        ids = self.loading.rounds.longest(self.lengths, self.arithmetic)
-        return next(load(self.examples, replace(self.loading, num_workers=0, deliver=None), [ids], (self.seed, 0)))
 
     def steps(self, epoch: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step on this rank, from ``first_step`` of ``epoch``."""

@@ -40,29 +40,15 @@ Written: TypeAlias = tuple[dict[str, dict[str, Any]], list[tuple[str, str, Seque
 """Bytes and digest by file; and of each tensor section, name, shape and where the block lies."""
 
 
-def restore(checkpoint: Path, state: TrainingState, allow_changes: bool = False) -> Progress:
+def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] = lambda identity: None) -> Progress:
     """Loads this rank's part of a verified checkpoint into ``state``, whatever number of ranks wrote it.
 
-    Raises UserError if the run that it belongs to had other data, model, batch or seed, and that is not allowed.
+    ``check`` sees first which run it belongs to. Raises UserError for a checkpoint of another model.
     """
     try:
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        identity, progress = dict(stored["identity"]), Progress.of(stored["progress"])
-        present = json.loads(json.dumps(dict(state.identity)))
-        # An option of an extra that is not here any more counts as switched off.
-        changed = [k for k in {**present, **identity} if (present.get(k) or None) != (identity.get(k) or None)]
-        if changed and not allow_changes:
-            lines = "; ".join(f"{name}: was {identity.get(name)!r}, is {present.get(name)!r}" for name in changed)
-            raise UserError(
-                f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new "
-                "run, --resume never to start from scratch here, or --allow_changes_on_resume to continue with the "
-                "new ones."
-            )
-        for name in {"optimizer", "global_batch_size"}.intersection(changed):  # allowed or not
-            raise UserError(
-                f"{checkpoint} was written with {name} {identity.get(name)}; the steps that are left cannot be made "
-                f"with {present.get(name)}. Continue with the old one, or begin a new run from final/ (--model)."
-            )
+        check(stored["identity"])
+        progress = Progress.of(stored["progress"])
         state.restore(StoredBlocks(checkpoint), stored)
         return progress
     except torch.OutOfMemoryError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -38,12 +37,6 @@ def option(default: Any, help: str, **rules: Any) -> Any:
 
 
 everyday = functools.partial(option, everyday=True)
-FAMILIAR = {"batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size", "lr": "learning_rate"}
-FAMILIAR |= {"fp16": "mixed_precision fp16", "bf16": "mixed_precision bf16", "model_name_or_path": "model"}
-FAMILIAR |= {"max_train_steps": "max_steps", "resume_from_checkpoint": "resume", "use_lora": "adapter lora"}
-FAMILIAR |= {"validation_file": "validation_dataset", "checkpointing_steps": "save_every_steps"}
-FAMILIAR |= dict.fromkeys(("block_size", "seq_len", "sequence_length", "cutoff_len"), "max_length")
-"""Flags of other programs that are spelt too differently to be guessed."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +120,10 @@ class Output:
 
     output_dir: str = everyday("runs/default", "The run's folder.", is_path=True)
     resume: str = everyday("auto", "auto, never (from scratch), or a checkpoint's folder.", is_path=True)
-    allow_changes_on_resume: bool = option(False, "Resume with other data, model or seed.")
     save_every_steps: int | None = everyday(None, "Checkpoint also every n steps.", ge=1)
     save_total_limit: int = option(2, "Checkpoints to keep, the best one apart.", ge=1)
     eval_every_steps: int | None = everyday(None, "Evaluate also every n steps.", ge=1)
     eval_batch_size: int | None = option(None, "Default: micro_batch_size.", ge=1)
-    metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
     log_every_steps: int = option(10, "A line of metrics.jsonl every n steps.", ge=1)
 
     @property
@@ -196,10 +187,6 @@ def parse(arguments: list[str]) -> Config:
     values |= {name: _from_text(text, known[name][0]) for name, text in flags.items()}
     config = from_values(values)
     check(config)
-    warmup, steps = config.optimization.warmup_steps or 0, config.optimization.max_steps
-    # Only on the command line: a few steps of a recipe, and the config.yaml they leave, are not meant to warm up.
-    if "warmup_steps" in flags and steps is not None and warmup > steps:
-        raise UsageError(f"warmup_steps: {warmup} is more than max_steps: {steps}. Give fewer, or warmup_ratio.")
     return config
 
 
@@ -230,7 +217,8 @@ def _flags(arguments: list[str]) -> dict[str, Any]:
         raise UsageError(f"{error}. train/main.py --help lists all flags.") from None
     if unknown:
         name = unknown[0].partition("=")[0]
-        raise _unknown(name.removeprefix("--"), "flag --" if name.startswith("--") else "argument ")
+        kind, likely = "flag" if name[:2] == "--" else "argument", extras.hint(name.removeprefix("--"), known, "--")
+        raise UsageError(f"unknown {kind} {name}. {likely}")
     return vars(found)
 
 
@@ -254,15 +242,6 @@ def _from_text(text: Any, hint: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
             candidates.append(read(text))
     return next((value for value in candidates if _type_problem(value, hint) is None), text)
-
-
-def _unknown(name: str, kind: str = "key ") -> UsageError:
-    close = [FAMILIAR[name]] if name in FAMILIAR else difflib.get_close_matches(name, fields(), n=1)
-    more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
-    hint = f"Did you mean {'' if kind == 'key ' else '--'}{close[0]}?" if close else more
-    if missing := extras.missing():
-        hint += f" This copy of the template is without the extras {', '.join(missing)} and their options."
-    return UsageError(f"unknown {kind}{name}. {hint}")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -297,7 +276,7 @@ def from_values(values: dict[str, Any]) -> Config:
     known, own = fields(), {}
     for name, value in values.items():
         if name not in known:
-            raise _unknown(name)
+            raise UsageError(f"unknown key {name}. {extras.hint(name, known)}")
         if problem := _type_problem(value, known[name][0]):
             raise UsageError(f"{name}: {value!r} is not valid: expected {problem}.")
         own[name] = tuple(value) if isinstance(value, list) else value
@@ -337,8 +316,7 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # fu
 
 
 def check(config: Config) -> None:
-    """Raises UsageError for values and combinations that cannot work, of the core and of the extras."""
-    data, model, optim, output = config.data, config.architecture, config.optimization, config.output
+    """Raises UsageError for a value out of bounds, and where an extra finds that a combination cannot work."""
     for name, value in to_values(config).items():
         if isinstance(value, str) and not value.strip():
             raise UsageError(f"{name}: it is empty. Leave it out, or give a value.")
@@ -352,28 +330,6 @@ def check(config: Config) -> None:
             expected = " and ".join(f"{BOUNDS[rule]} {bound}" for rule, bound in bounds.items()) or "finite"
             off = "; null (None on the command line) turns it off" if _type_problem(None, hint) is None else ""
             raise UsageError(f"{name}: {value} is not valid: it must be {expected}{off}.")
-    if optim.max_grad_norm is not None and optim.max_grad_value is not None:
-        raise UsageError("max_grad_norm and max_grad_value clip the same gradient: set one to null (a flag to None).")
-    if optim.micro_batch_size == "auto" and optim.global_batch_size is None:
-        raise UsageError("micro_batch_size: auto divides a global batch of known size: give --global_batch_size, too.")
-    if optim.max_steps is not None and optim.num_epochs is not None:
-        raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
-    if optim.warmup_steps is not None and optim.warmup_ratio > 0:
-        raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
-    if model.model is None and model.model_config is None:
-        raise UsageError("no model: give --model, model_config, or --config recipes/quickstart.yaml for its small one.")
-    if model.model is not None and model.model_config is not None:
-        raise UsageError("model and model_config both name a model: give one of them.")
-    if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
-        raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
-    if data.tokenizer is None and (model.model is None or model.is_function):
-        raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
-    if model.is_function and model.dtype != "float32":
-        raise UsageError(f"dtype: {model.dtype} would not reach a function's model: leave it out, and do that there.")
-    if model.dtype == "float16" and config.get("adapter", "none") == "none":  # AdamW's second moment would underflow
-        raise UsageError("dtype: float16 is for weights that are not trained: give --mixed_precision fp16 instead.")
-    if ".." in Path(output.output_dir).parts or "\0" in output.output_dir:
-        raise UsageError(f"output_dir: {output.output_dir!r} leads outside its folder: write the path without '..'.")
     extras.check(config)
 
 

@@ -53,22 +53,20 @@ class PreparedData:
 
 def prepare_data(run: Run) -> PreparedData:
     """Loads, tokenises and describes the data, or raises UserError; cached: further ranks and runs only read it."""
-    from train.model import fitting_config  # here: it needs this module
+    from train.model import model_config_of  # here: it needs this module
 
     config = run.config
     task = load_task(config.data.task)(config)
-    corpus = load_corpus(run, task.labelled)
+    corpus = run.extras.pipe("change_corpus", task, load_corpus(run, task.labelled))
     run.outputs.note(f"data: {corpus.name}: {_sizes(corpus, 'documents')}", *corpus.notes)
 
     spec = config.data.tokenizer or config.architecture.model
     assert spec is not None
     known = run.extras.first("tokenizer", run, spec, corpus)
     tokenizer = known or load_tokenizer(spec, config.architecture.trust_remote_code)
-    task.check_tokenizer(tokenizer)
-    fitting_config(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
+    model_config_of(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
 
     examples = tokenize(corpus, task, tokenizer, partial(run.extras.pipe, "change_caching", run))
-    task.check_metrics(examples.label_names)
     run.outputs.note(f"tokenizer: {spec}, {len(tokenizer):,} entries; {_sizes(examples, 'examples')}")
     collate = partial(task.collate, pad_id=pad_token_id(tokenizer))
     loading = Loading(collate, config.data.dataloader_num_workers, run.accelerator.device.type == "cuda")
@@ -83,7 +81,7 @@ def load_corpus(run: Run, labelled: bool) -> Corpus:
     name = run.config.data.dataset
     corpus = run.extras.first("documents", run.config, labelled)
     if corpus is None and ":" in name and not Path(name).exists():
-        corpus = corpus_of(call_function(name, "dataset", run.config), run.config, labelled)
+        corpus = corpus_of(call_function(name, "dataset", run.config), run.config)
     if corpus is not None:
         return corpus
     raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
@@ -121,32 +119,19 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
         sys.path.remove(folder)  # our entry only: the module may have put others before it
 
 
-def corpus_of(found: Any, config: Config, labelled: bool) -> Corpus:
+def corpus_of(found: Any, config: Config) -> Corpus:
     """The corpus that a dataset function returned: a 🤗 Dataset, or a mapping of splits to Datasets.
 
-    Without a validation split, each run and rank holds out the same documents. UserError for what cannot be used.
+    Without a validation split, each run and rank holds out the same documents.
     """
-    name, needed = config.data.dataset, ("text", "label") if labelled else ("text",)
     splits = dict(found) if isinstance(found, dict) else {"train": found}
-    if "train" not in splits or not all(isinstance(split, datasets.Dataset) for split in splits.values()):
-        raise UserError(
-            f"dataset {name!r} returned {type(found).__name__}: return a 🤗 Dataset, or a dict of them with the keys "
-            "train, validation, test."
-        )
-    for split, documents in splits.items():
-        if documents.format["type"] == "custom":
-            raise UserError(f"dataset {name!r}: the {split} split has a transform, which is not applied: use map().")
-        splits[split] = documents.with_format(None)
-        known = documents.column_names
-        if missing := [column for column in needed if column not in known]:
-            raise UserError(f"dataset {name!r}: the {split} split has no column {missing[0]!r}, only {known}.")
+    splits = {split: documents.with_format(None) for split, documents in splits.items()}
     if "validation" not in splits:
-        if (count := len(splits["train"])) < 2:
-            raise UserError(f"dataset {name!r}: {count} document(s) cannot be split in two: return a validation split.")
+        train, count = splits["train"], len(splits["train"])
         held_out = min(max(round(count * config.data.validation_fraction), 1), count - 1)
-        order, train = np.random.default_rng(0).permutation(count), splits["train"]
+        order = np.random.default_rng(0).permutation(count)
         splits |= {"train": train.select(order[held_out:]), "validation": train.select(order[:held_out])}
-    return Corpus(name, splits["train"], splits["validation"], splits.get("test"))
+    return Corpus(config.data.dataset, splits["train"], splits["validation"], splits.get("test"))
 
 
 def _sizes(splits: Corpus | Examples, what: str) -> str:

@@ -35,6 +35,7 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
         parts.model.train()
     table = _gathered(run, rows)
     metrics = {**data.task.metrics(table, examples, data.examples.label_names), "examples": len(table)}
+    metrics |= run.extras.merged("metrics", run, data, table)
     digest = data.validation_digest if split == "validation" else None
     return Evaluation(split, step, metrics, time.perf_counter() - started, digest)
 

@@ -5,7 +5,6 @@ World size, sharding and precision live in ``accelerate_configs/``; everything e
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -13,14 +12,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from train import extras
-from train.records import UsageError
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from train.config import Config
 
 
 @dataclass(frozen=True)
@@ -63,47 +57,21 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The launch that ``accelerate launch``, torchrun or nobody made; raises UsageError for what cannot be done."""
+    """The launch that ``accelerate launch``, torchrun or nobody made."""
 
     def says(name: str) -> bool:
         return environment.get(name, "").lower() == "true"
 
-    world_size = int(environment.get("WORLD_SIZE") or 1)
-    if says("ACCELERATE_USE_MEGATRON_LM"):
-        raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
     engine = "deepspeed" if says("ACCELERATE_USE_DEEPSPEED") else "fsdp2" if says("ACCELERATE_USE_FSDP") else "ddp"
-    if engine == "fsdp2" and environment.get("FSDP_VERSION", "1") != "2":
-        raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
-    sizes = {f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
-    own = {name: size for name, size in sizes.items() if not name.startswith("dp_")}
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if precision not in ("no", "fp16", "bf16"):
-        raise UsageError(f"mixed_precision: {precision} in the launch file: use fp16, bf16 or no.")
-    rank, offloads = int(environment.get("RANK") or 0), engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS")
-    launch = Launch(world_size, rank, engine, precision, **own, offloads=offloads)
-    given = [f"{name} {size}" for name, size in sizes.items() if size != 1]
-    product = launch.copies if engine == "deepspeed" else math.prod(sizes.values())
-    if product < 1 or world_size % launch.copies or (given and engine != "deepspeed" and product != world_size):
-        raise UsageError(
-            f"parallelism_config in the launch file: {', '.join(given)} make {product} processes, num_processes is "
-            f"{world_size}. Their product must be num_processes: change one of them."
-        )
-    return launch
-
-
-def check_launch(launch: Launch, config: Config) -> None:
-    """Raises UsageError with names and values where launcher and training configuration contradict each other."""
-    asked = config.optimization.mixed_precision
-    if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
-        both = f"the training configuration says {asked}, the launch configuration {launch.precision}"
-        raise UsageError(f"mixed_precision: {both}. Make them agree, or leave mixed_precision out of one.")
-    if os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true":
-        raise UsageError(
-            "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
-            "be wrong. Set it to false and use --gradient_checkpointing."
-        )
-    extras.check(config, launch)
+    names = ("tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
+    return Launch(
+        world_size=int(environment.get("WORLD_SIZE") or 1),
+        rank=int(environment.get("RANK") or 0),
+        engine=engine,
+        precision=environment.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
+        offloads=engine == "fsdp2" and says("FSDP_OFFLOAD_PARAMS"),
+        **{f"{name}_size": int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names},
+    )
 
 
 def target_device() -> torch.device:
@@ -113,14 +81,6 @@ def target_device() -> torch.device:
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def precision_in_use(accelerator: Any) -> str:
-    """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
-    import torch
-
-    is_tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
-    return "tf32" if is_tf32 and accelerator.mixed_precision == "no" else accelerator.mixed_precision
 
 
 def accelerator_options(launch: Launch, device: torch.device, seconds: int = 1800) -> dict[str, Any]:
@@ -160,10 +120,3 @@ def shard_by_layer(accelerator: Any, network: nn.Module) -> None:
         uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))  # an embedding and the head
         found = {type(m).__name__ for m in network.modules() if all(uses[id(p)] == 1 for p in m.parameters())}
         plugin.transformer_cls_names_to_wrap = sorted(found & set(getattr(network, "_no_split_modules", None) or ()))
-
-
-def device_name(device: torch.device) -> str:
-    """The card's name, or CPU."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()

@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import nn
 
 from train.batching import Batches
 from train.data import PreparedData
 from train.evaluation import evaluate
 from train.optim import learning_rate_at
-from train.records import DivergenceError, Progress, Run, StepError, StopAtOnce, exchange
+from train.records import DivergenceError, Progress, Run, StepError, StepOutcome, StopAtOnce
 from train.state import TrainingState
 from train.step import Engine, seed_step
-
-if TYPE_CHECKING:
-    from train.records import MicroBatch, StepOutcome
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def fit(run: Run, parts: Parts, progress: Progress) -> Progress:
 def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
     """Trains until it finishes, is stopped, or diverges."""
     optim, output, total_steps = run.config.optimization, run.config.output, parts.total_steps
-    saved, interval = progress.step, Interval(run, progress.step)
+    saved, since = progress.step, list[tuple[StepOutcome, float]]()  # steps that the log does not have yet
     # What was due when the run was stopped comes first. A request to stop cuts an evaluation short.
     progress, stops = evaluate_if_due(run, parts, progress)
     started = time.perf_counter()
@@ -78,24 +75,24 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 raise
             seconds = time.perf_counter() - started
             progress = advance(progress, outcome, seconds)
-            interval.add(outcome, seconds)
+            since.append((outcome, seconds))
             run.outputs.tick(progress.step)
             if outcome.skipped:
-                report_skipped(run, progress, outcome, micro_batches)
+                run.extras.each("skipped", run, progress, outcome, micro_batches)
 
             # Log, save, then evaluate: whatever happens in an evaluation, the steps before it are on the disk.
             length = max(batch.shape[1] for batch in micro_batches)
             of_step = {"learning_rate": rate, "sequence_length": length, "grad_norm": outcome.grad_norm}
             is_last, stops = progress.step >= total_steps, outcome.stop_requested
             if (ends := is_last or stops) or is_due(output.log_every_steps, progress):
-                progress, interval = log(run, progress, interval, of_step)
+                progress, since = log(run, progress, since, of_step), []
             if ends or is_due(output.save_every_steps, progress):
                 run.outputs.save(run, parts.state, progress, wait=ends)
                 saved = progress.step
             if is_last or not stops:  # a run that is asked to stop evaluates when it resumes
                 progress, stops = evaluate_if_due(run, parts, progress)
-            if (done := is_done(run, total_steps, progress)) and interval.steps:
-                progress, interval = log(run, progress, interval, of_step)
+            if (done := is_done(run, total_steps, progress)) and since:
+                progress, since = log(run, progress, since, of_step), []
             # Again where the evaluation has ended the run: its result belongs in. Or first, for a new best step.
             if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
                 run.outputs.save(run, parts.state, progress, wait=done or stops)
@@ -106,7 +103,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
         else:
             progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
     if stops:  # said while ``steps`` is open: a launcher may not wait for the processes that load its batches to end
-        run.outputs.stopped(run.stop, progress.step)
+        run.extras.each("stopped", run, progress.step)
     return progress
 
 
@@ -134,27 +131,6 @@ def advance(progress: Progress, outcome: StepOutcome, seconds: float) -> Progres
     )
 
 
-class Interval:
-    """Sums over the steps since the last line of the log."""
-
-    def __init__(self, run: Run, since_step: int) -> None:
-        self.since_step, self.steps, self.targets, self.clipped = since_step, 0, 0, 0
-        self.tokens, self.positions, self.seconds = 0, 0, 0.0
-        # Of this rank; it stays on the device until it is logged, because reading it would wait for the device.
-        self.loss_sum = torch.zeros((), device=run.accelerator.device)
-
-    def add(self, outcome: StepOutcome, seconds: float) -> None:
-        """Adds a step; the loss of one that was skipped, which may not be finite, would hide the others."""
-        self.steps += 1
-        self.seconds += seconds
-        self.tokens += outcome.num_tokens
-        self.positions += outcome.num_positions
-        if not outcome.skipped:
-            self.clipped += outcome.clipped
-            self.targets += outcome.num_targets
-            self.loss_sum += outcome.loss_sum
-
-
 def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progress, bool]:
     """Evaluates if that is due and not done yet; also says whether a request to stop has cut it short."""
     is_known, is_last = progress.evaluated_step == progress.step, progress.step >= parts.total_steps
@@ -168,36 +144,30 @@ def evaluate_if_due(run: Run, parts: Parts, progress: Progress) -> tuple[Progres
     return run.extras.pipe("evaluated", run, progress, run.outputs.record_evaluation(run, evaluation)), False
 
 
-def report_skipped(run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
-    """Logs a step without a finite gradient, and its examples; an extra may end the run."""
-    examples = {i for ids in exchange([i for batch in micro_batches for i in batch.example_ids]) for i in ids}
-    scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
-    values = {"grad_norm": outcome.grad_norm, "loss_scale": scale, "examples": sorted(examples)}
-    run.outputs.record(run, "skipped", progress.step, values)
-    run.extras.each("skipped", run, progress, scale)
-
-
-def log(run: Run, progress: Progress, sums: Interval, of_step: dict[str, Any]) -> tuple[Progress, Interval]:
-    """Records the figures of the last step and of all since the last line, and begins the next interval.
+def log(run: Run, progress: Progress, since: Sequence[tuple[StepOutcome, float]], of_step: dict[str, Any]) -> Progress:
+    """Records the figures of the last step and of all ``since`` the last line, each with its seconds.
 
     Raises DivergenceError if an extra finds the loss too far above the usual.
     """
-    loss_sum = cast("Tensor", run.accelerator.reduce(sums.loss_sum, reduction="sum")).item()  # of all ranks
-    loss = loss_sum / sums.targets if sums.targets else None
+    outcomes, seconds = [outcome for outcome, _ in since], sum(seconds for _, seconds in since)
+    # The loss of a step that was skipped, which may not be finite, would hide the others.
+    used = [outcome for outcome in outcomes if not outcome.skipped]
+    loss_sum = sum((outcome.loss_sum for outcome in used), torch.zeros((), device=run.accelerator.device))
+    of_all_ranks: Any = run.accelerator.reduce(loss_sum, reduction="sum")  # read only now: that waits for the device
+    loss = of_all_ranks.item() / sum(outcome.num_targets for outcome in used) if used else None
+    tokens = sum(outcome.num_tokens for outcome in outcomes)
     values: dict[str, Any] = {
         "epoch": progress.epoch,
         "loss": loss,
         **of_step,
-        "clipped_share": sums.clipped / sums.steps,
+        "clipped_share": sum(outcome.clipped for outcome in outcomes) / len(outcomes),
         "nonfinite_steps": progress.nonfinite_steps,
-        "tokens_per_second": sums.tokens / sums.seconds,
-        "seconds_per_step": sums.seconds / sums.steps,
-        "padding_share": 1 - sums.tokens / sums.positions,
+        "tokens_per_second": tokens / seconds,
+        "seconds_per_step": seconds / len(outcomes),
+        "padding_share": 1 - tokens / sum(outcome.num_positions for outcome in outcomes),
         "loss_scale": run.accelerator.scaler and run.accelerator.scaler.get_scale(),
         "tokens_seen": progress.tokens_seen,
     }
     run.extras.each("measured", run, values)
     run.outputs.record(run, "train", progress.step, values)
-    if loss is not None:
-        progress = run.extras.pipe("logged", run, progress, loss, sums.since_step)
-    return progress, Interval(run, progress.step)
+    return progress if loss is None else run.extras.pipe("logged", run, progress, loss, progress.step - len(since))

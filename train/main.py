@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # Parse: flags over recipe over defaults. What is wrong ends here, before anything is loaded.
         config, launch = parse(sys.argv[1:] if arguments is None else arguments), launching.read_launch()
-        launching.check_launch(launch, config)
+        extras.check(config, launch)
         joined, stop = extras.join(), list[str]()  # names of signals that ask this process to stop
         with joined.inside("open", config, launch, stop):
             return run_to_its_end(config, launch, joined, stop)
@@ -54,7 +54,7 @@ def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extr
         return train(run)
     except records.StopAtOnce:
         assert run is not None  # its data was being prepared, so there is nothing to save
-        run.outputs.stopped(stop, None)
+        joined.each("stopped", run, None)
         return records.EXIT_STOPPED
     except Exception as error:
         if run is not None:
@@ -62,9 +62,6 @@ def run_to_its_end(config: Config, launch: launching.Launch, joined: extras.Extr
         # An extra may know what happened: a lost rank, a full disk, no memory left. A bug shows its traceback.
         if (explanation := joined.first("failed", run, error)) is not None:
             raise records.UserError(explanation) from None
-        if run is not None and run.outputs.finishing:
-            done = "Training is done and its last checkpoint is written"
-            show_error(f"{run.outputs.finishing} failed. {done}: {config.output.same_command} makes what is missing.")
         raise
 
 
@@ -85,11 +82,6 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
         mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
-    if (known := accelerator.num_processes) != launch.world_size:
-        raise records.UserError(
-            f"the launcher started {launch.world_size} processes, but this one knows of {known}: they would all train "
-            "the same thing. See accelerate_configs/ for launch files that work."
-        )
     run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
     run.outputs.from_main(run.outputs.prepare)
     joined.each("started", run)
@@ -107,7 +99,7 @@ def train(run: records.Run) -> int:
     from train.loop import Parts, fit, is_done
     from train.model import build_model
     from train.optim import build_optimizer, count_steps, parameter_counts
-    from train.state import TrainingState, run_identity
+    from train.state import TrainingState
     from train.step import Engine
 
     accelerator, outputs, joined = run.accelerator, run.outputs, run.extras
@@ -115,8 +107,6 @@ def train(run: records.Run) -> int:
     # Data: documents -> examples -> micro-batches; what step k sees is a function of (seed, k).
     with joined.inside("preparing"):
         data = prepare_data(run)
-    if len(set(records.exchange((data.training_digest, data.validation_digest)))) > 1:
-        raise records.UserError(f"{data.corpus.name} gives each process other data: seed shuffles, and sort sets.")
     run.config = outputs.config = joined.pipe("change_config", run, run.config, data)
     arithmetic = arithmetic_of(run.config, run.launch.dp_size)
     batches = data.training_batches(run, arithmetic)
@@ -130,7 +120,7 @@ def train(run: records.Run) -> int:
 
     # Optimizer: made for the model as it is, then both are prepared; accelerate moves, wraps and shards them.
     model, optimizer = cast("Any", accelerator.prepare(with_loss, build_optimizer(run, with_loss.model)))
-    identity = run_identity(run, data.tokenizer, data.training_digest, arithmetic.global_batch_size)
+    identity = joined.merged("identity", run, data)
     unwrapped: Any = accelerator.unwrap_model(model)
     contents = unwrapped.model, optimizer.optimizer, identity, accelerator.scaler  # of a checkpoint
     state = joined.first("state", *contents) or TrainingState(*contents)
@@ -162,14 +152,11 @@ def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
     if (chosen := run.extras.first("final_step", run, progress)) and outputs.is_usable(chosen):
         parts.state.restore_model(StoredBlocks(outputs.checkpoints / f"step-{chosen:08d}"))
         step = chosen
-    outputs.finishing = "the last evaluation"  # what run_to_its_end names if it fails
     evaluations = [outputs.validations.get(step) or evaluate(run, parts, "validation", step)]
     if data.examples.test is not None:
         evaluations.append(outputs.record_evaluation(run, evaluate(run, parts, "test", step)))
     summary = outputs.summary(run, parts, progress, evaluations)
-    outputs.finishing = "writing final/"
     outputs.write_final(parts.state, data.task.stand_alone(data.tokenizer))
-    outputs.finishing = "what comes after final/ (the extras and summary.json)"
     run.extras.each("finished", run, parts, summary)
     outputs.finish(summary)
     return records.EXIT_DONE

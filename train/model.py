@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.config import Architecture
@@ -82,10 +79,10 @@ def build_model(
     Without ``has_weights`` a pretrained model's configuration is enough. Raises UserError if the model cannot be found
     or built, or does not fit tokenizer, length or task.
     """
-    own, max_length = run.config.architecture, run.config.data.max_length
+    own = run.config.architecture
     # The network: a function's, or one of transformers from a configuration that extras may change.
-    model_config, arguments = fitting_config(run, task, tokenizer)
-    network = _from_function(run, own.name, len(label_names)) if model_config is None else None
+    model_config, arguments = model_config_of(run, task, tokenizer)
+    network: Any = call_function(own.name, "model", run.config) if model_config is None else None
     if isinstance(found := getattr(network, "config", None), PretrainedConfig):
         model_config = found
     if label_names and model_config is not None:
@@ -95,7 +92,6 @@ def build_model(
             part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
     if network is None:
         network = _from_transformers(own, task, model_config, arguments, has_weights)
-    _check_fit(model_config, tokenizer, max_length, skipped_positions(network))
     # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
     torch.backends.mha.set_fastpath_enabled(False)
     run.extras.each("check_model", run, network, task, (len(tokenizer), len(label_names)))
@@ -107,16 +103,6 @@ def build_model(
     model = ModelWithLoss(network, task)
     run.extras.each("change_loss", run, model)
     return model
-
-
-def _from_function(run: Run, name: str, num_labels: int) -> Any:
-    network = call_function(name, "model", run.config)
-    if not isinstance(network, nn.Module):
-        raise UserError(f"model {name!r} returned a {type(network).__name__}; it must return an nn.Module.")
-    known = getattr(getattr(network, "config", None), "num_labels", num_labels)
-    if num_labels and known != num_labels:
-        raise UserError(f"model {name!r} returned a model of {known} classes; the data has {num_labels} of them.")
-    return network
 
 
 def _from_transformers(
@@ -139,47 +125,15 @@ def _from_transformers(
     return model
 
 
-def _new_config(own: Architecture, task: type[Task], tokenizer: Tokenizer, max_length: int) -> PretrainedConfig:
-    fields = dict(own.model_config or {})
-    model_type = fields.pop("model_type")
-    # A missing padding token stays missing: with the end token in its place, that one's embedding would stay zero.
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    try:
-        known = AutoConfig.for_model(model_type)
-        # Some read what they do not declare: Qwen3-MoE's model takes head_dim if it is there.
-        model_class = getattr(transformers, task.auto_class)._model_mapping.get(type(known), None)
-        read = inspect.getsource(import_module(model_class.__module__)) if model_class else ""
-        declared = inspect.getsource(import_module(type(known).__module__))
-        read += "".join(re.findall(r'kwargs\.(?:pop|get)\("\w+"', declared))
-        if unknown := [n for n in fields if n not in {*dir(known), *known.attribute_map} and f'"{n}"' not in read]:
-            raise UserError(f"model_config: {model_type} has no field {', '.join(unknown)}.")
-        for name, instead in ("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id"):
-            if hasattr(known, name):  # ModernBERT's own default lies outside a small vocabulary
-                ids[name] = getattr(tokenizer, instead if getattr(tokenizer, name, None) is None else name)
-        if getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
-            fields[LIMIT] = max_length
-        if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
-            fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
-        if task.is_causal and getattr(known, "is_decoder", None) is False:
-            fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
-        return AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
-    except UserError:
-        raise
-    except Exception as error:  # configuration classes validate with exceptions of many libraries
-        raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
-
-
-def fitting_config(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
-    """transformers' configuration (None: a function's model) and further arguments; UserError if it cannot fit."""
-    own, max_length = run.config.architecture, run.config.data.max_length
-    config = _new_config(own, task, tokenizer, max_length) if own.model is None else None
-    if own.model is not None and not own.is_function:
-        config = stored_config(own)
-    known, brought = getattr(transformers, task.auto_class)._model_mapping, getattr(config, "auto_map", None) or {}
-    if config is not None and type(config) not in known and task.auto_class not in brought:
-        raise UserError(f"model: transformers has no {config.model_type} for {task.name}: give another model or task.")
+def model_config_of(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
+    """transformers' configuration (None: a function's model), and further arguments of ``from_pretrained``."""
+    own = run.config.architecture
+    if own.model is None:
+        config = run.extras.first("new_model_config", run, task, tokenizer)
+    else:
+        config = None if own.is_function else stored_config(own)
     changes = run.extras.merged("change_model_config", run, config)
-    _check_fit(config, tokenizer, max_length)
+    run.extras.each("check_model_config", run, config, task, tokenizer)
     return config, changes
 
 
@@ -187,18 +141,3 @@ def skipped_positions(model: nn.Module) -> int:
     """How many rows of its table of positions a model never uses: RoBERTa's family counts from the padding's on."""
     tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
     return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # pyright: ignore
-
-
-def _check_fit(config: PretrainedConfig | None, tokenizer: Tokenizer, max_length: int, skipped: int = 0) -> None:
-    vocab_size = getattr(config, "vocab_size", None)
-    if vocab_size is not None and vocab_size < len(tokenizer):
-        raise UserError(
-            f"the model has {vocab_size} embeddings, the tokenizer {len(tokenizer)} tokens: give the tokenizer that "
-            "belongs to the model (leave --tokenizer out), or a larger vocab_size in model_config."
-        )
-    limit = (getattr(config, LIMIT, None) or 0) - skipped
-    if max_length > limit > 0:
-        raise UserError(
-            f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
-            "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."
-        )

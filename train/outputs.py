@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class Outputs:
         self.seconds_to_first_step: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
         self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
-        self.finishing = ""  # what is being made after the last step
 
     def say(self, line: str) -> None:
         """A line for the person who watches."""
@@ -78,7 +77,8 @@ class Outputs:
         """Restores the checkpoint that ``--resume`` means, if there is one; UserError if it is damaged or foreign."""
         if (found := self.from_main(self._checkpoint_to_resume)) is None:
             return Progress()
-        progress = checkpoint.restore(found, state, self.config.output.allow_changes_on_resume)
+        check = partial(run.extras.each, "check_identity", run, found, state.identity)
+        progress = checkpoint.restore(found, state, check)
         self.say(f"resumed from {found} at step {progress.step}")
         return run.extras.pipe("resumed", run, progress)
 
@@ -135,7 +135,6 @@ class Outputs:
                 made = [self.folder / name for name in ("final", "summary.json", "report.html")]
                 self._move_aside([*later, *filter(Path.exists, made)], "the later steps'")
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
-            (self.folder / "stopped.json").unlink(missing_ok=True)
             self.bar = tqdm(total=total, initial=progress.step, unit="step", smoothing=0.1, **_bar_size())
         self.keep_log(progress)
 
@@ -191,18 +190,6 @@ class Outputs:
         if evaluation.split == "validation":
             self.validations[evaluation.step] = evaluation
         return evaluation
-
-    def stopped(self, signals: Sequence[str], step: int | None) -> None:
-        """A signal stopped the run after ``step``, or for None before training: says so, and leaves ``stopped.json``.
-
-        That file is a sign for schedulers: launchers do not pass on the exit status that would tell them.
-        """
-        where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
-        step = step if step is not None else max(self.steps(), default=0)
-        if self.is_main:
-            figures.write_whole(self.folder / "stopped.json", json.dumps({"step": step, "signal": [*signals, None][0]}))
-        again = f"run {self.config.output.same_command} again to resume from step {step}"
-        self.say(f"stopped by {[*signals, 'a signal to another process'][0]} {where}: {again}.")
 
     def write_final(self, state: TrainingState, tokenizer: PreTrainedTokenizerBase) -> None:
         """Makes ``final/`` for ``from_pretrained``; it appears whole, in place of an earlier one. By all ranks."""

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.checkpoint import StoredBlocks
-from train.config import to_values
-from train.records import Run, UserError
-from train.tasks import tokenizer_digest
+from train.records import UserError
 
 ROWS_AT_ONCE = 64  # of long sequences
 LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
@@ -47,7 +45,7 @@ class TrainingState:
 
     model: nn.Module
     optimizer: Any  # a torch.optim.Optimizer
-    identity: Mapping[str, Any]  # what must be equal for a run to resume: data, model, batch, seed
+    identity: Mapping[str, Any]  # what must be equal for a run to resume, if an extra says so: data, model, batch, seed
     scaler: torch.amp.GradScaler | None = None
 
     def blocks(self, rank: int) -> dict[str, dict[str, Block]]:
@@ -180,20 +178,6 @@ def _held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
         return None
     (chunk,) = tensor.__create_chunk_list__()  # what torch's own distributed checkpoints go by
     return local, tuple(chunk.offsets)
-
-
-def run_identity(run: Run, tokenizer: Any, training_digest: str, global_batch_size: int) -> dict[str, Any]:
-    """The settings that a run may not change on the way, by the names that a person knows them by."""
-    values = to_values(run.config)
-    same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
-    return {
-        **{name: values[name] for name in same},
-        **run.extras.merged("identity", run.config),
-        "tokenizer": tokenizer_digest(tokenizer),
-        "training data": training_digest,
-        "global_batch_size": global_batch_size,
-        "mixed_precision": run.accelerator.mixed_precision,
-    }
 
 
 def examples_digest(examples: datasets.Dataset) -> str:

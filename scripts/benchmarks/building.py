@@ -316,7 +316,7 @@ class Training:
         """
         from train.extras.meter.cards import peak_flops_per_second
         from train.extras.meter.flops import count_flops
-        from train.launch import device_name, precision_in_use
+        from train.extras.device import device_name, precision_in_use
 
         accelerator = self.run.accelerator
         peak = peak_flops_per_second(device_name(accelerator.device), precision_in_use(accelerator))

@@ -8,8 +8,9 @@ the core calls the methods below in the order of :data:`ORDER`. Only this file k
 # pyright: reportReturnType=false
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from train.records import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     import torch
     from datasets import Dataset
     from torch import nn
@@ -30,15 +32,21 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.loop import Parts
     from train.model import ModelWithLoss
-    from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Progress, Run
+    from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Progress, Run, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
     from train.tasks import Task
 
-NAMES = "hardware readers long_sequences adapters activations losses parallelism optimizers meter gradients "
-NAMES += "memory endurance selection report"
+NAMES = "checks hardware readers new_models long_sequences adapters activations losses parallelism optimizers "
+NAMES += "meter gradients memory endurance selection report"
 ORDER = {name: "train.memory" if name == "memory" else f"train.extras.{name}" for name in NAMES.split()}
 """Where each is, in the order in which they change a run."""
+FAMILIAR = {"batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size", "lr": "learning_rate"}
+FAMILIAR |= {"fp16": "mixed_precision fp16", "bf16": "mixed_precision bf16", "model_name_or_path": "model"}
+FAMILIAR |= {"max_train_steps": "max_steps", "resume_from_checkpoint": "resume", "use_lora": "adapter lora"}
+FAMILIAR |= {"validation_file": "validation_dataset", "checkpointing_steps": "save_every_steps"}
+FAMILIAR |= dict.fromkeys(("block_size", "seq_len", "sequence_length", "cutoff_len"), "max_length")
+"""Flags of other programs that are spelt too differently to be guessed."""
 
 
 class Extra:
@@ -52,8 +60,11 @@ class Extra:
     def check(cls, config: Config, launch: Launch) -> None:
         """Raises UsageError where its options contradict each other, those of the core, or the launch."""
 
-    def identity(self, config: Config) -> dict[str, Any]:
+    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a checkpoint and a run that resumes from it must have in common."""
+
+    def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+        """Compares the run that a ``checkpoint`` belongs to with this one, which may raise UserError."""
 
     def open(self, config: Config, launch: Launch, stop: list[str]) -> AbstractContextManager[None]:
         """Surrounds the whole run, from before the processes meet; may ask it to ``stop``, by the name of a signal."""
@@ -68,6 +79,9 @@ class Extra:
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
         """The documents that ``--dataset`` names, or None if this extra does not know it."""
+
+    def change_corpus(self, task: Task, corpus: Corpus) -> Corpus:
+        """Other documents."""
 
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
@@ -86,8 +100,14 @@ class Extra:
     def change_config(self, run: Run, config: Config, data: PreparedData) -> Config:
         """The configuration with what was left to ``auto`` chosen."""
 
+    def new_model_config(self, run: Run, task: type[Task], tokenizer: Any) -> Any:
+        """transformers' configuration of a model that is trained from scratch."""
+
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:
         """Changes transformers' configuration in place; returns further arguments of ``from_pretrained``."""
+
+    def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
+        """The configuration is as it will be (None: of a function's model); raises UserError where it cannot fit."""
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
         """The new network is built; raises UserError where it cannot learn the task. ``sizes``: tokens, labels."""
@@ -143,7 +163,7 @@ class Extra:
     def logged(self, run: Run, progress: Progress, loss: float, since_step: int) -> Progress:
         """The mean loss since the step of the last line is known; may raise DivergenceError."""
 
-    def skipped(self, run: Run, progress: Progress, loss_scale: float | None) -> None:
+    def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
         """A step had no finite gradient; may raise DivergenceError."""
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -157,6 +177,9 @@ class Extra:
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
         """A checkpoint was restored, with this progress."""
+
+    def metrics(self, run: Run, data: PreparedData, table: np.ndarray) -> dict[str, Any]:
+        """Further metrics of a split, from the ``table`` that a task's ``metrics`` gets."""
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """The validation split was evaluated after the step that ``progress`` stands at."""
@@ -172,6 +195,9 @@ class Extra:
 
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         """Training is done, and ``state`` as the last step left it; ``final/`` comes next."""
+
+    def stopped(self, run: Run, step: int | None) -> None:
+        """A signal has stopped the run: after ``step``, whose checkpoint is written, or None: before training."""
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """What to tell a person about ``error``; empty if that was done; None if this extra does not know."""
@@ -234,6 +260,16 @@ def classes() -> dict[str, type[Extra]]:
 def missing() -> list[str]:
     """Extras that were deleted from this copy of the template, or need one that was."""
     return [name for name in ORDER if name not in classes()]
+
+
+def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What may be meant by a flag (with a ``prefix``) or a key of a recipe that is not ``known``."""
+    close = [FAMILIAR[name]] if name in FAMILIAR else difflib.get_close_matches(name, known, n=1)
+    more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
+    text = f"Did you mean {prefix}{close[0]}?" if close else more
+    if gone := missing():
+        text += f" This copy of the template is without the extras {', '.join(gone)} and their options."
+    return text
 
 
 def options() -> dict[str, type]:

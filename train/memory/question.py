@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from train import extras
 from train.config import Config, to_values
 from train.extras.hardware import automatic_precision
 from train.extras.meter.cards import peak_flops_per_second
-from train.launch import Launch, check_launch
+from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
 from train.memory.ladder import LADDER, Recompute, ladder_on
 from train.memory.predict import HALF, STAGE, Job, Target
@@ -263,7 +264,7 @@ class Question:
     def needs_whole_weights(self) -> bool:
         """Whether the optimizer does not work with sharded weights."""
         try:
-            check_launch(Launch(2, engine="fsdp2"), self.config)
+            extras.check(self.config, Launch(2, engine="fsdp2"))
         except UsageError:
             return True
         return False
@@ -284,7 +285,7 @@ class Question:
         Raises UsageError if the optimizer asked for does not work with it.
         """
         config, target = self.config.changed(**self.changes(setting)), self.target
-        check_launch(self._launch(setting.sharding), config)
+        extras.check(config, self._launch(setting.sharding))
         if not self.has_known_speed:
             processor = Target("cpu", flops_per_second=dict.fromkeys(PRECISIONS, 1e12), bytes_per_second=1e11)  # common
             like = processor if self.on_cpu else target_of(find_device(STAND_IN))

@@ -20,6 +20,7 @@ from train.config import Config
 from train.data import PreparedData
 from train.evaluation import reshard, score
 from train.extras.host_memory import free_host_bytes
+from train.extras.longest import longest_of
 from train.figures import gib
 from train.loop import Parts
 from train.memory import Options
@@ -87,7 +88,7 @@ class MemorySession:
 
     def _chosen(self, name: str, ways: list[tuple[str, dict[str, Any]]], config: Config) -> dict[str, Any]:
         """The flags for what is left to auto under ``name``, the same on every rank."""
-        pair = self._data.training_batches(self._run, BatchArithmetic(2, 1, 1)).longest()
+        pair = longest_of(self._data.training_batches(self._run, BatchArithmetic(2, 1, 1)))
 
         def needs(changes: dict[str, Any]) -> int:
             job = self._job(config.changed(**changes))
@@ -114,7 +115,7 @@ class MemorySession:
 
     def ask(self, batches: Batches) -> None:
         """Has the step with the longest micro-batch predicted while the model is built."""
-        longest = self._longest = batches.longest()
+        longest = self._longest = longest_of(batches)
         if not self._is_predictable:
             return
         size, length = longest.shape

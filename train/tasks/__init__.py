@@ -13,7 +13,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -91,6 +90,7 @@ class Task:
     is_causal: ClassVar[bool] = False  # tokens must not see later ones; padding at the end then needs no mask
     labelled: ClassVar[bool] = False  # documents need a label
     target_share: ClassVar[str | None] = None  # the option with the share of positions that are targets; None: all
+    needed_tokens: ClassVar[tuple[str, ...]] = ()  # of the tokenizer, in addition to one for padding or the end
     # Options that examples depend on; those cached under other values are not reused.
     encode_settings: ClassVar[tuple[str, ...]] = ("max_length",)
     # Columns of an example; ``length``, the positions a model sees, is one of them.
@@ -110,11 +110,6 @@ class Task:
     loss_sum = staticmethod(cross_entropy_sum)  # of logits and labels: () the training loss, summed over targets
     scores = staticmethod(cross_entropy_scores)  # of logits and labels: what an evaluation keeps of a batch
 
-    def check_metrics(self, label_names: Sequence[str]) -> None:
-        """Raises UserError when the metrics asked for cannot be computed."""
-        if names := self.config.output.metrics:
-            raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
-
     def metrics(self, table: np.ndarray, examples: Dataset, label_names: Sequence[str]) -> dict[str, Any]:
         """Metrics of a split; ``table`` (examples, 6): example, loss sum, targets, correct, prediction, reference."""
         loss_sum, targets, correct = map(math.fsum, table[:, 1:4].T)
@@ -127,11 +122,6 @@ class Task:
                 metrics["bits_per_byte"] = loss_sum / math.log(2) / covered
         return metrics
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises UserError when the tokenizer lacks what the task needs."""
-        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
-            raise UserError(f"{self.name}: the tokenizer has neither a padding nor an end token; choose another one.")
-
     def label_names(self, corpus: Corpus) -> tuple[str, ...]:
         """Names of the classes in the order of their numbers; empty where the vocabulary is the classes."""
         return ()
@@ -139,14 +129,6 @@ class Task:
     def classes_of(self, labels: Sequence[Any], label_names: Sequence[str]) -> list[int | None]:
         """The number of the class of each label; None for one that the training split does not have."""
         raise NotImplementedError
-
-    def accepted(self, documents: Dataset, label_names: Sequence[str]) -> tuple[Dataset, tuple[str, ...]]:
-        """The documents that can be used, and notes about the others."""
-        return documents, ()
-
-    def describe(self, examples: Examples) -> tuple[str, ...]:
-        """Lines about the tokenised data that a person should read before training."""
-        return ()
 
     def encode(
         self, documents: Mapping[str, Sequence[Any]], tokenizer: Tokenizer, label_names: Sequence[str]
@@ -229,13 +211,12 @@ def tokenize(
     corpus: Corpus, task: Task, tokenizer: Tokenizer, change_caching: Callable[..., Any] = lambda make, cache: make
 ) -> Examples:
     """All splits of ``corpus`` as examples; UserError for an empty one. ``change_caching``: see the seam of extras."""
-    label_names, notes, splits = task.label_names(corpus), list[str](), dict[str, Dataset]()
+    label_names, splits = task.label_names(corpus), dict[str, Dataset]()
     settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
     source = [f"{c} {inspect.getsource(sys.modules[c.__module__])}" for c in type(task).__mro__ if issubclass(c, Task)]
     recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"  # a fork changes the source
     for name in [name for name in ("train", "validation", "test") if getattr(corpus, name) is not None]:
-        documents, split_notes = task.accepted(getattr(corpus, name), label_names)
-        notes += split_notes
+        documents = getattr(corpus, name)
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
@@ -256,10 +237,7 @@ def tokenize(
             cache = Path(datasets_config.HF_DATASETS_CACHE, f"examples-{known}")
             make = change_caching(partial(make, cache_file_name=f"{cache}.arrow"), cache)
         splits[name] = make()
-        if len(splits[name]) == 0:
-            raise UserError(f"{corpus.name}: the {name} split has no example after tokenisation.")
-    examples = Examples(splits["train"], splits["validation"], splits.get("test"), label_names)
-    return replace(examples, notes=(*notes, *task.describe(examples)))
+    return Examples(splits["train"], splits["validation"], splits.get("test"), label_names)
 
 
 def stored_config(config: Architecture) -> PretrainedConfig:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from train import tasks
-from train.records import IGNORE, UserError
+from train.records import IGNORE
 
 
 class Task(tasks.Task):
@@ -20,12 +20,8 @@ class Task(tasks.Task):
     title = "masked language"
     auto_class = "AutoModelForMaskedLM"
     target_share = "mlm_probability"
+    needed_tokens = ("mask",)
     example_columns = ("tokens", "special", "length", "vocab_size", "mask_id")
-
-    def check_tokenizer(self, tokenizer: tasks.Tokenizer) -> None:
-        super().check_tokenizer(tokenizer)
-        if tokenizer.mask_token_id is None:
-            raise UserError("masked_lm: the tokenizer has no mask token; choose one that has ('bytes', 'train:8192').")
 
     def cut(self, text: str, ids: list[int], label: int | None, tokenizer: tasks.Tokenizer) -> Iterator[dict[str, Any]]:
         """Windows of at most ``max_length`` tokens, framed by the tokenizer's start and end marks."""

@@ -9,8 +9,9 @@ import torch
 from accelerate import Accelerator
 
 from train.config import Config
+from train.extras.device import precision_in_use
 from train.extras.hardware import set_up_device, settle_precision
-from train.launch import Launch, precision_in_use
+from train.launch import Launch
 
 
 @pytest.mark.parametrize(

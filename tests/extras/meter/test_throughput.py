@@ -451,7 +451,7 @@ def _mfu_of(batches: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> float
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="no")
     run: Any = SimpleNamespace(is_planned=False, accelerator=accelerator, config=Config().changed(max_length=4096))
     monkeypatch.setattr("train.extras.meter.cards.peak_flops_per_second", lambda *args: 1e12)
-    monkeypatch.setattr("train.launch.precision_in_use", lambda accelerator: "no")
+    monkeypatch.setattr("train.extras.device.precision_in_use", lambda accelerator: "no")
     extra, values = Extra(), dict[str, Any](tokens_per_second=1000.0)
     extra.change_model(run, _llama(), load_task("causal_lm"))
 

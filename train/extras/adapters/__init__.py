@@ -15,6 +15,7 @@ from train.records import Run, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
+    from train.data import PreparedData
     from train.state import TrainingState
     from train.tasks import Task
 
@@ -60,8 +61,8 @@ class Extra(extras.Extra):
                 f"adapter: {own.adapter} does not work with {launch} in the launch file: use {files}, or adapter: none."
             )
 
-    def identity(self, config: Config) -> dict[str, Any]:
-        own = vars(config.of(Options))
+    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
+        own = vars(run.config.of(Options))
         return dict(own) if own["adapter"] != "none" else {}
 
     def change_model_config(self, run: Run, model_config: Any) -> dict[str, Any]:

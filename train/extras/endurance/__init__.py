@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,9 @@ from train import extras
 from train.config import Config, option
 from train.extras.endurance.lock import lock
 from train.extras.endurance.signals import Signals, deliver
-from train.figures import show_error
+from train.figures import show_error, write_whole
 from train.launch import Launch
-from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError
+from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError, exchange
 
 if TYPE_CHECKING:
     from train.data import PreparedData
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
     from train.loop import Parts
+    from train.records import MicroBatch, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
 
 SECONDS_FOR_A_LAST_CHECKPOINT = 20.0
 SHARE_OF_THE_NEWEST = 0.1  # of the newest loss in the usual one, an exponential moving mean
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+STOPPED = "stopped.json"
 MIN_LOSS_SCALE = 2.0**-10  # gradients that overflow at this scale would overflow at any
 
 
@@ -71,6 +74,7 @@ class Extra(extras.Extra):
         self._recovering: Recovering | None = None
         self._compare_replicas: Callable[[int, bool], None] = lambda step, is_saved: None
         self._logged_step = 0  # up to which the loss is known
+        self._is_trained = False  # the last step is made, and its checkpoint written
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -161,8 +165,12 @@ class Extra(extras.Extra):
         newest = loss if usual is None else (1 - SHARE_OF_THE_NEWEST) * usual + SHARE_OF_THE_NEWEST * loss
         return replace(progress, usual_loss=newest if math.isfinite(newest) else usual)
 
-    def skipped(self, run: Run, progress: Progress, loss_scale: float | None) -> None:
-        """Raises DivergenceError where no later step can be expected to have a finite gradient."""
+    def skipped(self, run: Run, progress: Progress, outcome: StepOutcome, micro_batches: Sequence[MicroBatch]) -> None:
+        """Logs the examples; raises DivergenceError where no later step can be expected to have a finite gradient."""
+        loss_scale = run.accelerator.scaler and run.accelerator.scaler.get_scale()
+        examples = {i for ids in exchange([i for batch in micro_batches for i in batch.example_ids]) for i in ids}
+        values = {"grad_norm": outcome.grad_norm, "loss_scale": loss_scale, "examples": sorted(examples)}
+        run.outputs.record(run, "skipped", progress.step, values)
         in_a_row = progress.consecutive_nonfinite_steps
         if loss_scale is not None and loss_scale <= MIN_LOSS_SCALE:
             reason = f"the gradients overflow fp16 even at a loss scale of {loss_scale}. Try --mixed_precision bf16."
@@ -198,13 +206,31 @@ class Extra(extras.Extra):
     def finishing(self, run: Run, state: TrainingState, progress: Progress) -> None:
         from train.extras.endurance.checkpoints import refuse_nonfinite
 
+        self._is_trained = True
         refuse_nonfinite(run, state, progress)
+
+    def starting(self, run: Run, parts: Parts) -> None:
+        if run.outputs.is_main:
+            (run.outputs.folder / STOPPED).unlink(missing_ok=True)
+
+    def stopped(self, run: Run, step: int | None) -> None:
+        """Says so, and leaves ``stopped.json``, a sign for schedulers: launchers do not pass on the exit status."""
+        outputs, names = run.outputs, [*run.stop, None]
+        where = f"after step {step}; a checkpoint is written" if step is not None else "while the data was prepared"
+        step = step if step is not None else max(outputs.steps(), default=0)
+        if outputs.is_main:
+            write_whole(outputs.folder / STOPPED, json.dumps({"step": step, "signal": names[0]}))
+        again = f"run {run.config.output.same_command} again to resume from step {step}"
+        outputs.say(f"stopped by {names[0] or 'a signal to another process'} {where}: {again}.")
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
         """Of a disk that takes nothing more; empty where a rank is gone, of which one rank has then told."""
         if self._watch is not None and self._watch.concludes(error):
             return ""
         if self._config is None or not isinstance(error, OSError) or error.errno not in NOT_WRITABLE:
+            if self._is_trained and self._config is not None and not isinstance(error, UserError):
+                done = "what comes after the last step has failed; its checkpoint is written"
+                show_error(f"{done}: {self._config.output.same_command} makes what is missing.")
             return None
         where = error.filename or self._config.output.output_dir
         return f"{where} cannot be written: {error.strerror}. {how_to_resume(self._config)}"

@@ -207,7 +207,7 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     found = outputs.from_main(choose)
     if found is None:
         raise DivergenceError(f"{error} There is no intact checkpoint from before it.", lost, sound)
-    restored = checkpoint.restore(found, state, run.config.output.allow_changes_on_resume)
+    restored = checkpoint.restore(found, state)
     outputs.keep_log(restored)
     restored = run.extras.pipe("resumed", run, restored)
     values = {"from_step": lost.step, "rollbacks": lost.rollbacks + 1, "reason": str(error)}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from train import extras
 from train.config import Config, option
-from train.launch import Launch, check_launch, device_name, precision_in_use, target_device
+from train.extras.device import device_name, precision_in_use
+from train.launch import Launch, target_device
 from train.records import Run, UsageError, num_cores
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def automatic_precision(launch: Launch, config: Config, has_bf16: bool) -> tuple
     """What a card computes fp32 weights in where nobody asked: bf16; without it fp16, if the rest works with that."""
     half = "bf16" if has_bf16 else "fp16"
     try:
-        check_launch(replace(launch, precision=half), config)
+        extras.check(config, replace(launch, precision=half))
     except UsageError as error:
         return "no", f"precision: fp32 (this card would take {half}, but {error})"
     return half, f"precision: {half}, because none was asked for (--mixed_precision no trains in fp32)"

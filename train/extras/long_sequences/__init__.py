@@ -61,10 +61,10 @@ class Extra(extras.Extra):
                 asked = "packing" if own.packing else "sequence_length_warmup_steps"
                 raise UsageError(f"{asked}: {config.data.task} has one label a row: leave it out, or use another task.")
 
-    def identity(self, config: Config) -> dict[str, Any]:
-        own = config.of(Options)
+    def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
+        own = run.config.of(Options)
         rope_scaling = None if own.rope_scaling == "none" else own.rope_scaling
-        factor = rope_scaling and (own.rope_scaling_factor or f"for max_length {config.data.max_length}")
+        factor = rope_scaling and (own.rope_scaling_factor or f"for max_length {run.config.data.max_length}")
         scaled = {"rope_scaling": rope_scaling, "rope_scaling_factor": factor}
         return {"packing": own.packing, **scaled, "sliding_window": own.sliding_window}
 

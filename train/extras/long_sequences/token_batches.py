@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from train.batching import Rounds, with_padding
+from train.batching import Rounds
+from train.extras.longest import with_padding
 from train.records import BatchArithmetic
 
 

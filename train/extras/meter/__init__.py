@@ -42,9 +42,9 @@ class Extra(extras.Extra):
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         if not run.is_planned:
+            from train.extras.device import device_name, precision_in_use
             from train.extras.meter.cards import peak_flops_per_second
             from train.extras.meter.flops import count_flops
-            from train.launch import device_name, precision_in_use
 
             own = peak_flops_per_second(device_name(run.accelerator.device), precision_in_use(run.accelerator))
             if all(peaks := exchange(own)):  # counted only where it is of use, and then on every rank

@@ -87,7 +87,9 @@ class Extra(extras.Extra):
         if (kind := _kind(run.launch)) is not None:
             kind.prepare(run, model)
         elif self._batches is not None and run.launch.engine == "ddp" and run.accelerator.num_processes > 1:
-            _expect_unused(run, model, self._batches.longest())
+            from train.extras.longest import longest_of
+
+            _expect_unused(run, model, longest_of(self._batches))
 
     def state(
         self, network: nn.Module, optimizer: Any, identity: Mapping[str, Any], scaler: Any

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
@@ -65,17 +66,32 @@ def load_returned(config: Config, data: Source) -> Corpus:
 
     Raises UserError for an unknown split, and for a row without text or label.
     """
-    name = data.dataset
-    found = call_function(name, "dataset", config)
+    found = call_function(data.dataset, "dataset", config)
     splits = dict(found) if isinstance(found, dict) else {"train": found}
-    if unknown := splits.keys() - {"train", "validation", "test"}:
-        raise UserError(f"dataset {name!r} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
-    needed = {"text", "label"} if data.labelled else {"text"}
+    _check_splits(splits, found, data)
     for split, documents in splits.items():
-        if isinstance(documents, Dataset) and needed <= {*documents.column_names}:
-            splits[split] = tables.good_rows(documents, data, f"dataset {name!r}: the {split} split")
-    corpus = corpus_of(splits if isinstance(found, dict) else splits["train"], config, data.labelled)
+        splits[split] = tables.good_rows(documents, data, f"dataset {data.dataset!r}: the {split} split")
+    corpus = corpus_of(splits, config)
     return replace(corpus, notes=tuple(data.notes))
+
+
+def _check_splits(splits: dict[str, Any], found: Any, data: Source) -> None:
+    name = f"dataset {data.dataset!r}"
+    if "train" not in splits or not all(isinstance(split, Dataset) for split in splits.values()):
+        raise UserError(
+            f"{name} returned {type(found).__name__}: return a 🤗 Dataset, or a dict of them with the keys train, "
+            "validation, test."
+        )
+    if unknown := splits.keys() - {"train", "validation", "test"}:
+        raise UserError(f"{name} returned a split {min(map(str, unknown))!r}: use train, validation, test.")
+    for split, documents in splits.items():
+        if documents.format["type"] == "custom":
+            raise UserError(f"{name}: the {split} split has a transform, which is not applied: use map().")
+        known = documents.column_names
+        if missing := [n for n in ("text", "label")[: 1 + data.labelled] if n not in known]:
+            raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known}.")
+    if "validation" not in splits and (count := len(splits["train"])) < 2:
+        raise UserError(f"{name}: {count} document(s) cannot be split in two: return a validation split.")
 
 
 # Files and folders

@@ -1,4 +1,6 @@
-"""Which evaluated step is the best: its checkpoint stays, ``final/`` may be made of it, training may end early."""
+"""What evaluations are judged by, and which evaluated step is the best: its checkpoint stays, ``final/`` may be made
+of it, training may end early.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from train import extras
 from train.config import Config, option
 from train.figures import read_metrics
 from train.launch import Launch
-from train.records import Evaluation, Progress, Run, UsageError, UserError
+from train.records import Evaluation, Progress, Run, UsageError, UserError, one_line
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from train.batching import Batches
     from train.data import PreparedData
 
@@ -22,8 +26,9 @@ SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte", "error", "mae", "mse
 
 @dataclass(frozen=True)
 class Options:
-    """Which evaluated step is the best, and what follows from it."""
+    """Metrics; which evaluated step is the best, and what follows from it."""
 
+    metrics: tuple[str, ...] = option((), "Further metrics of 🤗 evaluate for classification, by name or folder.")
     metric_for_best: str | None = option(None, "Default: the task's own (loss, accuracy).")
     greater_is_better: bool | None = option(None, "Default: not for losses, errors, perplexity and bits_per_byte.")
     load_best_model_at_end: bool = option(False, "final/ holds the best evaluated weights instead of the last.")
@@ -35,6 +40,7 @@ class Extra(extras.Extra):
 
     def __init__(self) -> None:
         self._metric, self._grows, self._data, self._best_of = "loss", False, "", ""  # the last: what is compared
+        self._further: list[Any] = []
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
@@ -51,11 +57,21 @@ class Extra(extras.Extra):
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
         self._data = data.validation_digest
         self._best_of = f"{self._metric} on data {self._data}"
+        if options.metrics and not data.task.labelled:
+            names = ", ".join(options.metrics)
+            raise UserError(f"metrics: {names} would compare classes, and this task has none: leave it out.")
+        self._further = [load_metric(name, len(examples.label_names)) for name in options.metrics]
         if options.metric_for_best:
             with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
                 one = np.array([[0.0, 1, 1, 1, 0, 0]])
                 found = data.task.metrics(one, examples.validation, examples.label_names)
+                found |= self.metrics(run, data, one)
                 self.evaluated(run, Progress(), Evaluation("validation", 0, found))
+
+    def metrics(self, run: Run, data: PreparedData, table: np.ndarray) -> dict[str, Any]:
+        predictions, references = table[:, 4:].T.astype(int)
+        computed = [metric.compute(predictions=predictions, references=references) or {} for metric in self._further]
+        return {name: value for found in computed for name, value in found.items()}
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""
@@ -101,3 +117,21 @@ class Extra(extras.Extra):
 
     def final_step(self, run: Run, progress: Progress) -> int | None:
         return progress.best_step if run.config.of(Options).load_best_model_at_end else None
+
+
+def load_metric(name: str, num_classes: int) -> Any:
+    """A metric by its name on the Hub or its folder, tried once, before the first step rather than after it.
+
+    Raises UserError for one that cannot be loaded, or not be computed from predicted classes.
+    """
+    try:
+        import evaluate  # here: it takes two seconds
+
+        metric, classes = evaluate.load(name, keep_in_memory=True), list(range(num_classes))
+        metric.compute(predictions=classes, references=classes)
+        return metric
+    except Exception as error:  # metric scripts fail in their own ways
+        raise UserError(
+            f"metrics: {name!r} cannot be used: {one_line(error)} Metrics on the Hub need a "
+            "connection; accuracy, macro F1 and the confusion matrix are computed without one."
+        ) from None

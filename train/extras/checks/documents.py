@@ -1,0 +1,67 @@
+"""Labels that cannot be learned, and what a person should know about the tokenised text before training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+from datasets import Dataset
+
+from train.config import Config
+from train.data import PreparedData
+from train.figures import several
+from train.records import Corpus, UserError, column
+from train.tasks import Task
+
+
+def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
+    """``corpus`` without documents of a class that the task does not know, if these may be left out.
+
+    Raises UserError for them otherwise, and for a training split of fewer than two labels.
+    """
+    labels = set(corpus.train["label"])
+    if len(labels) < 2:
+        raise UserError(
+            f"{corpus.name}: the training split has only the label {', '.join(map(repr, labels))} in column "
+            f"{task.config.get('label_column', 'label')!r}; classification needs two or more. Is it the right "
+            "--label_column?"
+        )
+    names, splits, notes = task.label_names(corpus), dict[str, Dataset](), list(corpus.notes)
+    for split in ("train", "validation", "test"):
+        if (documents := getattr(corpus, split)) is None:
+            continue
+        is_known = [number is not None for number in task.classes_of(documents["label"], names)]
+        if not all(is_known):
+            where = _first_unknown(documents[number := is_known.index(False)], number)
+            if task.config.get("on_bad_record", "error") == "error":
+                more = "" if task.config.get("max_train_samples") is None else "raise --max_train_samples, "
+                raise UserError(
+                    f"{where} (its labels: {', '.join(names[:20])}). Correct it, {more}or leave such records out "
+                    "with --on_bad_record skip."
+                )
+            notes.append(f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}")
+            splits[split] = documents.select(np.flatnonzero(is_known))
+    return replace(corpus, **splits, notes=tuple(notes))
+
+
+def _first_unknown(document: dict[str, object], number: int) -> str:
+    place = document.get("source", f"document {number}")
+    return f"{place}: label {document['label']!r} does not occur in the training split"
+
+
+def describe(data: PreparedData, config: Config) -> list[str]:
+    """Lines about the classes, and how much of the text was cut."""
+    names, train = data.examples.label_names, data.examples.train
+    lines = [f"{len(names)} classes: {', '.join(names[:20])}"] if names else []
+    alike = Counter(" ".join(name.casefold().split()) for name in names)
+    if same := [repr(name) for name in names if alike[" ".join(name.casefold().split())] > 1]:
+        lines[0] += f" (of these {', '.join(same[:4])} differ only in case or spaces)"
+    if "document_length" in train.column_names:
+        kept, before = column(train, "length"), column(train, "document_length")
+        if cut := int((before > kept).sum()):
+            lines.append(
+                f"truncation ({config.data.truncation}): {cut} of {len(kept)} documents are longer than "
+                f"{config.data.max_length} tokens; {100 * (1 - kept.sum() / before.sum()):.1f} % of all tokens are lost"
+            )
+    return lines

@@ -1,0 +1,61 @@
+"""Whether model, tokenizer, length and task fit each other; told before documents are tokenised, where possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from train.model import skipped_positions
+from train.records import Run, UserError
+from train.tasks import Task
+
+
+def check_tokenizer(task: type[Task], tokenizer: Tokenizer) -> None:
+    """Raises UserError when the tokenizer lacks a token that the task needs."""
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(f"{task.name}: the tokenizer has neither a padding nor an end token; choose another one.")
+    for name in task.needed_tokens:
+        if getattr(tokenizer, f"{name}_token_id", None) is None:
+            raise UserError(
+                f"{task.name}: the tokenizer has no {name} token; choose one that has ('bytes', 'train:8192')."
+            )
+
+
+def check_model_type(config: PretrainedConfig, task: type[Task]) -> None:
+    """Raises UserError for a kind of model that transformers does not have for the task."""
+    known, brought = getattr(transformers, task.auto_class)._model_mapping, getattr(config, "auto_map", None) or {}
+    if type(config) not in known and task.auto_class not in brought:
+        raise UserError(f"model: transformers has no {config.model_type} for {task.name}: give another model or task.")
+
+
+def check_sizes(config: PretrainedConfig, tokenizer: Any, max_length: int, skipped: int = 0) -> None:
+    """Raises UserError for a vocabulary or a table of positions that is too small; ``skipped`` are never used."""
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is not None and vocab_size < len(tokenizer):
+        raise UserError(
+            f"the model has {vocab_size} embeddings, the tokenizer {len(tokenizer)} tokens: give the tokenizer that "
+            "belongs to the model (leave --tokenizer out), or a larger vocab_size in model_config."
+        )
+    limit = (getattr(config, "max_position_embeddings", None) or 0) - skipped
+    if max_length > limit > 0:
+        raise UserError(
+            f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "
+            "--rope_scaling yarn where positions are rotary, or a model_config with more max_position_embeddings."
+        )
+
+
+def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
+    """Raises UserError for a network that cannot take the tokens or tell the classes; ``sizes``: of both."""
+    own, (num_tokens, num_labels) = run.config.architecture, sizes
+    if not isinstance(network, nn.Module):
+        raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
+    config = getattr(network, "config", None)
+    known = getattr(config, "num_labels", num_labels)
+    if own.is_function and num_labels and known != num_labels:
+        raise UserError(f"model {own.name!r} returned a model of {known} classes; the data has {num_labels} of them.")
+    if isinstance(config, PretrainedConfig):
+        check_sizes(config, range(num_tokens), run.config.data.max_length, skipped_positions(network))

@@ -1,0 +1,82 @@
+"""Settings that cannot work together, found before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from train.config import Config
+from train.launch import Launch
+from train.records import UsageError
+
+
+def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UsageError for what a launch file asks for and the template cannot do."""
+
+    def says(name: str) -> bool:
+        return environment.get(name, "").lower() == "true"
+
+    if says("ACCELERATE_USE_MEGATRON_LM"):
+        raise UsageError("distributed_type: MEGATRON_LM in the launch file: use one of accelerate_configs/.")
+    if says("ACCELERATE_USE_FSDP") and environment.get("FSDP_VERSION", "1") != "2":
+        raise UsageError("fsdp_version: 1 in the launch file. Set fsdp_version: 2, as accelerate_configs/ do.")
+    if says("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise UsageError(
+            "fsdp_activation_checkpointing: true in the launch file recomputes with other dropout, so gradients would "
+            "be wrong. Set it to false and use --gradient_checkpointing."
+        )
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp") if says("ACCELERATE_USE_PARALLELISM_CONFIG") else ()
+    sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
+    copies = math.prod(size for name, size in sizes.items() if not name.startswith("dp_"))
+    is_deepspeed, world_size = says("ACCELERATE_USE_DEEPSPEED"), int(environment.get("WORLD_SIZE") or 1)
+    given = [f"{name}_size {size}" for name, size in sizes.items() if size != 1]
+    product = copies if is_deepspeed else math.prod(sizes.values())
+    if product < 1 or world_size % copies or (given and not is_deepspeed and product != world_size):
+        raise UsageError(
+            f"parallelism_config in the launch file: {', '.join(given)} make {product} processes, num_processes is "
+            f"{world_size}. Their product must be num_processes: change one of them."
+        )
+
+
+def check_precision(config: Config, launch: Launch) -> None:
+    """Raises UsageError where launcher and configuration contradict each other, or a precision would not do."""
+    model, asked = config.architecture, config.optimization.mixed_precision
+    if launch.precision not in ("no", "fp16", "bf16"):
+        raise UsageError(f"mixed_precision: {launch.precision} in the launch file: use fp16, bf16 or no.")
+    if asked is not None and launch.precision not in ("no", asked):  # the launcher also says "no" when nobody chose
+        both = f"the training configuration says {asked}, the launch configuration {launch.precision}"
+        raise UsageError(f"mixed_precision: {both}. Make them agree, or leave mixed_precision out of one.")
+    if model.is_function and model.dtype != "float32":
+        raise UsageError(f"dtype: {model.dtype} would not reach a function's model: leave it out, and do that there.")
+    if model.dtype == "float16" and config.get("adapter", "none") == "none":  # AdamW's second moment would underflow
+        raise UsageError("dtype: float16 is for weights that are not trained: give --mixed_precision fp16 instead.")
+
+
+def check_steps(config: Config) -> None:
+    """Raises UsageError where batch sizes, the number of steps, or ways to clip contradict each other."""
+    optim = config.optimization
+    if optim.max_grad_norm is not None and optim.max_grad_value is not None:
+        raise UsageError("max_grad_norm and max_grad_value clip the same gradient: set one to null (a flag to None).")
+    if optim.micro_batch_size == "auto" and optim.global_batch_size is None:
+        raise UsageError("micro_batch_size: auto divides a global batch of known size: give --global_batch_size, too.")
+    if optim.max_steps is not None and optim.num_epochs is not None:
+        raise UsageError("max_steps and num_epochs both say when to stop: give one of them.")
+    if optim.warmup_steps is not None and optim.warmup_ratio > 0:
+        raise UsageError("warmup_steps and warmup_ratio both say how long to warm up: give one of them.")
+
+
+def check_model(config: Config) -> None:
+    """Raises UsageError where it is not clear which model to train, with which tokenizer, or where to put it."""
+    model, folder = config.architecture, config.output.output_dir
+    if model.model is None and model.model_config is None:
+        raise UsageError("no model: give --model, model_config, or --config recipes/quickstart.yaml for its small one.")
+    if model.model is not None and model.model_config is not None:
+        raise UsageError("model and model_config both name a model: give one of them.")
+    if model.model_config is not None and not isinstance(model.model_config.get("model_type"), str):
+        raise UsageError("model_config: model_type is missing: llama, gpt2, modernbert, bert, qwen3 ...")
+    if config.data.tokenizer is None and (model.model is None or model.is_function):
+        raise UsageError("tokenizer: this model brings none: give a Hub name, a folder, 'bytes' or 'train:8192'.")
+    if ".." in Path(folder).parts or "\0" in folder:
+        raise UsageError(f"output_dir: {folder!r} leads outside its folder: write the path without '..'.")

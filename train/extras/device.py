@@ -1,0 +1,23 @@
+"""What the device is called, and what it multiplies fp32 matrices in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or CPU."""
+    import torch  # here: --help does not wait for it
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def precision_in_use(accelerator: Any) -> str:
+    """fp16 or bf16 under autocast; else tf32 or no, as fp32 matrices are multiplied."""
+    import torch
+
+    is_tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
+    return "tf32" if is_tf32 and accelerator.mixed_precision == "no" else accelerator.mixed_precision

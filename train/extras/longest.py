@@ -1,0 +1,31 @@
+"""The micro-batch that takes most memory, whatever step it belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from train.batching import Batches, load
+from train.records import BatchArithmetic, MicroBatch
+
+
+def longest_of(batches: Batches) -> MicroBatch:
+    """The longest examples of all; loaded by this process."""
+    of_rounds = getattr(batches.loading.rounds, "longest", longest_ids)  # rounds of an extra know better
+    loading = replace(batches.loading, num_workers=0, deliver=None)
+    return next(load(batches.examples, loading, [of_rounds(batches.lengths, batches.arithmetic)], (batches.seed, 0)))
+
+
+def longest_ids(lengths: np.ndarray, arithmetic: BatchArithmetic) -> list[int]:
+    """The longest examples, padded if lengths differ at all."""
+    order = np.argsort(-lengths, kind="stable")
+    return with_padding(order[: arithmetic.micro_batch_size].tolist(), order, lengths)
+
+
+def with_padding(ids: list[int], order: np.ndarray, lengths: np.ndarray) -> list[int]:
+    """``ids``; if all are of one length, the next shorter of ``order`` comes last: padding may bring a mask."""
+    shorter = order[lengths[order] < lengths[ids[0]]]
+    if len(ids) > 1 and len(shorter) and lengths[ids[-1]] == lengths[ids[0]]:
+        ids[-1] = int(shorter[0])
+    return ids

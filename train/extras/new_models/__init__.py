@@ -1,0 +1,66 @@
+"""Models from scratch: transformers' configuration from the few fields that a recipe gives."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from train import extras
+from train.records import Run, UserError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from train.tasks import Task
+
+LIMIT = "max_position_embeddings"  # transformers' name for it; -1: none
+
+
+class Extra(extras.Extra):
+    def new_model_config(self, run: Run, task: type[Task], tokenizer: Any) -> Any:
+        """The ``model_config`` of a recipe completed for tokenizer, length and task; UserError where it is wrong."""
+        fields = dict(run.config.architecture.model_config or {})
+        model_type = fields.pop("model_type")
+        try:
+            return completed(model_type, fields, task, tokenizer, run.config.data.max_length)
+        except UserError:
+            raise
+        except Exception as error:  # configuration classes validate with exceptions of many libraries
+            raise UserError(f"model_config: {model_type}: {one_line(error)}") from None
+
+
+def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokenizer: Tokenizer, max_length: int) -> Any:
+    """transformers' configuration with ``fields``, and those that follow from the other arguments."""
+    from transformers import AutoConfig
+
+    from train.tasks import pad_token_id
+
+    known = AutoConfig.for_model(model_type)
+    if unknown := fields.keys() - read_fields(known, task):
+        raise UserError(f"model_config: {model_type} has no field {', '.join(sorted(unknown))}.")
+    # A missing padding token stays missing: with the end token in its place, that one's embedding would stay zero.
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, instead in ("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id"):
+        if hasattr(known, name):  # ModernBERT's own default lies outside a small vocabulary
+            ids[name] = getattr(tokenizer, instead if getattr(tokenizer, name, None) is None else name)
+    if getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
+        fields[LIMIT] = max_length
+    if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
+        fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
+    if task.is_causal and getattr(known, "is_decoder", None) is False:
+        fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
+    return AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
+
+
+def read_fields(known: Any, task: type[Task]) -> set[str]:
+    """Names of fields that a configuration declares, or that the model's code reads without declaring them."""
+    import transformers
+
+    # Qwen3-MoE's model takes head_dim if it is there.
+    model_class = getattr(transformers, task.auto_class)._model_mapping.get(type(known), None)
+    read = inspect.getsource(import_module(model_class.__module__)) if model_class else ""
+    declared = inspect.getsource(import_module(type(known).__module__))
+    read += "".join(re.findall(r'kwargs\.(?:pop|get)\("\w+"', declared))
+    return {*dir(known), *known.attribute_map, *re.findall(r'"(\w+)"', read)}
