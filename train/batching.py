@@ -11,19 +11,16 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader
 
+from train.config import Config
 from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, column
-
-if TYPE_CHECKING:
-    import datasets
-
-    from train.config import Config
 
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
@@ -58,13 +55,6 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 
 class Rounds:
     """How the examples of a step form micro-batches; an extra may form them otherwise."""
-
-    def describe(self, arithmetic: BatchArithmetic) -> str:
-        """How a global batch comes about."""
-        size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
-        examples, processes = f"{size} example{'s' * (size > 1)}", f"{ranks} process{'es' * (ranks > 1)}"
-        made = f"{examples} per micro-batch × {arithmetic.accumulation_steps} accumulated × {processes}"
-        return f"{made} = {arithmetic.global_batch_size} per step"
 
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids.

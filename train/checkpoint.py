@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from train.figures import make_folder, sync
 from train.records import Progress, UserError, exchange, one_line
+from train.state import INDEX, Block, StoredBlocks, TrainingState
 
-if TYPE_CHECKING:
-    from train.state import Block, TrainingState
-
-MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+MANIFEST, STATE = "manifest.json", "state.json"
 PARTIAL = ".partial-"
 DTYPES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 # What reading files raises that hold something else than they should.
@@ -48,9 +44,8 @@ def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] 
     try:
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         check(stored["identity"])
-        progress = Progress.of(stored["progress"])
         state.restore(StoredBlocks(checkpoint), stored)
-        return progress
+        return Progress.of(stored["progress"])
     except torch.OutOfMemoryError:
         raise
     except OSError as error:  # it was intact a moment ago
@@ -63,60 +58,22 @@ def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] 
         ) from None
 
 
-class StoredBlocks:
-    """The tensors in a checkpoint's files, by section and name."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._folder, self._files = checkpoint, {}
-        # By section and name: the ``shape`` of the whole tensor, and its ``blocks``.
-        self.index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
-
-    def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A block of it, put together from the stored blocks that it overlaps.
-
-        One of one dimension, stored or asked for, may be a stretch of the tensor flattened (DeepSpeed's shards).
-        """
-        entry = self.index[section].get(name)
-        if entry is None or len(shape) not in (1, len(entry["shape"])):
-            raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it is of another model.")
-        whole, stored = tuple(entry["shape"]), entry["blocks"]
-        if len(shape) != len(stored[0][1]):
-            every, view = ((math.prod(whole),), whole) if len(shape) > 1 else (whole, (-1,))
-            tensor = self.block(section, name, (0,) * len(every), every).view(view)
-            return tensor[tuple(map(slice, offsets, np.add(offsets, shape)))]
-        result: Tensor | None = None
-        for file, begins, sizes in stored:
-            if file not in self._files:
-                self._files[file] = safe_open(str(self._folder / file), framework="pt")
-            if list(offsets) == begins and list(shape) == sizes:
-                return self._files[file].get_tensor(name).clone()  # as a view it would keep the file in use
-            first, last = np.maximum(offsets, begins), np.minimum(np.add(offsets, shape), np.add(begins, sizes))
-            if (first < last).all():
-                there = tuple(map(slice, (first - begins).tolist(), (last - begins).tolist()))
-                found = self._files[file].get_slice(name)[there]
-                result = torch.empty(shape, dtype=found.dtype) if result is None else result
-                result[tuple(map(slice, first - offsets, last - offsets))] = found
-        assert result is not None
-        return result
-
-
 def by_step(folder: Path) -> dict[int, Path]:
     """The checkpoints by step, oldest first; they look complete, but are not verified here."""
     found = [p for p in folder.glob("step-*") if p.is_dir() and re.fullmatch("[0-9]{8,}", p.name[5:])]
     return dict(sorted((int(p.name[5:]), p) for p in found))
 
 
-def newest_good(folder: Path, until_step: float = math.inf) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint at or before ``until_step`` that passes verification, and why newer ones did not.
+def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that passes verification, and why newer ones did not.
 
     Raises UserError if there are checkpoints, but none is intact; starting from scratch silently would be worse.
     """
     problems = []
-    for step, checkpoint in reversed(by_step(folder).items()):
-        if step <= until_step:
-            if (problem := verify(checkpoint)) is None:
-                return checkpoint, problems
-            problems.append(f"{checkpoint.name}: {problem}")
+    for checkpoint in reversed(by_step(folder).values()):
+        if (problem := verify(checkpoint)) is None:
+            return checkpoint, problems
+        problems.append(f"{checkpoint.name}: {problem}")
     if problems:
         raise UserError(
             f"no checkpoint in {folder} is intact ({'; '.join(problems)}). Restore one from a copy, or start from "

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from train.batching import Batches, Loading, Rounds, load
 from train.config import Config
 from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError, column
-from train.state import examples_digest
 from train.tasks import Task, load_task, load_tokenizer, pad_token_id, tokenize
 
 
@@ -31,8 +30,6 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     examples: Examples
     loading: Loading
-    training_digest: str = ""  # of the examples: another digest stands for other data
-    validation_digest: str = ""
 
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
         """This rank's part of every step."""
@@ -72,19 +69,17 @@ def prepare_data(run: Run) -> PreparedData:
     loading = Loading(collate, config.data.dataloader_num_workers, run.accelerator.device.type == "cuda")
     data = run.extras.pipe("change_data", run, PreparedData(task, corpus, tokenizer, examples, loading))
     run.outputs.note(*data.examples.notes)
-    training, validation = examples_digest(data.examples.train), examples_digest(data.examples.validation)
-    return replace(data, training_digest=training, validation_digest=validation)
+    return data
 
 
 def load_corpus(run: Run, labelled: bool) -> Corpus:
     """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
     name = run.config.data.dataset
-    corpus = run.extras.first("documents", run.config, labelled)
-    if corpus is None and ":" in name and not Path(name).exists():
-        corpus = corpus_of(call_function(name, "dataset", run.config), run.config)
-    if corpus is not None:
+    if (corpus := run.extras.first("documents", run.config, labelled)) is not None:
         return corpus
-    raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
+    if ":" not in name:
+        raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
+    return corpus_of(call_function(name, "dataset", run.config), run.config)
 
 
 def call_function(spec: str, flag: str, config: Config) -> Any:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from train.records import IGNORE, Evaluation, MicroBatch, Run, StopAtOnce, exchange
-from train.tasks import Scores
-
-if TYPE_CHECKING:
-    from train.loop import Parts
+from train.records import IGNORE, Evaluation, MicroBatch, Parts, Run, StopAtOnce, exchange
 
 
 def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
@@ -35,9 +31,8 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
         parts.model.train()
     table = _gathered(run, rows)
     metrics = {**data.task.metrics(table, examples, data.examples.label_names), "examples": len(table)}
-    metrics |= run.extras.merged("metrics", run, data, table)
-    digest = data.validation_digest if split == "validation" else None
-    return Evaluation(split, step, metrics, time.perf_counter() - started, digest)
+    metrics |= run.extras.merged("metrics", run, data, split, table)
+    return Evaluation(split, step, metrics, time.perf_counter() - started)
 
 
 @torch.no_grad()  # not inference_mode: what a model caches in it cannot be trained with afterwards
@@ -45,7 +40,7 @@ def score(run: Run, parts: Parts, batch: MicroBatch) -> list[tuple[float, ...]]:
     """(example, loss sum, targets, correct, prediction, reference) of each example of a batch."""
     with run.extras.inside("computing", "evaluation", [batch]), parts.engine.share(batch) as part:
         part = part.to(run.accelerator.device)
-        scores: Scores = parts.model(part.inputs, part.labels, scored=True)
+        scores: Any = parts.model(part.inputs, part.labels, scored=True)
         targets = part.labels != IGNORE
         correct = (scores.predictions == part.labels) & targets
         sums = [t.reshape(len(targets), -1).sum(1) for t in (scores.loss_sums, targets, correct)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,12 +27,6 @@ def row_of(kind: str, step: int, values: Mapping[str, Any]) -> str:
     """A line of ``metrics.jsonl``: ``{"kind", "step", "time", **values}``."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     return to_json({"kind": kind, "step": step, "time": now, **values}) + "\n"
-
-
-def append(path: Path, lines: Sequence[str]) -> None:
-    """Appends ``lines``."""
-    with writable(path), path.open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
 
 
 def keep_rows(path: Path, belongs: Callable[[Mapping[str, Any]], bool]) -> int:
@@ -108,21 +101,6 @@ def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
     """JSON of numbers, texts, tensors and arrays; numbers that are not finite become null."""
     text = json.dumps(value, default=lambda tensor: tensor.tolist())
     return json.dumps(json.loads(text, parse_constant=lambda name: None), indent=indent)
-
-
-def progress_text(values: Mapping[str, Any]) -> str:
-    """A row of training metrics in a few words, for the progress bar."""
-    is_fragmented = (values.get("peak_reserved_bytes") or 0) > 1.2 * (values.get("peak_allocated_bytes") or math.inf)
-    texts: dict[str, Callable[[Any], str]] = {
-        "loss": "loss {:.4g}".format,
-        "learning_rate": "lr {:.2e}".format,
-        "grad_norm": "grad {:.3g}".format,
-        "tokens_per_second": lambda value: f"{count(value)} tok/s",
-        "mfu": "MFU {:.1%}".format,
-        "peak_allocated_bytes": gib,
-        "peak_reserved_bytes": lambda value: f"{gib(value)} reserved" if is_fragmented else "",
-    }
-    return ", ".join(filter(None, (text(values[name]) for name, text in texts.items() if values.get(name) is not None)))
 
 
 def show_error(message: str) -> None:

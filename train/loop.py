@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
 
-from train.batching import Batches
-from train.data import PreparedData
 from train.evaluation import evaluate
 from train.optim import learning_rate_at
-from train.records import DivergenceError, Progress, Run, StepError, StepOutcome, StopAtOnce
-from train.state import TrainingState
-from train.step import Engine, seed_step
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the stages before have built for the loop."""
-
-    data: PreparedData
-    batches: Batches
-    model: nn.Module  # prepared train.model.ModelWithLoss
-    sizes: tuple[int, int]  # (trained, all) parameters, before sharding
-    optimizer: AcceleratedOptimizer
-    engine: Engine
-    state: TrainingState  # what checkpoints hold
-    total_steps: int
+from train.records import DivergenceError, Parts, Progress, Run, StepError, StepOutcome, StopAtOnce
+from train.step import seed_step
 
 
 def fit(run: Run, parts: Parts, progress: Progress) -> Progress:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 if not __package__:  # run as a script: the folder of this file must not shadow other packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -20,9 +20,6 @@ from train import extras, records
 from train import launch as launching
 from train.config import Config, parse
 from train.figures import show_error
-
-if TYPE_CHECKING:
-    from train.loop import Parts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,7 +79,8 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
         mixed_precision=launch.precision,  # "fp16", "bf16" or "no"
         **{**options, **joined.merged("accelerator_options", config, launch)},
     )
-    run = records.Run(config, launch, accelerator, joined, Outputs(config, accelerator), stop)
+    outputs = joined.first("outputs", config, accelerator) or Outputs(config, accelerator)
+    run = records.Run(config, launch, accelerator, joined, outputs, stop)
     run.outputs.from_main(run.outputs.prepare)
     joined.each("started", run)
     run.outputs.note(f"extras: {', '.join(joined.by_name) or 'none'}")
@@ -96,7 +94,7 @@ def train(run: records.Run) -> int:
 
     from train.batching import arithmetic_of
     from train.data import prepare_data
-    from train.loop import Parts, fit, is_done
+    from train.loop import fit, is_done
     from train.model import build_model
     from train.optim import build_optimizer, count_steps, parameter_counts
     from train.state import TrainingState
@@ -127,11 +125,11 @@ def train(run: records.Run) -> int:
     engine = joined.pipe("wrap_step", run, Engine(accelerator, run.config, partial(joined.each, "mark")))
 
     # Fit: from the newest intact checkpoint to the last step, a signal or early stopping.
-    parts = Parts(data, batches, model, sizes, optimizer, engine, state, count_steps(run.config.optimization, batches))
-    outputs.describe(run, parts)
+    total_steps = count_steps(run.config.optimization, batches)
+    parts = records.Parts(data, batches, model, sizes, optimizer, engine, state, total_steps)
     joined.each("ready", run, parts)
     progress = outputs.resume(run, state)
-    if is_done(run, parts.total_steps, progress) and outputs.is_written(run, progress):
+    if is_done(run, total_steps, progress) and outputs.is_written(run, progress):
         return records.EXIT_DONE
     outputs.begin(run, parts, progress)
     joined.each("starting", run, parts)
@@ -139,10 +137,10 @@ def train(run: records.Run) -> int:
     outputs.bar.close()
 
     # Finish: final/ for from_pretrained, the summary, and what extras make of them.
-    return finish(run, parts, progress) if is_done(run, parts.total_steps, progress) else records.EXIT_STOPPED
+    return finish(run, parts, progress) if is_done(run, total_steps, progress) else records.EXIT_STOPPED
 
 
-def finish(run: records.Run, parts: Parts, progress: records.Progress) -> int:
+def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -> int:
     """Runs the evaluations that are still missing, writes ``final/`` and the summary, and returns the exit status."""
     from train.checkpoint import StoredBlocks
     from train.evaluation import evaluate

@@ -16,8 +16,6 @@ from train.data import call_function
 from train.records import IGNORE, Run, UserError, one_line
 from train.tasks import Scores, Task, pad_token_id, stored_config
 
-LIMIT = "max_position_embeddings"  # transformers' name for it; -1: none
-
 
 class ModelWithLoss(nn.Module):
     """``model`` and the loss of its logits (its task's) as the module that is prepared."""
@@ -116,9 +114,6 @@ def _from_transformers(
             model = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
         else:
             model = factory.from_config(model_config, **options)
-            if (skipped := skipped_positions(model)) and not stored and LIMIT not in (own.model_config or {}):
-                model_config.max_position_embeddings += skipped
-                model = factory.from_config(model_config, **options)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
         raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None
     model.config.use_cache = False
@@ -135,9 +130,3 @@ def model_config_of(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[P
     changes = run.extras.merged("change_model_config", run, config)
     run.extras.each("check_model_config", run, config, task, tokenizer)
     return config, changes
-
-
-def skipped_positions(model: nn.Module) -> int:
-    """How many rows of its table of positions a model never uses: RoBERTa's family counts from the padding's on."""
-    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
-    return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)  # pyright: ignore

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from train.batching import Batches
 from train.config import Optimization
-from train.records import Run, UserError
-
-if TYPE_CHECKING:
-    from train.batching import Batches
+from train.records import Run
 
 
 def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
@@ -21,8 +19,6 @@ def build_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     optim, groups = run.config.optimization, parameter_groups(model, run.config.optimization)
     if (other := run.extras.first("build_optimizer", run.config, groups, run.accelerator.device)) is not None:
         return other
-    if optim.optimizer != "adamw":
-        raise UserError(f"optimizer: {optim.optimizer} is part of train/extras/optimizers/, which is not here.")
     # One fused kernel: fewer launches, and none of foreach's temporaries, which are as large as the parameters.
     trained = [p for group in groups for p in group["params"]]
     fused = all(p.device.type in ("cuda", "cpu", "mps", "xpu") and p.is_floating_point() for p in trained)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from train import checkpoint, figures
 from train.config import Config, dump
-from train.loop import Parts
-from train.optim import learning_rate_at, num_warmup_steps
-from train.records import STARTED, Evaluation, Progress, Run, UserError
+from train.records import STARTED, Evaluation, Parts, Progress, Run, UserError
 from train.state import TrainingState
-
-# What a run leaves in its folder, in which a person may keep other things.
-MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "wandb")
-MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapshot-*.pickle")
 
 
 class Outputs:
@@ -41,7 +35,6 @@ class Outputs:
         self.metrics = self.folder / "metrics.jsonl"
         self.seconds_to_first_step: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
-        self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
 
     def say(self, line: str) -> None:
         """A line for the person who watches."""
@@ -56,22 +49,9 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first. By one rank."""
+        """Makes the folder; by one rank."""
         with figures.writable(self.folder / "config.yaml"):
-            if self.config.output.resume == "never":
-                self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
-
-    def _move_aside(self, paths: Sequence[Path], whose: str) -> None:
-        """Moves files of this folder to ``previous-N``, with their places in it, and says so."""
-        number = 1 + max((int(p.name[9:]) for p in self.folder.glob("previous-*") if p.name[9:].isdigit()), default=0)
-        aside = self.folder / f"previous-{number}"
-        for path in paths:
-            to = aside / path.relative_to(self.folder)
-            figures.make_folder(to.parent)
-            path.rename(to)
-            figures.sync(to.parent)
-        if paths:
-            self.say(f"{whose} files are in {aside}")
+            pass
 
     def resume(self, run: Run, state: TrainingState) -> Progress:
         """Restores the checkpoint that ``--resume`` means, if there is one; UserError if it is damaged or foreign."""
@@ -105,7 +85,7 @@ class Outputs:
 
     def save(self, run: Run, state: TrainingState, progress: Progress, wait: bool) -> None:
         """Writes a checkpoint, or has an extra write it, unless ``wait`` in the background, and removes old ones."""
-        self._sync_rows()
+        self.sync_log()
         if not any(run.extras.each("save", run, state, progress, wait)):
             checkpoint.write(self.checkpoints, state, progress, run.accelerator.process_index)
             self.rotate(run, progress)
@@ -120,23 +100,20 @@ class Outputs:
                 self.note(f"an old checkpoint in {self.checkpoints} could not be removed: {error.strerror or error}")
 
     def begin(self, run: Run, parts: Parts, progress: Progress) -> None:
-        """Training is about to start: says how long, keeps what belongs to this run, opens configuration and bar."""
-        optim, total = run.config.optimization, parts.total_steps
-        batch = parts.batches.loading.rounds.describe(parts.batches.arithmetic)
-        epochs = total / parts.batches.steps_per_epoch
-        self.note(f"batch: {batch}; {figures.several(total, 'step')} ({epochs:.2f} epochs)")
-        if (warmup := num_warmup_steps(total, optim)) > total:
-            highest, peak = learning_rate_at(total - 1, total, optim), optim.learning_rate
-            self.note(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
+        """Training is about to start: keeps what belongs to this run, writes the configuration, opens the bar."""
         if self.is_main:
-            # Checkpoints from later steps, damaged or of a run that was rewound, would be resumed from instead.
-            later = [path for at, path in self.steps().items() if at > progress.step]
-            if later or self._earlier_summary.get("steps", 0) > progress.step:
-                made = [self.folder / name for name in ("final", "summary.json", "report.html")]
-                self._move_aside([*later, *filter(Path.exists, made)], "the later steps'")
+            self.discard_later(progress)
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
-            self.bar = tqdm(total=total, initial=progress.step, unit="step", smoothing=0.1, **_bar_size())
+            # Of a notebook's terminal without columns tqdm would show nothing.
+            width, height = shutil.get_terminal_size((120, 24))
+            size: Any = {"ncols": width, "nrows": height}
+            self.bar = tqdm(total=parts.total_steps, initial=progress.step, unit="step", smoothing=0.1, **size)
         self.keep_log(progress)
+
+    def discard_later(self, progress: Progress) -> None:
+        """Removes checkpoints from after ``progress``, damaged or of a run that was rewound: none may be resumed."""
+        for path in [path for step, path in self.steps().items() if step > progress.step]:
+            checkpoint.remove(path)
 
     def keep_log(self, progress: Progress) -> None:
         """Drops the rows of the log from after ``progress``, which are written again."""
@@ -157,34 +134,26 @@ class Outputs:
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes a line of ``metrics.jsonl`` and tells the extras; training lines stand in the progress bar too."""
         if self.is_main:
-            self._write_rows(figures.row_of(kind, step, values))
-        run.extras.each("recorded", run, kind, step, values)
+            self.write_rows(figures.row_of(kind, step, values))
         if kind == "train":
-            self.bar.set_postfix_str(figures.progress_text(values))
+            self.bar.set_postfix(loss=values["loss"], refresh=False)
+        run.extras.each("recorded", run, kind, step, values)
 
-    def _write_rows(self, *lines: str) -> None:
-        """Appends to the log, in which a gap would be no reason to stop: what fails is tried again with the next."""
-        self._unwritten += lines
-        try:
-            figures.append(self.metrics, self._unwritten)
-            self._unwritten = []
-        except UserError as error:
-            if self._unwritten == list(lines):
-                self._unwritten.insert(0, "\n")  # the disk may have taken half of one
-                self.note(f"{error} Training continues, and these rows are written later if possible.")
+    def write_rows(self, *rows: str) -> None:
+        """Appends to the log."""
+        with figures.writable(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+            file.write("".join(rows))
 
-    def _sync_rows(self) -> None:
+    def sync_log(self) -> None:
         """Puts the log on the disk before a checkpoint: a run that resumes there does not write its rows again."""
         if self.is_main:
-            self._write_rows()
             with suppress(OSError):
                 figures.sync(self.metrics)
                 figures.sync(self.folder)
 
     def record_evaluation(self, run: Run, evaluation: Evaluation) -> Evaluation:
         """Records an evaluation and prints it."""
-        data = {"data": evaluation.data} if evaluation.data else {}
-        values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds, **data}
+        values = {"split": evaluation.split, **evaluation.metrics, "seconds": evaluation.seconds}
         self.record(run, "evaluation", evaluation.step, values)
         self.say(f"step {evaluation.step}: {evaluation.split}: {_line_of(evaluation.metrics)}")
         if evaluation.split == "validation":
@@ -212,14 +181,10 @@ class Outputs:
         return not problem
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes ``summary.json``, with the digests of ``final/``, and says the last lines a person sees."""
-        self._sync_rows()
+        """Writes ``summary.json`` and says the last lines a person sees."""
+        self.sync_log()
         if self.is_main:
-            figures.append(self.metrics, self._unwritten)  # what fails now ends the run
-            paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
-            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
-            whole = figures.to_json({**summary, "final_files": files}, indent=2) + "\n"
-            figures.write_whole(self.folder / "summary.json", whole)
+            figures.write_whole(self.folder / "summary.json", figures.to_json(summary, indent=2) + "\n")
         for split, metrics in summary["result"].items():
             self.say(f"{split}: {_line_of(metrics)}")
         self.say(
@@ -230,48 +195,25 @@ class Outputs:
         )
         self.say(f"model: {self.final}   metrics: {self.metrics}")
 
-    def describe(self, run: Run, parts: Parts) -> None:
-        """What is trained, in a line."""
-        trained, every = parts.sizes
-        name = getattr(getattr(parts.state.model, "config", None), "model_type", type(parts.state.model).__name__)
-        size = f"{every / 1e6:.2f} M parameters"
-        size += f" ({trained / 1e6:.2f} M trained, {trained / every:.2%})" if trained < every else ""
-        self.note(f"model: {name}, {size}, sequences of up to {run.config.data.max_length:,} tokens")
-
     def summary(self, run: Run, parts: Parts, progress: Progress, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         """What ``summary.json`` holds; extras add to it."""
-        config, data, batches = run.config, parts.data, parts.batches
-        arithmetic = batches.arithmetic
-        found, metric = evaluations[0].metrics, config.get("metric_for_best") or data.task.headline_metric
+        found = evaluations[0].metrics
+        metric = run.config.get("metric_for_best") or parts.data.task.headline_metric
         metric = metric if metric in found else "loss"
         return {
             "status": "done",
-            "task": data.task.name,
-            "dataset": data.corpus.name,
-            "model": config.architecture.name,
-            "num_parameters": parts.sizes[1],
-            "num_trained_parameters": parts.sizes[0],
             "steps": progress.step,
-            "epochs": progress.epoch + progress.step_in_epoch / batches.steps_per_epoch,
+            "epochs": progress.epoch + progress.step_in_epoch / parts.batches.steps_per_epoch,
             "tokens": progress.tokens_seen,
             "padding_share": 1 - progress.tokens_seen / max(1, progress.positions_seen),
             "metric_name": metric,
             "metric_value": found.get(metric),
             "result": {e.split: e.metrics for e in evaluations},
             "final_step": evaluations[0].step,
-            "max_length": config.data.max_length,
-            "global_batch_size": arithmetic.global_batch_size,
-            "micro_batch_size": arithmetic.micro_batch_size,
-            "gradient_accumulation_steps": arithmetic.accumulation_steps,
-            "world_size": run.launch.world_size,
-            "launch": str(run.launch),
-            "mixed_precision": {"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
-            "max_grad_norm": config.optimization.max_grad_norm,
             "training_seconds": progress.training_seconds,
             "tokens_per_second": progress.tokens_seen / max(progress.training_seconds, 1e-9),
             "seconds_to_first_step": self.seconds_to_first_step,
             **{name: getattr(progress, name) for name in ("best_step", "best_metric", "nonfinite_steps", "rollbacks")},
-            "label_names": list(data.examples.label_names),
             "notes": self.notes,
             "extras": list(run.extras.by_name),
         }
@@ -289,31 +231,18 @@ class Outputs:
 
     def is_complete(self, step: int, final_step: int | None = None) -> bool:
         """Whether a run of ``step`` steps, with ``final/`` of ``final_step`` (None: any), has written everything."""
-        summary = self.from_main(lambda: self._earlier_summary)
+        summary = self.from_main(lambda: self.earlier_summary)
         pushed_to = self.config.get("push_to_hub") and self.config.get("hub_model_id")
         is_of_it = summary.get("steps") == step and final_step in (None, summary.get("final_step"))
         return is_of_it and (not pushed_to or summary.get("pushed_to") == pushed_to)
 
     @cached_property
-    def _earlier_summary(self) -> dict[str, Any]:
-        """The ``summary.json`` of an earlier process; empty where there is none, or ``final/`` is not as it says."""
+    def earlier_summary(self) -> dict[str, Any]:
+        """The ``summary.json`` of an earlier process; empty where there is none, or it is damaged."""
         try:
-            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-            for name, expected in summary["final_files"].items():
-                if not (self.final / name).is_file() or checkpoint.digest(self.final / name) != expected:
-                    self.note(f"{self.final / name} is missing or not as it was written: final/ is written again")
-                    return {}
+            return dict(json.loads((self.folder / "summary.json").read_text(encoding="utf-8")))
         except checkpoint.UNREADABLE:
             return {}
-        return summary
-
-
-def _bar_size() -> dict[str, Any]:
-    """Size of a progress bar: tqdm shows none on a terminal without columns, such as a notebook's may be."""
-    with suppress(OSError, ValueError):
-        if not os.get_terminal_size(sys.stderr.fileno()).columns:
-            return {"ncols": 120, "nrows": 24}
-    return {"dynamic_ncols": True}
 
 
 def _line_of(metrics: Mapping[str, Any]) -> str:

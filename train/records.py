@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from torch import nn
 
     from train import extras
+    from train.batching import Batches
     from train.config import Config
+    from train.data import PreparedData
     from train.launch import Launch
     from train.outputs import Outputs
+    from train.state import TrainingState
+    from train.step import Engine
 
 STARTED = time.perf_counter()  # of this process: main imports this module before any library
 IGNORE = -100  # a label that is not a target: padding, or a position that is only context
@@ -75,6 +81,20 @@ class Run:
     outputs: Outputs
     stop: list[str]  # signals that asked this process to stop, by name; endurance listens to them
     is_planned: bool = False  # nothing is trained: the step is only predicted, perhaps for another machine
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the stages before have built for the loop."""
+
+    data: PreparedData
+    batches: Batches
+    model: nn.Module  # prepared train.model.ModelWithLoss
+    sizes: tuple[int, int]  # (trained, all) parameters, before sharding
+    optimizer: AcceleratedOptimizer
+    engine: Engine
+    state: TrainingState  # what checkpoints hold
+    total_steps: int
 
 
 @dataclass(frozen=True)
@@ -189,7 +209,6 @@ class Evaluation:
     step: int
     metrics: dict[str, Any]
     seconds: float = 0.0
-    data: str | None = None  # a digest of the validation split
 
 
 def column(examples: datasets.Dataset, name: str) -> np.ndarray:

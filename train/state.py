@@ -6,25 +6,23 @@ ranks, sharded or not.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint import StoredBlocks
 from train.records import UserError
 
-ROWS_AT_ONCE = 64  # of long sequences
-LISTS = pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray
+INDEX = "index.json"  # of a checkpoint: which block is where
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,43 @@ class Block:
     tensor: Tensor
     shape: tuple[int, ...]  # of the whole
     offsets: tuple[int, ...]  # where in it the block begins; one of one dimension may be a stretch of it flattened
+
+
+class StoredBlocks:
+    """The tensors in a checkpoint's files, by section and name."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder, self._files = checkpoint, {}
+        # By section and name: the ``shape`` of the whole tensor, and its ``blocks``.
+        self.index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
+
+    def block(self, section: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """A block of it, put together from the stored blocks that it overlaps.
+
+        One of one dimension, stored or asked for, may be a stretch of the tensor flattened (DeepSpeed's shards).
+        """
+        entry = self.index[section].get(name)
+        if entry is None or len(shape) not in (1, len(entry["shape"])):
+            raise UserError(f"{self._folder} has no {name} of {len(shape)} dimensions: it is of another model.")
+        whole, stored = tuple(entry["shape"]), entry["blocks"]
+        if len(shape) != len(stored[0][1]):
+            every, view = ((math.prod(whole),), whole) if len(shape) > 1 else (whole, (-1,))
+            tensor = self.block(section, name, (0,) * len(every), every).view(view)
+            return tensor[tuple(map(slice, offsets, np.add(offsets, shape)))]
+        result: Tensor | None = None
+        for file, begins, sizes in stored:
+            if file not in self._files:
+                self._files[file] = safe_open(str(self._folder / file), framework="pt")
+            if list(offsets) == begins and list(shape) == sizes:
+                return self._files[file].get_tensor(name).clone()  # as a view it would keep the file in use
+            first, last = np.maximum(offsets, begins), np.minimum(np.add(offsets, shape), np.add(begins, sizes))
+            if (first < last).all():
+                there = tuple(map(slice, (first - begins).tolist(), (last - begins).tolist()))
+                found = self._files[file].get_slice(name)[there]
+                result = torch.empty(shape, dtype=found.dtype) if result is None else result
+                result[tuple(map(slice, first - offsets, last - offsets))] = found
+        assert result is not None
+        return result
 
 
 @dataclass(frozen=True)
@@ -178,18 +213,3 @@ def _held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
         return None
     (chunk,) = tensor.__create_chunk_list__()  # what torch's own distributed checkpoints go by
     return local, tuple(chunk.offsets)
-
-
-def examples_digest(examples: datasets.Dataset) -> str:
-    """Equal for equal examples in equal order, wherever the files lie that they were made from."""
-    digest = hashlib.sha256()
-    for table in cast("Iterable[pa.Table]", examples.with_format("arrow").iter(ROWS_AT_ONCE)):
-        for name in table.column_names:
-            digest.update(name.encode())
-            array = pa.concat_arrays(table.column(name).chunks)
-            while isinstance(array, LISTS):  # where each ends counts too: [[1], [2, 3]] is not [[1, 2], [3]]
-                digest.update(array.value_lengths().to_numpy(zero_copy_only=False).tobytes())
-                array = array.flatten()
-            values = array.to_numpy(zero_copy_only=False)
-            digest.update(repr(values.tolist()).encode() if values.dtype == np.object_ else values.tobytes())
-    return digest.hexdigest()[:16]

@@ -6,19 +6,16 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from train.config import Config
 from train.records import MicroBatch, StepOutcome, UserError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    from train.config import Config
 
 Mark: TypeAlias = Callable[[str], object]  # told which phase of a step begins: forward, backward, clip or optimizer
 Counts: TypeAlias = Sequence[float] | Tensor  # targets, tokens, positions and stop requests of a global batch

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import torch
+    from accelerate import Accelerator
     from datasets import Dataset
     from torch import nn
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from train.launch import Launch
     from train.loop import Parts
     from train.model import ModelWithLoss
+    from train.outputs import Outputs
     from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Progress, Run, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
@@ -75,6 +77,9 @@ class Extra:
     def accelerator_options(self, config: Config, launch: Launch) -> dict[str, Any]:
         """Further arguments of ``Accelerator``."""
 
+    def outputs(self, config: Config, accelerator: Accelerator) -> Outputs | None:
+        """What writes the run's files, where it is not the plain :class:`train.outputs.Outputs`."""
+
     # Seam 1: the batches
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
@@ -86,8 +91,10 @@ class Extra:
     def tokenizer(self, run: Run, spec: str, corpus: Corpus) -> Any:
         """The tokenizer that ``--tokenizer`` names, or None if this extra does not know it."""
 
-    def change_caching(self, run: Run, make: Callable[[], Dataset], cache: Path) -> Callable[[], Dataset]:
-        """``make``, which keeps what it gives in files whose names begin with ``cache``, made safer."""
+    def change_caching(
+        self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any
+    ) -> Callable[[], Dataset]:
+        """``make``, which tokenises ``documents``, with memory; ``made_by``: task, tokenizer, names of the classes."""
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""
@@ -178,7 +185,7 @@ class Extra:
     def resumed(self, run: Run, progress: Progress) -> Progress:
         """A checkpoint was restored, with this progress."""
 
-    def metrics(self, run: Run, data: PreparedData, table: np.ndarray) -> dict[str, Any]:
+    def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
         """Further metrics of a split, from the ``table`` that a task's ``metrics`` gets."""
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
@@ -284,6 +291,10 @@ def check(config: Config, launch: Launch | None = None) -> None:
     launch = launch or Launch()
     if "memory" in missing() and config.optimization.micro_batch_size == "auto":
         raise UsageError("micro_batch_size: auto needs train/memory/, which needs hardware and meter: give a number.")
+    if "new_models" in missing() and config.architecture.model_config is not None:
+        raise UsageError("model_config needs train/extras/new_models/: give --model module:function, or a folder.")
+    if "optimizers" in missing() and config.optimization.optimizer != "adamw":
+        raise UsageError(f"optimizer: {config.optimization.optimizer} needs train/extras/optimizers/: use adamw.")
     if "parallelism" in missing() and (launch.copies > 1 or launch.engine == "deepspeed"):
         raise UsageError(f"{launch} in the launch file needs train/extras/parallelism/: use ddp.yaml or fsdp2.yaml.")
     for cls in classes().values():

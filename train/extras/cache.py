@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import logging
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,10 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from train.checkpoint import digest
+from train.extras.digests import tokenizer_digest
 from train.figures import write_whole
 from train.records import UserError
+from train.tasks import Task
 
 ROWS_IN_MEMORY = 64  # documents can be megabytes each: the library's default of 1,000 would need gigabytes
 file_digest = partial(digest, kind=xxhash.xxh3_128)  # against accidents: several times faster than SHA-256
@@ -39,6 +44,15 @@ def generated(generator: Callable[..., Iterator[Any]], features: Features, finge
         return found
 
     return intact(cache, make)
+
+
+def examples_cache(documents: Dataset, task: Task, tokenizer: Any, label_names: Sequence[str]) -> tuple[str, Path]:
+    """What stands for the examples that ``task`` makes of ``documents``, and how names of files with them begin."""
+    settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
+    source = [f"{c} {inspect.getsource(sys.modules[c.__module__])}" for c in type(task).__mro__ if issubclass(c, Task)]
+    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"  # a fork changes the source
+    known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
+    return known, Path(config.HF_DATASETS_CACHE, f"examples-{known}")
 
 
 def intact(cache: Path, make: Callable[[], Dataset]) -> Dataset:

@@ -104,7 +104,7 @@ def position_limit(config: Config) -> int | None:
     import torch
     from transformers import AutoConfig, AutoModel
 
-    from train.model import skipped_positions
+    from train.extras.positions import skipped_positions
     from train.tasks import stored_config
 
     own = config.architecture

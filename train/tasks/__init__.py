@@ -6,32 +6,25 @@ A task is a file in this folder with a class ``Task(train.tasks.Task)``; adding 
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
-import inspect
-import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from datasets import config as datasets_config
+from datasets.fingerprint import generate_random_fingerprint
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from train.config import Architecture, Config
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, num_cores, one_line
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from train.config import Architecture, Config
 
 # Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
 BYTES_AT_ONCE = 2**20
@@ -188,12 +181,8 @@ class Task:
         return made
 
     def room(self, tokenizer: Tokenizer) -> int:
-        """Tokens of text in one example, in addition to those that :meth:`framed` adds; raises UserError for none."""
-        marks, length = len(self.framed([], tokenizer)), self.data.max_length
-        if length <= marks:
-            why = f"{self.name} adds {marks} tokens for start and end"
-            raise UserError(f"max_length: {length} leaves no room for text: {why}. Give {marks + 1} or more.")
-        return length - marks
+        """Tokens of text in one example, in addition to those that :meth:`framed` adds."""
+        return self.data.max_length - len(self.framed([], tokenizer))
 
 
 def pad(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -208,21 +197,16 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 
 
 def tokenize(
-    corpus: Corpus, task: Task, tokenizer: Tokenizer, change_caching: Callable[..., Any] = lambda make, cache: make
+    corpus: Corpus, task: Task, tokenizer: Tokenizer, change_caching: Callable[..., Any] = lambda make, *args: make
 ) -> Examples:
-    """All splits of ``corpus`` as examples; UserError for an empty one. ``change_caching``: see the seam of extras."""
+    """All splits of ``corpus`` as examples, made anew unless ``change_caching``, a seam of extras, knows them."""
     label_names, splits = task.label_names(corpus), dict[str, Dataset]()
-    settings = [(name, task.config.get(name)) for name in sorted(task.encode_settings)]
-    source = [f"{c} {inspect.getsource(sys.modules[c.__module__])}" for c in type(task).__mro__ if issubclass(c, Task)]
-    recipe = f"{source} {settings} {list(label_names)} {tokenizer_digest(tokenizer)}"  # a fork changes the source
     for name in [name for name in ("train", "validation", "test") if getattr(corpus, name) is not None]:
         documents = getattr(corpus, name)
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
         workers = task.data.preprocessing_num_workers or min(num_cores(), useful)
-        # Our own: pickling a tokenizer gives another one after its first use, and the cache would miss.
-        known = hashlib.sha256(f"{documents._fingerprint} {recipe}".encode()).hexdigest()[:32]
         make = partial(
             documents.map,
             partial(task.encode, tokenizer=tokenizer, label_names=label_names),
@@ -230,51 +214,36 @@ def tokenize(
             batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
             remove_columns=documents.column_names,
             num_proc=workers if workers > 1 else None,
-            new_fingerprint=known,
+            new_fingerprint=generate_random_fingerprint(),  # a hash of a tokenizer changes with its first use
             desc=f"Tokenising {name}",
         )
-        if documents.cache_files:
-            cache = Path(datasets_config.HF_DATASETS_CACHE, f"examples-{known}")
-            make = change_caching(partial(make, cache_file_name=f"{cache}.arrow"), cache)
-        splits[name] = make()
+        splits[name] = change_caching(make, documents, task, tokenizer, label_names)()
     return Examples(splits["train"], splits["validation"], splits.get("test"), label_names)
 
 
 def stored_config(config: Architecture) -> PretrainedConfig:
     """transformers' configuration of the model that ``config`` names; raises UserError if it cannot be loaded."""
-    from transformers import AutoConfig
-
-    assert config.model is not None
-    instead = "a folder with a model, a Hub name (and a connection), module:function, or a model_config for a new one"
-    return from_pretrained(AutoConfig, config.model, config.trust_remote_code, "model", instead)
+    return from_pretrained(AutoConfig, "model", str(config.model), config.trust_remote_code)
 
 
 def load_tokenizer(spec: str, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
-    from transformers import AutoTokenizer
-
-    own = "bytes, words or train:8192 (train/extras/readers/)"
-    instead = f"a folder with a tokenizer, a Hub name (and a connection), or {own}"
-    return from_pretrained(AutoTokenizer, spec, trust_remote_code, "tokenizer", instead)
+    return from_pretrained(AutoTokenizer, "tokenizer", spec, trust_remote_code)
 
 
-def from_pretrained(loader: Any, name: str, trust_remote_code: bool, what: str, instead: str) -> Any:
+INSTEAD = {
+    "model": "module:function, or a model_config for a new one",
+    "tokenizer": "bytes, words or train:8192 (train/extras/readers/)",
+}
+
+
+def from_pretrained(loader: Any, what: str, name: str, trust_remote_code: bool) -> Any:
     """What a class of transformers loads by ``name``; raises UserError, which says what to give, if it cannot."""
+    give = f"Give a folder with a {what}, a Hub name (and a connection), {INSTEAD[what]}."
     is_path = name[:1] in (*"./~",) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
     if is_path and not Path(name).exists():
-        raise UserError(f"{what} {name!r}: no such folder. Give {instead}.")
+        raise UserError(f"{what} {name!r}: no such folder. {give}")
     try:
         return loader.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # files of others are read by many libraries
-        raise UserError(f"{what} {name!r} cannot be loaded: {one_line(error)} Give {instead}.") from None
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Equal for tokenizers that give equal ids: fast ones by their JSON, others by class and vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        # Truncation and padding are those of its last call.
-        text = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
-    else:
-        text = f"{type(tokenizer)}{sorted(tokenizer.get_vocab().items())}"
-    return hashlib.sha256(f"{text}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest()[:16]
+        raise UserError(f"{what} {name!r} cannot be loaded: {one_line(error)} {give}") from None

@@ -15,8 +15,6 @@ from torch import Tensor
 from train import tasks
 from train.records import Corpus
 
-MATRIX_CLASSES = 100  # up to this many have a confusion matrix
-
 
 class Task(tasks.Task):
     """Each document is one example; what does not fit ``max_length`` is cut as ``truncation`` says."""
@@ -68,7 +66,7 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
     there = np.bincount(references, minlength=num_classes) + np.bincount(predictions, minlength=num_classes)
     f1 = 2 * hits[there > 0] / there[there > 0]  # the mean is over classes that were there or were predicted
     metrics: dict[str, Any] = {"accuracy": float(right.mean()), "macro_f1": float(f1.mean())}
-    if num_classes <= MATRIX_CLASSES:
+    if num_classes <= 100:  # a larger matrix nobody reads
         counts = np.bincount(references * num_classes + predictions, minlength=num_classes**2)
         metrics["confusion_matrix"] = counts.reshape(num_classes, num_classes).tolist()
     return metrics

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from train.batching import Batches
     from train.data import PreparedData
+    from train.loop import Parts
     from train.tasks import Task
 
 
@@ -33,10 +34,12 @@ class Options:
 
 class Extra(extras.Extra):
     Options = Options
+    _data = ""  # a digest of the training examples
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:
         settings.check_launch_file()
+        settings.check_values(config)
         settings.check_precision(config, launch)
         settings.check_steps(config)
         settings.check_model(config)
@@ -63,7 +66,7 @@ class Extra(extras.Extra):
         from train.extras.checks import fit
 
         if not run.is_planned:  # where the tokenizer is a stand-in
-            fit.check_tokenizer(task, tokenizer)
+            fit.check_tokenizer(task(run.config), tokenizer)
         if model_config is not None:
             fit.check_model_type(model_config, task)
             fit.check_sizes(model_config, tokenizer, run.config.data.max_length)
@@ -74,17 +77,24 @@ class Extra(extras.Extra):
         fit.check_network(run, network, sizes)
 
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        if len(set(exchange((data.training_digest, data.validation_digest)))) > 1:
-            raise UserError(f"{data.corpus.name} gives each process other data: seed shuffles, and sort sets.")
         from train.extras.checks.documents import describe
+        from train.extras.digests import examples_digest
 
+        self._data = examples_digest(data.examples.train)
+        if len(set(exchange((self._data, examples_digest(data.examples.validation))))) > 1:
+            raise UserError(f"{data.corpus.name} gives each process other data: seed shuffles, and sort sets.")
         run.outputs.note(*describe(data, run.config))
+
+    def ready(self, run: Run, parts: Parts) -> None:
+        from train.extras.checks.documents import describe_training
+
+        run.outputs.note(*describe_training(run, parts))
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
         """What a run may not change on the way, by the names that a person knows."""
         from train.extras.checks.resuming import identity
 
-        return identity(run, data)
+        return identity(run, data, self._data)
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         from train.extras.checks.resuming import compare

@@ -1,4 +1,4 @@
-"""Labels that cannot be learned, and what a person should know about the tokenised text before training."""
+"""Labels that cannot be learned, and what a person should know about data and model before training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from datasets import Dataset
 from train.config import Config
 from train.data import PreparedData
 from train.figures import several
-from train.records import Corpus, UserError, column
+from train.optim import learning_rate_at, num_warmup_steps
+from train.records import BatchArithmetic, Corpus, Parts, Run, UserError, column
 from train.tasks import Task
 
 
@@ -65,3 +66,27 @@ def describe(data: PreparedData, config: Config) -> list[str]:
                 f"{config.data.max_length} tokens; {100 * (1 - kept.sum() / before.sum()):.1f} % of all tokens are lost"
             )
     return lines
+
+
+def describe_training(run: Run, parts: Parts) -> list[str]:
+    """Lines about the model, how a global batch comes about, and a warm-up that does not end."""
+    (trained, every), optim, total = parts.sizes, run.config.optimization, parts.total_steps
+    name = getattr(getattr(parts.state.model, "config", None), "model_type", type(parts.state.model).__name__)
+    size = f"{every / 1e6:.2f} M parameters"
+    size += f" ({trained / 1e6:.2f} M trained, {trained / every:.2%})" if trained < every else ""
+    lines = [f"model: {name}, {size}, sequences of up to {run.config.data.max_length:,} tokens"]
+    # Rounds of an extra may form micro-batches otherwise.
+    batch = getattr(parts.batches.loading.rounds, "describe", describe_batch)(parts.batches.arithmetic)
+    lines.append(f"batch: {batch}; {several(total, 'step')} ({total / parts.batches.steps_per_epoch:.2f} epochs)")
+    if (warmup := num_warmup_steps(total, optim)) > total:
+        highest, peak = learning_rate_at(total - 1, total, optim), optim.learning_rate
+        lines.append(f"learning rate: at most {highest:.2e} of {peak:.2e}, because warm-up takes {warmup:,} steps")
+    return lines
+
+
+def describe_batch(arithmetic: BatchArithmetic) -> str:
+    """micro-batch × accumulation × ranks = global batch, in words."""
+    size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
+    examples, processes = f"{size} example{'s' * (size > 1)}", f"{ranks} process{'es' * (ranks > 1)}"
+    made = f"{examples} per micro-batch × {arithmetic.accumulation_steps} accumulated × {processes}"
+    return f"{made} = {arithmetic.global_batch_size} per step"

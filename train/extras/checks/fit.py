@@ -9,13 +9,17 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from train.model import skipped_positions
+from train.extras.positions import LIMIT, skipped_positions
 from train.records import Run, UserError
 from train.tasks import Task
 
 
-def check_tokenizer(task: type[Task], tokenizer: Tokenizer) -> None:
-    """Raises UserError when the tokenizer lacks a token that the task needs."""
+def check_tokenizer(task: Task, tokenizer: Tokenizer) -> None:
+    """Raises UserError when the tokenizer lacks a token that the task needs, or its marks leave no room for text."""
+    marks, length = len(task.framed([], tokenizer)), task.data.max_length
+    if not task.is_causal and length <= marks:  # a causal window is cut out of a document with its marks
+        why = f"{task.name} adds {marks} tokens for start and end"
+        raise UserError(f"max_length: {length} leaves no room for text: {why}. Give {marks + 1} or more.")
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(f"{task.name}: the tokenizer has neither a padding nor an end token; choose another one.")
     for name in task.needed_tokens:
@@ -40,7 +44,7 @@ def check_sizes(config: PretrainedConfig, tokenizer: Any, max_length: int, skipp
             f"the model has {vocab_size} embeddings, the tokenizer {len(tokenizer)} tokens: give the tokenizer that "
             "belongs to the model (leave --tokenizer out), or a larger vocab_size in model_config."
         )
-    limit = (getattr(config, "max_position_embeddings", None) or 0) - skipped
+    limit = (getattr(config, LIMIT, None) or 0) - skipped
     if max_length > limit > 0:
         raise UserError(
             f"max_length: {max_length} is more than the model's {limit} positions: give --max_length {limit} or less, "

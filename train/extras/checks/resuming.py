@@ -10,18 +10,18 @@ from typing import Any
 from train.batching import arithmetic_of
 from train.config import to_values
 from train.data import PreparedData
+from train.extras.digests import tokenizer_digest
 from train.records import Run, UserError
-from train.tasks import tokenizer_digest
 
 
-def identity(run: Run, data: PreparedData) -> dict[str, Any]:
+def identity(run: Run, data: PreparedData, training_digest: str) -> dict[str, Any]:
     """The settings of the core that must be equal for a run to resume; extras add theirs."""
     values = to_values(run.config)
     same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
     return {
         **{name: values[name] for name in same},
         "tokenizer": tokenizer_digest(data.tokenizer),
-        "training data": data.training_digest,
+        "training data": training_digest,
         "global_batch_size": arithmetic_of(run.config, run.launch.dp_size).global_batch_size,
         "mixed_precision": run.accelerator.mixed_precision,
     }

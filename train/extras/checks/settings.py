@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from train.config import Config
+from train.config import Config, to_values
 from train.launch import Launch
 from train.records import UsageError
 
@@ -38,6 +38,15 @@ def check_launch_file(environment: Mapping[str, str] = os.environ) -> None:
             f"parallelism_config in the launch file: {', '.join(given)} make {product} processes, num_processes is "
             f"{world_size}. Their product must be num_processes: change one of them."
         )
+
+
+def check_values(config: Config) -> None:
+    """Raises UsageError for empty texts, such as variables that were not set, and numbers that are too large."""
+    for name, value in to_values(config).items():
+        if isinstance(value, str) and not value.strip():
+            raise UsageError(f"{name}: it is empty. Leave it out, or give a value.")
+        if isinstance(value, int) and value >= 2**63:  # torch and Arrow hold no more
+            raise UsageError(f"{name}: {value} is too large: at most {2**63 - 1}.")
 
 
 def check_precision(config: Config, launch: Launch) -> None:

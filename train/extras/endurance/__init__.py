@@ -25,11 +25,14 @@ from train.launch import Launch
 from train.records import DivergenceError, Progress, Run, StopAtOnce, UsageError, UserError, exchange
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from train.data import PreparedData
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
     from train.loop import Parts
+    from train.outputs import Outputs
     from train.records import MicroBatch, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
@@ -106,6 +109,11 @@ class Extra(extras.Extra):
             self._saving = Saving(config.of(Options).save_in_background, self._watch and self._watch.gather)
             stack.callback(self._saving.wait, SECONDS_FOR_A_LAST_CHECKPOINT)
             yield
+
+    def outputs(self, config: Config, accelerator: Accelerator) -> Outputs:
+        from train.extras.endurance.outputs import DurableOutputs
+
+        return DurableOutputs(config, accelerator)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -220,7 +228,7 @@ class Extra(extras.Extra):
         step = step if step is not None else max(outputs.steps(), default=0)
         if outputs.is_main:
             write_whole(outputs.folder / STOPPED, json.dumps({"step": step, "signal": names[0]}))
-        again = f"run {run.config.output.same_command} again to resume from step {step}"
+        again = f"run {same_command(run.config)} again to resume from step {step}"
         outputs.say(f"stopped by {names[0] or 'a signal to another process'} {where}: {again}.")
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
@@ -230,7 +238,7 @@ class Extra(extras.Extra):
         if self._config is None or not isinstance(error, OSError) or error.errno not in NOT_WRITABLE:
             if self._is_trained and self._config is not None and not isinstance(error, UserError):
                 done = "what comes after the last step has failed; its checkpoint is written"
-                show_error(f"{done}: {self._config.output.same_command} makes what is missing.")
+                show_error(f"{done}: {same_command(self._config)} makes what is missing.")
             return None
         where = error.filename or self._config.output.output_dir
         return f"{where} cannot be written: {error.strerror}. {how_to_resume(self._config)}"
@@ -242,6 +250,11 @@ class Extra(extras.Extra):
             summary["oom_recoveries"] = self._recovering.recoveries
 
 
+def same_command(config: Config) -> str:
+    """The command that resumes this run: the one that started it, unless that one says where to start."""
+    return "the same command" if config.output.resume == "auto" else "the same command with --resume auto"
+
+
 def how_to_resume(config: Config) -> str:
     """What to do when the run was cut off."""
     from train import checkpoint
@@ -249,7 +262,7 @@ def how_to_resume(config: Config) -> str:
     steps = checkpoint.by_step(Path(config.output.output_dir) / "checkpoints")
     if not steps:
         return "There is no checkpoint yet: the same command starts from scratch. --save_every_steps writes them."
-    return f"Run {config.output.same_command} again to resume from step {max(steps)}."
+    return f"Run {same_command(config)} again to resume from step {max(steps)}."
 
 
 def refuse_strangers(environment: Mapping[str, str], world_size: int) -> None:

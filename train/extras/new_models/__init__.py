@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from train.tasks import Task
-
-LIMIT = "max_position_embeddings"  # transformers' name for it; -1: none
 
 
 class Extra(extras.Extra):
@@ -33,8 +32,10 @@ class Extra(extras.Extra):
 
 def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokenizer: Tokenizer, max_length: int) -> Any:
     """transformers' configuration with ``fields``, and those that follow from the other arguments."""
-    from transformers import AutoConfig
+    import torch
+    from transformers import AutoConfig, AutoModel
 
+    from train.extras.positions import LIMIT, skipped_positions
     from train.tasks import pad_token_id
 
     known = AutoConfig.for_model(model_type)
@@ -45,13 +46,17 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
     for name, instead in ("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id"):
         if hasattr(known, name):  # ModernBERT's own default lies outside a small vocabulary
             ids[name] = getattr(tokenizer, instead if getattr(tokenizer, name, None) is None else name)
-    if getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
+    if is_free := getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
         fields[LIMIT] = max_length
     if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
         fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
     if task.is_causal and getattr(known, "is_decoder", None) is False:
         fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
-    return AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
+    config = AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
+    if is_free:  # some count positions from the padding's on: with max_length rows the last texts would not fit
+        with suppress(Exception), torch.device("meta"):  # a run reports what cannot be built
+            config.max_position_embeddings += skipped_positions(AutoModel.from_config(config))
+    return config
 
 
 def read_fields(known: Any, task: type[Task]) -> set[str]:

@@ -110,10 +110,15 @@ class Extra(extras.Extra):
 
         return tokenizer_for(run, spec, corpus)
 
-    def change_caching(self, run: Run, make: Callable[[], Dataset], cache: Path) -> Callable[[], Dataset]:
-        from train.extras.cache import intact
+    def change_caching(
+        self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any
+    ) -> Callable[[], Dataset]:
+        from train.extras.cache import examples_cache, intact
 
-        return partial(intact, cache, make)
+        fingerprint, cache = examples_cache(documents, *made_by)
+        if not documents.cache_files:  # what is in memory only needs its name
+            return partial(make, new_fingerprint=fingerprint)
+        return partial(intact, cache, partial(make, new_fingerprint=fingerprint, cache_file_name=f"{cache}.arrow"))
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         from train.extras.readers.own_tokenizers import unknown_share

@@ -18,11 +18,11 @@ from datasets.fingerprint import Hasher
 from pyarrow import compute
 
 from train.extras.cache import file_digest
+from train.extras.digests import ROWS_AT_ONCE
 from train.extras.readers import Source
 from train.extras.readers.readers import EMPTY, NAME_COLUMNS, settle
 from train.figures import without_secrets
 from train.records import UserError, one_line
-from train.state import ROWS_AT_ONCE
 
 
 def load_named(data: Source) -> dict[str, Dataset]:

@@ -72,6 +72,11 @@ class Extra(extras.Extra):
             self._trackers = list(run.accelerator.trackers)
 
     def recorded(self, run: Run, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Training lines stand in the progress bar; all go to the trackers."""
+        if kind == "train":
+            from train.extras.report.machine import progress_text
+
+            run.outputs.bar.set_postfix_str(progress_text(values))
         if run.accelerator.trackers:
             prefix = values.get("split", kind)
             run.accelerator.log({f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}, step)
@@ -84,7 +89,8 @@ class Extra(extras.Extra):
         from train.extras.report.model_card import model_card
         from train.extras.report.page import write_report
 
-        summary |= {"hardware": hardware(), "versions": versions()}
+        # What others have said of it, such as micro-batches that are formed by tokens, stays.
+        summary |= {**what_was_run(run, parts), **summary, "hardware": hardware(), "versions": versions()}
         sample = _sample(run, parts) if run.launch.has_whole_weights else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
@@ -94,6 +100,27 @@ class Extra(extras.Extra):
             outputs.say(f"\nsample: the model continues the text before ⟪:\n{sample}\n")
         if own.push_to_hub:  # last, because what is here already needs no network
             _push(run, str(own.hub_model_id), own.hub_private_repo)
+
+
+def what_was_run(run: Run, parts: Parts) -> dict[str, Any]:
+    """Data, model, batch and launch of a run."""
+    config, arithmetic, precision = run.config, parts.batches.arithmetic, run.accelerator.mixed_precision
+    return {
+        "task": parts.data.task.name,
+        "dataset": parts.data.corpus.name,
+        "label_names": list(parts.data.examples.label_names),
+        "model": config.architecture.name,
+        "num_parameters": parts.sizes[1],
+        "num_trained_parameters": parts.sizes[0],
+        "max_length": config.data.max_length,
+        "global_batch_size": arithmetic.global_batch_size,
+        "micro_batch_size": arithmetic.micro_batch_size,
+        "gradient_accumulation_steps": arithmetic.accumulation_steps,
+        "world_size": run.launch.world_size,
+        "launch": str(run.launch),
+        "mixed_precision": "fp32" if precision == "no" else precision,
+        "max_grad_norm": config.optimization.max_grad_norm,
+    }
 
 
 def start_trackers(accelerator: Accelerator, config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import psutil  # comes with accelerate
 
 from train import __version__
-from train.figures import gib
+from train.figures import count, gib
 
 
 def hardware() -> dict[str, Any]:
@@ -38,6 +39,21 @@ def versions() -> dict[str, str]:
     names = ("torch", "transformers", "accelerate", "datasets", "evaluate")
     found = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
     return {"python": platform.python_version(), "template": __version__, **found}
+
+
+def progress_text(values: Mapping[str, Any]) -> str:
+    """A row of training metrics in a few words, for the progress bar."""
+    is_fragmented = (values.get("peak_reserved_bytes") or 0) > 1.2 * (values.get("peak_allocated_bytes") or math.inf)
+    texts: dict[str, Callable[[Any], str]] = {
+        "loss": "loss {:.4g}".format,
+        "learning_rate": "lr {:.2e}".format,
+        "grad_norm": "grad {:.3g}".format,
+        "tokens_per_second": lambda value: f"{count(value)} tok/s",
+        "mfu": "MFU {:.1%}".format,
+        "peak_allocated_bytes": gib,
+        "peak_reserved_bytes": lambda value: f"{gib(value)} reserved" if is_fragmented else "",
+    }
+    return ", ".join(filter(None, (text(values[name]) for name, text in texts.items() if values.get(name) is not None)))
 
 
 def machine_facts(summary: Mapping[str, Any]) -> dict[str, Any]:

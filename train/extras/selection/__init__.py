@@ -51,11 +51,13 @@ class Extra(extras.Extra):
         """Raises UserError for a metric that the task does not have, not first after the first evaluation."""
         import numpy as np
 
+        from train.extras.digests import examples_digest
+
         options, examples = run.config.of(Options), data.examples
         self._metric = options.metric_for_best or data.task.default_metric
         by_name = not any(part in self._metric for part in SMALLER_IS_BETTER)
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
-        self._data = data.validation_digest
+        self._data = examples_digest(examples.validation)
         self._best_of = f"{self._metric} on data {self._data}"
         if options.metrics and not data.task.labelled:
             names = ", ".join(options.metrics)
@@ -65,13 +67,16 @@ class Extra(extras.Extra):
             with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
                 one = np.array([[0.0, 1, 1, 1, 0, 0]])
                 found = data.task.metrics(one, examples.validation, examples.label_names)
-                found |= self.metrics(run, data, one)
+                found |= self.metrics(run, data, "validation", one)
                 self.evaluated(run, Progress(), Evaluation("validation", 0, found))
 
-    def metrics(self, run: Run, data: PreparedData, table: np.ndarray) -> dict[str, Any]:
-        predictions, references = table[:, 4:].T.astype(int)
-        computed = [metric.compute(predictions=predictions, references=references) or {} for metric in self._further]
-        return {name: value for found in computed for name, value in found.items()}
+    def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
+        """Those asked for by name; ``data``: which validation data the others are of."""
+        found: dict[str, Any] = {"data": self._data} if split == "validation" else {}
+        for metric in self._further:
+            predictions, references = table[:, 4:].T.astype(int)
+            found |= metric.compute(predictions=predictions, references=references) or {}
+        return found
 
     def evaluated(self, run: Run, progress: Progress, evaluation: Evaluation) -> Progress:
         """``progress`` with the evaluation remembered if it is the best; UserError where it lacks the metric."""

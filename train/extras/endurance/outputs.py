@@ -1,0 +1,89 @@
+"""Files of a run that outlive a full disk, damage, and runs that start from scratch in the same folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from train import checkpoint, figures
+from train.outputs import Outputs
+from train.records import Progress, UserError
+
+# What a run leaves in its folder, in which a person may keep other things.
+MADE = ("checkpoints", "final", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "wandb")
+MADE += ("long-sequence-template", "stopped.json", ".partial-*", "memory_snapshot-*.pickle")
+
+
+class DurableOutputs(Outputs):
+    """Moves aside what others would overwrite, keeps rows that the disk does not take, and digests ``final/``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._unwritten: list[str] = []  # rows of metrics.jsonl that the disk did not take yet
+
+    def prepare(self) -> None:
+        """Makes the folder; with ``resume: never`` an earlier run's files move to ``previous-N`` first."""
+        super().prepare()
+        with figures.writable(self.folder / "config.yaml"):
+            if self.config.output.resume == "never":
+                self._move_aside([path for pattern in MADE for path in self.folder.glob(pattern)], "the earlier run's")
+
+    def discard_later(self, progress: Progress) -> None:
+        """Moves aside checkpoints from after ``progress``, and what was made of them."""
+        later = [path for at, path in self.steps().items() if at > progress.step]
+        if later or self.earlier_summary.get("steps", 0) > progress.step:
+            made = [self.folder / name for name in ("final", "summary.json", "report.html")]
+            self._move_aside([*later, *filter(Path.exists, made)], "the later steps'")
+
+    def _move_aside(self, paths: Sequence[Path], whose: str) -> None:
+        """Moves files of this folder to ``previous-N``, with their places in it, and says so."""
+        number = 1 + max((int(p.name[9:]) for p in self.folder.glob("previous-*") if p.name[9:].isdigit()), default=0)
+        aside = self.folder / f"previous-{number}"
+        for path in paths:
+            to = aside / path.relative_to(self.folder)
+            figures.make_folder(to.parent)
+            path.rename(to)
+            figures.sync(to.parent)
+        if paths:
+            self.say(f"{whose} files are in {aside}")
+
+    def write_rows(self, *rows: str) -> None:
+        """Appends to the log, in which a gap would be no reason to stop: what fails is tried again with the next."""
+        self._unwritten += rows
+        try:
+            super().write_rows(*self._unwritten)
+            self._unwritten = []
+        except UserError as error:
+            if self._unwritten == list(rows):
+                self._unwritten.insert(0, "\n")  # the disk may have taken half of one
+                self.note(f"{error} Training continues, and these rows are written later if possible.")
+
+    def sync_log(self) -> None:
+        if self.is_main:
+            self.write_rows()
+        super().sync_log()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Adds the digests of ``final/`` to the summary; rows of the log that still cannot be written end the run."""
+        files = {}
+        if self.is_main:
+            self.write_rows()
+            super().write_rows(*self._unwritten)
+            paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
+            files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
+        super().finish({**summary, "final_files": files})
+
+    @cached_property
+    def earlier_summary(self) -> dict[str, Any]:
+        """Empty also where ``final/`` is not as the summary says."""
+        summary = super().earlier_summary
+        try:
+            for name, expected in summary.get("final_files", {}).items():
+                if not (self.final / name).is_file() or checkpoint.digest(self.final / name) != expected:
+                    self.note(f"{self.final / name} is missing or not as it was written: final/ is written again")
+                    return {}
+        except checkpoint.UNREADABLE:
+            return {}
+        return summary
