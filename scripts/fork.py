@@ -32,6 +32,7 @@ LINK = re.compile(r"!?\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 RECIPE_SIGNS = {  # that a recipe needs an extra, in addition to the keys, which can be taken out
     "readers": r"^dataset: [^:\n]*$|^tokenizer: (bytes|words|train:)",
     "memory": r"^\w+: auto$",
+    "new_models": r"^model_config:",
     "adapters": r"^adapter: ",
     "long_sequences": r"^rope_scaling: ",
     "optimizers": r"^optimizer: adamw_8bit|^optimizer_offload: true",
@@ -40,6 +41,7 @@ SIGNS = {  # that a test file needs an extra, in addition to imports and options
     "readers": r"\b(llama_)?recipes?\b|write_recipe|quickstart|jsonl|['\"](bytes|words|train:\d+)['\"]",
     "meter": r"\bmfu\b|bytes_by_kind|bytes_by_phase|peak_resident_bytes|memory_leak",
     "memory": r"predicted|rehears|\bauto\b",
+    "new_models": r"\bmodel_config\b",
     "endurance": r"oom|in_background|lost_rank|rollback",
     "optimizers": r"adamw_8bit",
     "selection": r"best_(step|metric|model)|early_stopping",

@@ -54,10 +54,9 @@ def is_fixed_by_a_library(name: str, function: ast.FunctionDef | ast.AsyncFuncti
     return any("# fixed by" in line for line in header)
 
 
-def test_the_core_grows_no_larger() -> None:
-    """The goal is 3000 lines in 20 files; these limits go down with what is reached and never up."""
+def test_the_core_has_at_most_3000_lines_in_20_files() -> None:
     sizes = {name: len(lines(name)) for name in CORE}
-    assert sum(sizes.values()) <= 3567, sizes
+    assert sum(sizes.values()) <= 3000, sizes
     assert len(CORE) <= 20, CORE
 
 

@@ -51,17 +51,6 @@ def test_a_whole_number_beyond_all_floats_gets_a_message(base: Path) -> None:
         parse(["--config", str(base)])
 
 
-def test_a_warmup_longer_than_the_run_is_refused_where_it_is_asked_for(base: Path) -> None:
-    base.write_text(f"{BASE}warmup_steps: 20\nmax_steps: 100\n")
-    with pytest.raises(UsageError, match=r"warmup_steps: 101 is more than max_steps: 100.*warmup_ratio"):
-        parse(["--config", str(base), "--warmup_steps", "101"])
-    assert parse(["--config", str(base), "--warmup_steps=100"]).optimization.warmup_steps == 100
-    # a few steps of a recipe, to try it out, and the same again by the config.yaml that is left
-    short = parse(["--config", str(base), "--max_steps", "3"])
-    base.write_text(dump(short))
-    assert parse(["--config", str(base)]) == short
-
-
 # Paths
 
 

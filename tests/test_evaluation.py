@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from train.data import PreparedData
 from train.evaluation import evaluate, score
 from train.launch import Launch
 from train.model import ModelWithLoss, build_model
-from train.records import IGNORE, Corpus, MicroBatch, Run, StopAtOnce, UserError
+from train.records import IGNORE, Corpus, MicroBatch, Run, StopAtOnce
 from train.step import Engine
 from train.tasks import Scores, load_task, pad_token_id, tokenize
 from train.tasks.sequence_classification import class_metrics
@@ -36,8 +35,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}
 
 
 @pytest.fixture(autouse=True)
-def _fresh_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", tmp_path / "modules")
+def _fresh_accelerator() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -49,12 +47,11 @@ def prepared_data(config: Config, texts: list[str], labels: list[Any] | None = N
     split = datasets.Dataset.from_dict(columns)
     corpus = Corpus("texts", split, split)
     examples = tokenize(corpus, task, BYTES)
-    task.check_metrics(examples.label_names)
     return PreparedData(task, corpus, BYTES, examples, Loading(partial(task.collate, pad_id=pad_token_id(BYTES))))
 
 
-def configured(task: str, batch_size: int = 2, metrics: tuple[str, ...] = ()) -> Config:
-    return Config().changed(task=task, max_length=16, model_config=GPT2, micro_batch_size=batch_size, metrics=metrics)
+def configured(task: str, batch_size: int = 2) -> Config:
+    return Config().changed(task=task, max_length=16, model_config=GPT2, micro_batch_size=batch_size)
 
 
 def network(config: Config, prepared: PreparedData) -> nn.Module:
@@ -271,66 +268,6 @@ def test_equal_examples_count_once_each() -> None:
     loss_sum, targets, _ = direct(prepared, model := network(config, prepared))
     metrics = evaluated(config, prepared, model)
     assert metrics["examples"] == 3 and metrics["loss"] == pytest.approx(loss_sum / targets, rel=1e-6)
-
-
-# What a run works towards
-
-
-# Further metrics
-
-
-SCRIPT = """
-import datasets
-import evaluate
-
-
-class MeanGap(evaluate.Metric):
-    def _info(self):
-        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references):
-        if len(set(references)) > 3:
-            raise ValueError("made for three classes")
-        gaps = [abs(p - r) for p, r in zip(predictions, references)]
-        return {"mean_gap": sum(gaps) / len(gaps)}
-"""
-
-
-@pytest.fixture
-def metric_folder(tmp_path: Path) -> str:
-    folder = tmp_path / "mean_gap"
-    folder.mkdir()
-    (folder / "mean_gap.py").write_text(SCRIPT)
-    return str(folder)
-
-
-def test_metric_from_a_folder_is_computed_in_addition_to_the_others(metric_folder: str) -> None:
-    config = configured("sequence_classification", metrics=(metric_folder,))
-    prepared = prepared_data(config, TEXTS, [0, 2, 1, 2, 2])
-    metrics = evaluated(config, prepared, network(config, prepared))
-    confusion = metrics["confusion_matrix"]
-    expected = sum(confusion[r][p] * abs(p - r) for r in range(3) for p in range(3)) / 5
-    assert metrics["mean_gap"] == pytest.approx(expected)
-
-
-def test_metric_that_cannot_be_computed_stops_before_training(metric_folder: str) -> None:
-    config = configured("sequence_classification", metrics=(metric_folder,))
-    with pytest.raises(UserError, match="mean_gap' cannot be used: made for three classes"):
-        prepared_data(config, TEXTS, [0, 1, 2, 3, 0])
-
-
-def test_metric_of_the_hub_without_a_connection_is_refused_in_one_line() -> None:
-    config = configured("sequence_classification", metrics=("f1",))
-    with pytest.raises(UserError, match="metrics: 'f1' cannot be used") as caught:
-        prepared_data(config, TEXTS, [0, 1, 0, 1, 0])
-    assert "\n" not in str(caught.value) and "connection" in str(caught.value)
-
-
-def test_class_metrics_are_refused_where_there_are_no_classes(metric_folder: str) -> None:
-    config = configured("causal_lm", metrics=(metric_folder,))
-    with pytest.raises(UserError, match=r"metrics: .*mean_gap.* this task has none"):
-        prepared_data(config, TEXTS)
 
 
 def test_counts_are_exact_where_a_task_gives_losses_in_half_precision() -> None:

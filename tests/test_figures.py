@@ -18,18 +18,17 @@ from tests.support import run_for
 from train.config import Architecture, Config, Output
 from train.extras.report.machine import hardware, versions
 from train.figures import (
-    append,
     count,
     duration,
     gib,
     keep_rows,
     number,
-    progress_text,
     read_metrics,
     row_of,
     several,
     to_json,
     without_secrets,
+    writable,
     write_whole,
 )
 from train.records import Progress, UserError
@@ -38,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def append_row(path: Path, kind: str, step: int, values: dict[str, Any]) -> None:
-    append(path, [row_of(kind, step, values)])
+    with writable(path), path.open("a", encoding="utf-8") as file:
+        file.write(row_of(kind, step, values))
 
 
 def _log(folder: Path, steps: list[int]) -> Path:
@@ -120,7 +120,10 @@ def test_rows_after_half_a_row_stay_whole(tmp_path: Path):
     log = _log(tmp_path, [1])
     with log.open("a", encoding="utf-8") as file:
         file.write(row_of("train", 2, {"loss": 1.0})[:20])  # a full disk
-    append(log, ["\n", row_of("train", 2, {"loss": 1.0}), row_of("train", 3, {"loss": 1.0})])
+    with log.open("a", encoding="utf-8") as file:
+        file.write("\n")
+    for step in (2, 3):
+        append_row(log, "train", step, {"loss": 1.0})
     assert _steps(tmp_path) == [1, 2, 3]
 
 
@@ -196,23 +199,6 @@ def test_versions():
     assert found["python"] == platform.python_version()
     assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"template", "transformers", "accelerate", "datasets", "evaluate"} <= set(found)
-
-
-def test_progress_text():
-    row = {
-        "loss": 2.3456,
-        "learning_rate": 3e-4,
-        "grad_norm": 0.9,
-        "tokens_per_second": 24123.0,
-        "mfu": 0.384,
-        "peak_allocated_bytes": 5 * 2**30,
-    }
-    assert progress_text(row) == "loss 2.346, lr 3.00e-04, grad 0.9, 24.1k tok/s, MFU 38.4%, 5.00 GiB"
-    assert progress_text({"loss": 1.0, "mfu": None, "grad_norm": math.inf}) == "loss 1, grad inf"
-    memory = {"peak_allocated_bytes": 5 * 2**30, "peak_reserved_bytes": 6 * 2**30}
-    assert progress_text(memory) == "5.00 GiB"
-    memory["peak_reserved_bytes"] = 7 * 2**30
-    assert progress_text(memory) == "5.00 GiB, 7.00 GiB reserved"
 
 
 def test_importing_the_log_does_not_load_torch():

@@ -98,8 +98,9 @@ class Recorder:
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
         run, selection = run_for(self.config, self.accelerator), Selection()
         task = SimpleNamespace(default_metric="accuracy")
-        data: Any = SimpleNamespace(task=task, validation_digest="abc", examples=None)
-        selection.prepared(run, data, cast("Any", self.batches))
+        data: Any = SimpleNamespace(task=task, examples=SimpleNamespace(validation=None))
+        with patch("train.extras.digests.examples_digest", return_value="abc"):
+            selection.prepared(run, data, cast("Any", self.batches))
         run.extras, run.outputs, run.stop = (
             Extras({"memory": OneGiB(), "endurance": Endurance(), "selection": selection}),
             RecordingOutputs(self),

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from support import ROOT, run_for, write_recipe
 
-from train import checkpoint, figures
+from train import checkpoint
 from train.config import Config
 from train.extras.endurance.lock import WITHOUT, lock
+from train.extras.endurance.outputs import DurableOutputs
 from train.extras.report import PROJECT
 from train.figures import read_metrics
 from train.main import main
@@ -168,17 +168,17 @@ def test_an_evaluation_on_other_data_is_not(whole: Path, tmp_path: Path) -> None
 
 
 def test_a_row_of_which_the_disk_took_half_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = Outputs(Config().changed(output_dir=str(tmp_path)), Accelerator(cpu=True))
-    plain, run = figures.append, run_for(outputs.config)
+    outputs = DurableOutputs(Config().changed(output_dir=str(tmp_path)), Accelerator(cpu=True))
+    plain, run = Outputs.write_rows, run_for(outputs.config)
 
-    def half(path: Path, lines: Sequence[str]) -> None:
-        path.write_text("".join(lines)[:20])
+    def half(self: Outputs, *rows: str) -> None:
+        self.metrics.write_text("".join(rows)[:20])
         raise UserError("full.")
 
-    monkeypatch.setattr(figures, "append", half)
+    monkeypatch.setattr(Outputs, "write_rows", half)
     outputs.record(run, "train", 1, {"loss": 1.0})
-    monkeypatch.setattr(figures, "append", plain)
-    outputs._sync_rows()
+    monkeypatch.setattr(Outputs, "write_rows", plain)
+    outputs.sync_log()
     outputs.record(run, "train", 2, {"loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 

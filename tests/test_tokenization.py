@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerBase
 from train import extras
 from train.config import Config
 from train.data import load_tokenizer
+from train.extras.digests import tokenizer_digest
 from train.extras.readers import own_tokenizers
 from train.launch import Launch
 from train.records import Corpus, UserError
-from train.tasks import causal_lm, masked_lm, tokenize, tokenizer_digest
+from train.tasks import causal_lm, masked_lm, tokenize
 
 CHECKED: Any = partial(extras.join().pipe, "change_caching", cast("Any", None))
 UNICODE = [

@@ -25,6 +25,13 @@ import datasets
 def documents(config):
     return datasets.Dataset.from_dict({"text": [f"document {n}: " + "abc def " * (n % 7) for n in range(25)]})
 """
+MODEL = """
+from transformers import AutoModelForCausalLM, GPT2Config
+
+
+def build():
+    return AutoModelForCausalLM.from_config(GPT2Config(vocab_size=259, n_embd=16, n_layer=2, n_head=2))
+"""
 # Refused flags first, then the run, all in one process.
 PROGRAM = """
 import sys
@@ -47,6 +54,7 @@ def copy_without(names: Sequence[str], folder: Path) -> Path:
         shutil.rmtree(folder / extras.ORDER[name].replace(".", "/"))
     (folder / "program.py").write_text(PROGRAM)
     (folder / "my_data.py").write_text(DATA)
+    (folder / "my_model.py").write_text(MODEL)
     return folder
 
 
@@ -72,6 +80,8 @@ def train_without(names: Sequence[str], folder: Path, *refused: str) -> tuple[li
     if "readers" in names:  # then data is a function's, and the tokenizer that of a folder
         build_tokenizer("bytes", ()).save_pretrained(folder / "tokenizer")
         run += ["--dataset", "my_data:documents", "--tokenizer", str(folder / "tokenizer")]
+    if "new_models" in names:  # then the model is a function's
+        run += ["--model", "my_model:build"] + ["--tokenizer", "bytes"] * ("readers" not in names)
     words = ("program.py", " ".join([*flags_of(names), *refused]), *run)
     done = script(words, 1, {**os.environ, "PYTHONPATH": str(copy)}, copy, alone=True)
     assert done.returncode == 0, done.stderr
@@ -142,7 +152,8 @@ def ask_the_planner(names: Sequence[str], folder: Path, *words: str) -> subproce
 
 
 def test_plans_with_no_extra_but_the_two_that_it_needs(tmp_path: Path) -> None:
-    asked = ask_the_planner([name for name in extras.ORDER if name not in ("memory", "meter", "hardware")], tmp_path)
+    needed = ("memory", "meter", "hardware", "new_models")  # the last for the tests' recipe alone
+    asked = ask_the_planner([name for name in extras.ORDER if name not in needed], tmp_path)
     assert asked.returncode == 0, asked.stderr
     assert "checkpointing none, precision fp32, loss full" in asked.stdout  # there is nothing to choose
 

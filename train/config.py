@@ -317,7 +317,8 @@ def check(config: Config) -> None:
             continue
         hint, entry = fields()[name]
         bounds = {rule: entry.metadata[rule] for rule in BOUNDS if rule in entry.metadata}
-        if not math.isfinite(value) or not all(getattr(operator, rule)(value, bounds[rule]) for rule in bounds):
+        is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be beyond all floats
+        if not is_finite or not all(getattr(operator, rule)(value, bounds[rule]) for rule in bounds):
             expected = " and ".join(f"{BOUNDS[rule]} {bound}" for rule, bound in bounds.items()) or "finite"
             off = "; null (None on the command line) turns it off" if _type_problem(None, hint) is None else ""
             raise UsageError(f"{name}: {value} is not valid: it must be {expected}{off}.")

@@ -104,10 +104,8 @@ class Outputs:
         if self.is_main:
             self.discard_later(progress)
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
-            # Of a notebook's terminal without columns tqdm would show nothing.
-            width, height = shutil.get_terminal_size((120, 24))
-            size: Any = {"ncols": width, "nrows": height}
-            self.bar = tqdm(total=parts.total_steps, initial=progress.step, unit="step", smoothing=0.1, **size)
+            total, (columns, rows) = parts.total_steps, shutil.get_terminal_size((120, 24))  # tqdm takes 0 as it is
+            self.bar = tqdm(total=total, initial=progress.step, unit="step", smoothing=0.1, ncols=columns, nrows=rows)
         self.keep_log(progress)
 
     def discard_later(self, progress: Progress) -> None:

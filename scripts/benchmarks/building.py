@@ -314,9 +314,9 @@ class Training:
             tokens: of one step.
             length: of a sequence.
         """
+        from train.extras.device import device_name, precision_in_use
         from train.extras.meter.cards import peak_flops_per_second
         from train.extras.meter.flops import count_flops
-        from train.extras.device import device_name, precision_in_use
 
         accelerator = self.run.accelerator
         peak = peak_flops_per_second(device_name(accelerator.device), precision_in_use(accelerator))

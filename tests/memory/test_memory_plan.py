@@ -528,7 +528,7 @@ def test_the_command_parses_to_the_setting_it_is_for() -> None:
     wanted = configured(asked, setting)
     by_launcher = replace(wanted.optimization, mixed_precision=None)
     assert config == replace(wanted, data=replace(asked.config.data, max_length=2048), optimization=by_launcher)
-    assert config.optimization.global_batch_size == 8 and config.output.metrics == ("a", "b")
+    assert config.optimization.global_batch_size == 8 and config.get("metrics") == ("a", "b")
     assert command(asked, asked.asked, words).endswith(shlex.join(words))
 
 

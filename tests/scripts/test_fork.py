@@ -35,7 +35,14 @@ from train.main import main
 print("package:", train.__file__)
 sys.exit(main(sys.argv[1:]))
 """
-MODEL = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+SHAPE = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+MODEL = f"""
+from transformers import AutoModelForCausalLM, GPT2Config
+
+
+def build():
+    return AutoModelForCausalLM.from_config(GPT2Config(vocab_size=259, **{SHAPE}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +94,15 @@ WITHOUT = [("--without", name) for name in ("parallelism", "activations", "meter
 def test_three_steps_train_in_the_fork(words: tuple[str, ...], forked: Callable[..., Path], tmp_path: Path) -> None:
     from train.extras.readers.own_tokenizers import build_tokenizer
 
-    folder = forked(*words)
+    folder, of_gpt2 = forked(*words), {"model_type": "gpt2", **SHAPE}
     (tmp_path / "my_data.py").write_text(DATA)
+    (tmp_path / "my_model.py").write_text(MODEL)
     build_tokenizer("bytes", ()).save_pretrained(tmp_path / "tokenizer")
     flags = {
         "task": "causal_lm",
         "dataset": "my_data:documents",
         "tokenizer": tmp_path / "tokenizer",
-        "model_config": json.dumps(MODEL),
+        **({"model": "my_model:build"} if words == ("--only",) else {"model_config": json.dumps(of_gpt2)}),
         "max_length": 64,
         "max_steps": 3,
         "output_dir": tmp_path / "run",

@@ -42,7 +42,8 @@ def test_a_card_computes_in_half_precision_unless_asked_otherwise(
 ) -> None:
     """bf16 where the card has it, fp16 elsewhere (T4, V100); ``accelerate launch`` says "no" where nobody chose."""
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: has_bf16)
-    launch, line = settle_precision(Launch(precision=launched), Config().changed(**changes), torch.device("cuda", 0))
+    config = Config().changed(model="x", **changes)
+    launch, line = settle_precision(Launch(precision=launched), config, torch.device("cuda", 0))
     assert launch.precision == chosen
     assert line is None if said is None else line is not None and line.startswith(said)
 

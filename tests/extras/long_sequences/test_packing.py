@@ -25,6 +25,7 @@ from train.config import Config
 from train.extras.long_sequences import attention, packing
 from train.extras.long_sequences.documents import Documents
 from train.extras.long_sequences.packing import best_fit, collate_packed, pack_split
+from train.extras.longest import longest_of
 from train.launch import Launch
 from train.model import ModelWithLoss
 from train.records import (
@@ -231,9 +232,10 @@ def test_whole_examples_with_a_label_are_not_packed(
 def test_rows_of_documents_are_not_divided_among_ranks(name: str) -> None:
     engine = "deepspeed" if name == "sp_size" else "ddp" if name == "tp_size" else "fsdp2"
     launch = replace(Launch(world_size=2, engine=engine), **{name: 2})
-    extras.check(Config(), launch)
+    config = Config().changed(model="x")
+    extras.check(config, launch)
     with pytest.raises(UsageError, match=r"parallel 2 in the launch file .*packing: leave packing out"):
-        extras.check(Config().changed(packing=True), launch)
+        extras.check(config.changed(packing=True), launch)
 
 
 def test_documents_know_their_positions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_batch_without_targets_keeps_a_row() -> None:
 
 def test_packed_rows_are_not_cut() -> None:
     with pytest.raises(UsageError, match="would cut the documents of a packed row"):
-        extras.check(Config().changed(sequence_length_warmup_steps=5, packing=True))
+        extras.check(Config().changed(model="x", sequence_length_warmup_steps=5, packing=True))
 
 
 def test_a_cut_step_takes_no_more_memory_than_a_whole_one() -> None:
@@ -126,9 +127,14 @@ def test_run_with_a_warmup_resumes_exactly_and_logs_the_length(llama_recipe: Pat
 def test_another_stretch_of_positions_is_another_model() -> None:
     own = {"rope_scaling": "yarn", "max_length": 64}
     cases = ({}, {"max_length": 128}, {"rope_scaling_factor": 2.0}, {"rope_scaling_factor": 4.0})
-    found = [Extra().identity(from_values({**own, **case})) for case in cases]
+
+    def identity(values: dict[str, Any]) -> dict[str, Any]:
+        run: Any = SimpleNamespace(config=from_values(values))
+        return Extra().identity(run, run)
+
+    found = [identity({**own, **case}) for case in cases]
     assert all(first != second for first, second in itertools.combinations(found, 2))
-    plain = [Extra().identity(from_values({"max_length": length})) for length in (64, 128)]
+    plain = [identity({"max_length": length}) for length in (64, 128)]
     assert plain[0] == plain[1]
 
 
@@ -136,4 +142,4 @@ def test_another_stretch_of_positions_is_another_model() -> None:
 def test_sequences_divided_among_ranks_are_not_cut(name: str) -> None:
     launch = replace(Launch(world_size=2, engine="deepspeed" if name == "sp_size" else "fsdp2"), **{name: 2})
     with pytest.raises(UsageError, match=r"cannot be combined with sequence_length_warmup_steps: 5: set it to 0"):
-        extras.check(Config().changed(sequence_length_warmup_steps=5), launch)
+        extras.check(Config().changed(model="x", sequence_length_warmup_steps=5), launch)

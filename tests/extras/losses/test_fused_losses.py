@@ -187,10 +187,10 @@ def test_flags_that_cannot_work(flags: tuple[str, ...], message: str) -> None:
 
 def test_liger_under_fp16_is_refused_whoever_asks_for_fp16() -> None:
     for launched, asked in (("fp16", None), ("no", "fp16")):
-        config = from_values({"loss": "liger", "mixed_precision": asked})
+        config = from_values({"model": "x", "loss": "liger", "mixed_precision": asked})
         with pytest.raises(UsageError, match="loss: liger gives wrong gradients with mixed_precision: fp16"):
             check(config, Launch(precision=launched))
-    check(from_values({"loss": "liger"}), Launch(precision="bf16"))
+    check(from_values({"model": "x", "loss": "liger"}), Launch(precision="bf16"))
 
 
 def test_a_model_learns_the_same_by_a_package_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

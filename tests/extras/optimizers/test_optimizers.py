@@ -28,7 +28,7 @@ from train.extras.optimizers.few_bits import ADDED, Bf16AdamW, random_halves, ro
 from train.extras.optimizers.in_backward import InBackward
 from train.extras.optimizers.offload import MASTER, Link, OffloadedAdamW
 from train.figures import read_metrics
-from train.launch import Launch, check_launch
+from train.launch import Launch, read_launch
 from train.model import ModelWithLoss
 from train.records import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, MicroBatch, Progress, StepOutcome, UsageError
 from train.state import TrainingState
@@ -645,7 +645,6 @@ def test_optimizers_that_need_whole_weights_say_so(launch: Launch, values: dict[
     dtype = "bfloat16" if "bf16_update" in values else "float32"
     config = settings(dtype=dtype, max_grad_norm=None, **values)
     with pytest.raises(UsageError, match=message):
-        check_launch(launch, config)
         extras.check(config, launch)
     if "optimizer_in_backward" not in values and "optimizer" not in values:
         extras.check(config, Launch(2))
@@ -713,3 +712,14 @@ def test_a_scaled_learning_rate_is_what_a_run_trains_with(
     assert train(recipe, tmp_path / "run", *flags, "--learning_rate_reference_batch_size", 1) == EXIT_DONE
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["learning_rate"] for row in rows if row["kind"] == "train"] == [pytest.approx(4e-3)] * 2
+
+
+@pytest.mark.parametrize("asked", ["fp16", None])
+def test_fp16_is_refused_where_shards_are_on_the_host(asked: str | None) -> None:
+    """torch's scaler copies its scale to the host without waiting, and reads it there at once."""
+    sharded = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    config = Config().changed(model="x", mixed_precision=asked)
+    precision = {} if asked else {"ACCELERATE_MIXED_PRECISION": "fp16"}
+    extras.check(config, read_launch({**sharded, **precision}))
+    with pytest.raises(UsageError, match=r"fsdp_offload_params: true .* Use bf16, or no"):
+        extras.check(config, read_launch({**sharded, **precision, "FSDP_OFFLOAD_PARAMS": "true"}))

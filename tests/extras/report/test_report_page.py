@@ -13,6 +13,7 @@ import pytest
 
 from train.config import Config, from_values
 from train.extras.report.charts import charts, points
+from train.extras.report.machine import progress_text
 from train.extras.report.page import page, write_report
 from train.tasks import Task
 from train.tasks.causal_lm import Task as CausalLM
@@ -264,3 +265,20 @@ def test_importing_these_parts_loads_neither_torch_nor_matplotlib():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_progress_text() -> None:
+    row: dict[str, Any] = {
+        "loss": 2.3456,
+        "learning_rate": 3e-4,
+        "grad_norm": 0.9,
+        "tokens_per_second": 24123.0,
+        "mfu": 0.384,
+        "peak_allocated_bytes": 5 * 2**30,
+    }
+    assert progress_text(row) == "loss 2.346, lr 3.00e-04, grad 0.9, 24.1k tok/s, MFU 38.4%, 5.00 GiB"
+    assert progress_text({"loss": 1.0, "mfu": None, "grad_norm": math.inf}) == "loss 1, grad inf"
+    memory: dict[str, Any] = {"peak_allocated_bytes": 5 * 2**30, "peak_reserved_bytes": 6 * 2**30}
+    assert progress_text(memory) == "5.00 GiB"
+    memory["peak_reserved_bytes"] = 7 * 2**30
+    assert progress_text(memory) == "5.00 GiB, 7.00 GiB reserved"

@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
-from train.checkpoint import StoredBlocks
 from train.extras.adapters import Options
 from train.optim import parameter_counts
 from train.records import Run, UserError, one_line
-from train.state import TrainingState
+from train.state import StoredBlocks, TrainingState
 from train.tasks import load_task
 
 ADAPTER = "default"  # peft's name for an adapter that has none

@@ -58,7 +58,7 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
     if not isinstance(network, nn.Module):
         raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     config = getattr(network, "config", None)
-    known = getattr(config, "num_labels", num_labels)
+    known = getattr(network, "num_labels", num_labels)  # the configuration has the names of the data by now
     if own.is_function and num_labels and known != num_labels:
         raise UserError(f"model {own.name!r} returned a model of {known} classes; the data has {num_labels} of them.")
     if isinstance(config, PretrainedConfig):

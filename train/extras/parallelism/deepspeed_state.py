@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.checkpoint import StoredBlocks
-from train.state import Block, TrainingState
+from train.state import Block, StoredBlocks, TrainingState
 
 
 @dataclass(frozen=True)

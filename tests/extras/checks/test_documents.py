@@ -1,0 +1,101 @@
+"""Labels that cannot be learned, and what is said about the data before training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from made_tokenizers import tokenizer_of
+from support import run_for
+
+from train.config import Config
+from train.extras.checks import Extra
+from train.extras.checks.documents import describe, describe_batch, with_known_labels
+from train.records import BatchArithmetic, Corpus, Examples, UserError
+from train.tasks import load_task, tokenize
+
+BYTES = tokenizer_of("bytes")
+Rows = list[tuple[str, Any]]
+
+
+def classified(train: Rows, validation: Rows, **options: Any) -> tuple[Corpus, Examples, Config]:
+    """The corpus that is left, and its examples."""
+
+    def split(rows: Rows, name: str) -> datasets.Dataset:
+        sources = [f"{name}-data.jsonl:{i}" for i in range(1, len(rows) + 1)]
+        columns = {"text": [r[0] for r in rows], "label": [r[1] for r in rows], "source": sources}
+        return datasets.Dataset.from_dict(columns)
+
+    config = Config().changed(task="sequence_classification", **{"max_length": 16, **options})
+    task = load_task("sequence_classification")(config)
+    corpus = Extra().change_corpus(task, Corpus("reviews", split(train, "train"), split(validation, "validation")))
+    return corpus, tokenize(corpus, task, BYTES), config
+
+
+def said(train: Rows, validation: Rows, **options: Any) -> list[str]:
+    """Lines about the tokenised documents."""
+    _, examples, config = classified(train, validation, **options)
+    data: Any = SimpleNamespace(examples=examples)
+    return describe(data, config)
+
+
+def test_how_many_tokens_are_lost_is_said() -> None:
+    rows: Rows = [("abcdefgh", "x"), ("abcd", "y"), ("abcdefgh", "y"), ("ab", "x")]
+    lines = said(rows, [("a", "x")], max_length=6)
+    assert "2 classes: x, y" in lines  # 10 + 6 + 10 + 4 tokens with their marks, of which 4 + 4 are cut
+    assert "truncation (keep_head): 2 of 4 documents are longer than 6 tokens; 26.7 % of all tokens are lost" in lines
+    assert said(rows, [("a", "x")], max_length=10) == ["2 classes: x, y"]
+
+
+def test_labels_that_differ_only_in_case_or_spaces_are_told() -> None:
+    [line] = said([("a", "Spam"), ("b", "spam"), ("c", "ham")], [("d", "ham")])
+    assert line == "3 classes: Spam, ham, spam (of these 'Spam', 'spam' differ only in case or spaces)"
+
+
+@pytest.mark.parametrize(("train", "label"), [([0, 1], "1.5"), ([0, 1], "2.0"), (["1", "True"], "1.0"), ([0, 7], "07")])
+def test_a_label_that_only_looks_like_another_is_unknown(train: list[Any], label: str) -> None:
+    with pytest.raises(UserError, match=f"label '{label}' does not occur in the training split"):
+        classified([("a", known) for known in train], [("b", label)])
+
+
+def test_an_unknown_label_in_validation_is_refused_with_its_place_and_a_way_out() -> None:
+    with pytest.raises(UserError, match=r"validation-data\.jsonl:2: label 'z' .*--on_bad_record skip"):
+        classified([("a", "x"), ("b", "y")], [("a", "x"), ("b", "z")])
+
+
+def test_an_unknown_label_of_a_function_is_named_without_a_source() -> None:
+    def made_of(*labels: str) -> datasets.Dataset:
+        return datasets.Dataset.from_dict({"text": ["t"] * len(labels), "label": list(labels)})
+
+    task = load_task("sequence_classification")(Config().changed(task="sequence_classification"))
+    with pytest.raises(UserError, match=r"document 1: label 'z' does not occur in the training split"):
+        with_known_labels(Corpus("mine", made_of("x", "y"), made_of("x", "z")), task)
+
+
+def test_an_unknown_label_in_validation_is_skipped_and_told_when_asked_to() -> None:
+    validation: Rows = [("a", "x"), ("bc", "z"), ("d", "y")]
+    corpus, examples, _ = classified([("a", "x"), ("b", "y")], validation, on_bad_record="skip")
+    assert examples.validation["label"][:] == [0, 1]
+    assert [note for note in corpus.notes if "skipped 1 record" in note and "validation-data.jsonl:2" in note]
+
+
+def test_a_validation_split_of_unknown_labels_only_is_refused() -> None:
+    _, examples, config = classified([("a", "x"), ("b", "y")], [("b", "z")], on_bad_record="skip")
+    data: Any = SimpleNamespace(examples=examples, corpus=SimpleNamespace(name="reviews"))
+    with pytest.raises(UserError, match="reviews: the validation split has no example"):
+        Extra().change_data(run_for(config), data)
+
+
+def test_a_single_class_is_refused() -> None:
+    with pytest.raises(UserError, match=r"only the label 'x' in column 'stars'.*--label_column"):
+        classified([("a", "x"), ("b", "x")], [("a", "x")], label_column="stars")
+
+
+def test_the_arithmetic_of_a_batch_is_said() -> None:
+    said = describe_batch(BatchArithmetic(2, 4, 1))
+    assert said == "2 examples per micro-batch × 4 accumulated × 1 process = 8 per step"
+    assert describe_batch(BatchArithmetic(1, 3, 2)).endswith(
+        "1 example per micro-batch × 3 accumulated × 2 processes = 6 per step"
+    )

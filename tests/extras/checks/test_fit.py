@@ -1,0 +1,42 @@
+"""Tokenizers that lack what a task needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from made_tokenizers import tokenizer_of
+
+from train.config import Config
+from train.extras.checks.fit import check_tokenizer
+from train.records import UserError
+from train.tasks import Task, load_task
+
+
+def made(name: str, **options: Any) -> Task:
+    return load_task(name)(Config().changed(task=name, **options))
+
+
+def test_masked_lm_refuses_a_tokenizer_without_mask_token() -> None:
+    tokenizer = tokenizer_of("bytes")
+    check_tokenizer(made("masked_lm"), tokenizer)
+    tokenizer.mask_token = None
+    with pytest.raises(UserError, match="masked_lm: the tokenizer has no mask token"):
+        check_tokenizer(made("masked_lm"), tokenizer)
+    check_tokenizer(made("causal_lm"), tokenizer)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "sequence_classification"])
+def test_a_tokenizer_without_padding_and_end_token_is_refused(task: str) -> None:
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(UserError, match=f"{task}: the tokenizer has neither a padding nor an end token"):
+        check_tokenizer(made(task), tokenizer)
+
+
+@pytest.mark.parametrize("task", ["masked_lm", "sequence_classification"])
+def test_a_length_without_room_for_text_is_refused(task: str) -> None:
+    with pytest.raises(UserError, match=r"max_length: 2 leaves no room .* Give 3 or more"):
+        check_tokenizer(made(task, max_length=2), tokenizer_of("bytes"))
+    check_tokenizer(made(task, max_length=3), tokenizer_of("bytes"))
+    check_tokenizer(made("causal_lm", max_length=2), tokenizer_of("bytes"))

@@ -1,0 +1,46 @@
+"""A checkpoint of a run with other settings is refused, by the names of these."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.extras.checks.resuming import compare
+from train.records import UserError
+
+IDENTITY = {"dataset": "stdlib", "seed": 1, "optimizer": "adamw", "global_batch_size": 8}
+FOLDER = Path("step-00000001")
+
+
+@pytest.mark.parametrize(
+    ("present", "named"),
+    [
+        ({"seed": 2}, "(seed: was 1, is 2)"),
+        ({"seed": None}, "(seed: was 1, is None)"),
+        ({"rope_scaling": "yarn"}, "(rope_scaling: was None, is 'yarn')"),
+        ({"dataset": "listops"}, "(dataset: was 'stdlib', is 'listops')"),
+    ],
+)
+def test_a_setting_that_differs_on_either_side_is_named(present: dict[str, Any], named: str) -> None:
+    own = {name: value for name, value in {**IDENTITY, **present}.items() if value is not None}
+    with pytest.raises(UserError, match=re.escape(named)):
+        compare(FOLDER, own, IDENTITY, allow_changes=False)
+    compare(FOLDER, own, IDENTITY, allow_changes=True)
+
+
+@pytest.mark.parametrize("off", [False, None, 0])
+def test_an_option_of_an_extra_that_was_deleted_counts_as_off(off: Any) -> None:
+    compare(FOLDER, IDENTITY, {**IDENTITY, "packing": off}, allow_changes=False)
+    with pytest.raises(UserError, match=re.escape("(packing: was ")):
+        compare(FOLDER, {**IDENTITY, "packing": True}, {**IDENTITY, "packing": off}, allow_changes=False)
+
+
+@pytest.mark.parametrize(("name", "value"), [("optimizer", "sgd"), ("global_batch_size", 4)])
+def test_what_the_remaining_steps_cannot_be_made_with_is_refused_even_if_changes_are_allowed(
+    name: str, value: Any
+) -> None:
+    with pytest.raises(UserError, match=f"was written with {name} {IDENTITY[name]}; .* with {value}"):
+        compare(FOLDER, {**IDENTITY, name: value}, IDENTITY, allow_changes=True)

@@ -1,0 +1,63 @@
+"""Settings that cannot work together, and launch files that ask for what the template cannot do."""
+
+from __future__ import annotations
+
+import pytest
+
+from train import extras
+from train.config import Config
+from train.extras.checks.settings import check_launch_file
+from train.launch import Launch
+from train.records import UsageError
+
+PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+def sizes(world_size: int, **given: int) -> dict[str, str]:
+    named = {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in given.items()}
+    return {**PARALLEL, "WORLD_SIZE": str(world_size), **named}
+
+
+def test_sizes_that_do_not_make_the_world_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"dp_shard_size 2, tp_size 2 make 4 processes, num_processes is 8"):
+        check_launch_file(sizes(8, dp_shard=2, tp=2))
+    with pytest.raises(UsageError, match=r"cp_size 3"):
+        check_launch_file(sizes(8, cp=3))
+    with pytest.raises(UsageError, match="cp_size 0 make 0 processes"):
+        check_launch_file(sizes(2, cp=0))
+    check_launch_file({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"})
+    check_launch_file(sizes(8, dp_shard=2, cp=2, tp=2))
+    check_launch_file({})
+
+
+def test_unknown_engines_are_refused() -> None:
+    with pytest.raises(UsageError, match="fsdp_version: 1 in the launch file"):
+        check_launch_file({"ACCELERATE_USE_FSDP": "true"})
+    check_launch_file({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})
+    with pytest.raises(UsageError, match="MEGATRON_LM"):
+        check_launch_file({"ACCELERATE_USE_MEGATRON_LM": "true"})
+
+
+def test_checkpointing_of_the_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config().changed(model="x")
+    extras.check(config, Launch(engine="fsdp2"))
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    with pytest.raises(UsageError, match=r"fsdp_activation_checkpointing: true .* use --gradient_checkpointing"):
+        extras.check(config, Launch(engine="fsdp2"))
+
+
+def test_a_precision_that_nobody_has_tried_is_refused() -> None:
+    with pytest.raises(UsageError, match="mixed_precision: fp8 in the launch file"):
+        extras.check(Config().changed(model="x"), Launch(precision="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "launched", "agree"), [("bf16", "fp16", False), ("bf16", "no", True), (None, "fp16", True)]
+)
+def test_precision_of_launcher_and_recipe(asked: str, launched: str, agree: bool) -> None:
+    config = Config().changed(model="x", mixed_precision=asked)
+    if agree:
+        extras.check(config, Launch(precision=launched))
+    else:
+        with pytest.raises(UsageError, match="training configuration says bf16, the launch configuration fp16"):
+            extras.check(config, Launch(precision=launched))

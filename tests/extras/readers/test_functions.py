@@ -1,0 +1,119 @@
+"""What a function of one's own returns is read as closely as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from train.config import Config
+from train.data import corpus_of
+from train.extras.readers import Extra
+from train.launch import Launch
+from train.records import UsageError, UserError
+
+
+def returned(tmp_path: Path, body: str, labelled: bool = False) -> Any:
+    """What the readers make of a function with this ``body``."""
+    lines = ["import datasets", "from datasets import ClassLabel, Dataset, Features, Value", "def documents(config):"]
+    (tmp_path / "given.py").write_text("\n".join([*lines, f"    return {body}"]))
+    task = "sequence_classification" if labelled else "causal_lm"
+    config = Config().changed(dataset=f"{tmp_path}/given.py:documents", task=task)
+    return Extra().documents(config, labelled)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("['a', 'b']", "returned list: return a 🤗 Dataset"),
+        ("{'validation': Dataset.from_dict({'text': ['a']})}", "returned dict: return .* keys train, validation, test"),
+        ("{'train': ['a']}", "returned dict"),
+        ("Dataset.from_dict({'body': ['a']})", r"the train split has no column 'text', only \['body'\]"),
+        ("Dataset.from_dict({'text': ['a']}).to_iterable_dataset()", "returned IterableDataset: return a 🤗 Dataset"),
+        ("Dataset.from_dict({'text': ['a']})", r"1 document\(s\) cannot be split in two: return a validation split"),
+    ],
+)
+def test_a_function_that_returns_something_else_is_told(body: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"dataset '.*given.py:documents'.*{message}"):
+        returned(tmp_path, body)
+
+
+def test_a_task_with_labels_needs_them_from_the_function_too(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the train split has no column 'label'"):
+        returned(tmp_path, "Dataset.from_dict({'text': ['a', 'b']})", labelled=True)
+    assert (
+        returned(tmp_path, "Dataset.from_dict({'text': ['a', 'b', 'c'], 'label': [0, 1, 0]})", True).train.num_rows == 2
+    )
+
+
+def test_classes_of_a_function_have_their_names(tmp_path: Path) -> None:
+    features = "Features({'text': Value('string'), 'label': ClassLabel(names=['ham', 'spam'])})"
+    split = f"Dataset.from_dict({{'text': ['a', 'b'], 'label': [1, 0]}}, features={features})"
+    found = returned(tmp_path, f"{{'train': {split}, 'validation': {split}}}", labelled=True)
+    assert (found.train["label"][:], found.validation["label"][:]) == (["spam", "ham"], ["spam", "ham"])
+    assert found.train["text"][:] == ["a", "b"] and found.notes == ()
+
+
+def test_empty_documents_of_a_function_are_skipped_and_counted(tmp_path: Path) -> None:
+    split = "Dataset.from_dict({'text': ['a', '', 'b', ' \\n'], 'extra': [1, 2, 3, 4]})"
+    found = returned(tmp_path, f"{{'train': {split}, 'validation': {split}}}")
+    assert found.train["text"][:] == ["a", "b"] and found.train["extra"][:] == [1, 3]
+    assert found.notes[0].startswith("skipped 2 empty documents of dataset ")
+    assert found.notes[0].endswith("the train split, row 1: empty document")
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy", "arrow", "pandas"])
+def test_a_function_may_return_what_is_on_the_disk_in_any_format(form: str | None, tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(20)]
+    datasets.Dataset.from_dict({"text": texts, "label": [0, 1] * 10}).save_to_disk(tmp_path / "saved")
+    stored: Any = datasets.load_from_disk(tmp_path / "saved").with_format(form)
+    config = Config().changed(task="sequence_classification")
+    body = f"datasets.load_from_disk({str(tmp_path / 'saved')!r}).with_format({form!r})"
+    found: Any
+    for found in (corpus_of(stored, config), returned(tmp_path, body, labelled=True)):
+        assert (len(found.train), len(found.validation)) == (19, 1)
+        assert sorted([*found.train["text"][:], *found.validation["text"][:]]) == sorted(texts)
+        assert set(found.train["label"]) == {0, 1}
+
+
+def test_a_transform_is_not_dropped_without_a_word(tmp_path: Path) -> None:
+    body = "Dataset.from_dict({'text': ['a', 'b']}).with_transform(lambda rows: {'text': ['A'] * len(rows['text'])})"
+    with pytest.raises(UserError, match=r"the train split has a transform, which is not applied: use map\(\)"):
+        returned(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("{'text': ['a', None]}", "the train split, row 1: no text. Correct it"),
+        ("{'text': [1, 2]}", "the train split: column 'text' holds int64; each row needs text"),
+        ("{'text': ['a', 'b'], 'label': ['x', None]}", "the train split, row 1: no label. Correct it"),
+        ("{'text': ['a', 'b'], 'label': [0.5, 1.0]}", "column 'label' holds float64; each row needs text or a whole"),
+        ("{'text': ['a', 'b'], 'label': [[1], [2]]}", "column 'label' holds list; each row needs text or a whole"),
+    ],
+)
+def test_a_row_of_a_function_that_cannot_be_used_is_named(columns: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        returned(tmp_path, f"Dataset.from_dict({columns})", labelled="label" in columns)
+
+
+def test_splits_of_a_function_have_known_names(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="returned a split 'dev': use train, validation, test"):
+        returned(tmp_path, "{'train': Dataset.from_dict({'text': ['a']}), 'dev': Dataset.from_dict({'text': ['b']})}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"max_train_samples": 3}, "max_train_samples"),
+        ({"text_column": "body"}, "text_column"),
+        ({"validation_dataset": "/nowhere"}, "validation_dataset"),
+    ],
+)
+def test_options_that_a_function_would_not_heed_are_refused(flags: dict[str, Any], named: str) -> None:
+    config = Config().changed(dataset="my_data:documents", **flags)
+    with pytest.raises(UsageError, match=f"{named}: my_data:documents gives its documents as they are to be used"):
+        Extra.check(config, Launch())
+    Extra.check(Config().changed(dataset="my_data:documents", on_bad_record="skip"), Launch())
