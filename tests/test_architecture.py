@@ -188,10 +188,10 @@ ALLOWED = {
     "train.records": set(),
     "train.config": {"train.extras", "train.records"},
     "train.launch": {"train.extras", "train.records"},
-    "train.batching": {"train.records"},
-    "train.step": {"train.records"},
-    "train.optim": {"train.config", "train.records"},
-    "train.tasks": {"train.records"},
+    "train.batching": {"train.config", "train.records"},
+    "train.step": {"train.config", "train.records"},
+    "train.optim": {"train.batching", "train.config", "train.records"},
+    "train.tasks": {"train.config", "train.records"},
 }
 
 

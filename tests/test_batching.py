@@ -301,7 +301,8 @@ def test_longest_by_tokens_is_no_smaller_than_any_micro_batch() -> None:
 
 
 def test_what_a_step_by_tokens_is_made_of_is_said_in_words() -> None:
-    said = of_tokens(4096).rounds.describe(BatchArithmetic(1, 4, 2))
+    rounds: Any = of_tokens(4096).rounds
+    said = rounds.describe(BatchArithmetic(1, 4, 2))
     assert said == "8 per step, in micro-batches of up to 4,096 tokens on 2 processes"
 
 

@@ -207,7 +207,7 @@ def test_task_is_one_new_file(fork: Fork) -> None:
     figures = summary["result"]["validation"]
     assert figures["loss"] == pytest.approx(figures["mean_square_gap"], rel=1e-5)
     assert 0 < figures["mean_absolute_error"] == summary["metric_value"]
-    assert set(figures) == {"loss", "mean_absolute_error", "mean_square_gap", "examples"}
+    assert set(figures) == {"loss", "mean_absolute_error", "mean_square_gap", "examples", "data"}
     assert "mean absolute error" in out
     rows = read_metrics(fork.output / "metrics.jsonl")
     # A model that starts near zero is off by a share between 0 and 1: no cross-entropy of anything.

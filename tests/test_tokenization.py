@@ -28,7 +28,7 @@ from train.extras.digests import tokenizer_digest
 from train.extras.readers import own_tokenizers
 from train.launch import Launch
 from train.records import Corpus, UserError
-from train.tasks import causal_lm, masked_lm, tokenize
+from train.tasks import causal_lm, tokenize
 
 CHECKED: Any = partial(extras.join().pipe, "change_caching", cast("Any", None))
 UNICODE = [
@@ -406,7 +406,7 @@ def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:
     fingerprints = []
     for expected in (12, 0, 0):
         task = Counting(configured())
-        examples = tokenize(stored_corpus(tmp_path), task, tokenizer)
+        examples = tokenize(stored_corpus(tmp_path), task, tokenizer, CHECKED)
         assert isinstance(examples.train, datasets.Dataset)
         fingerprints.append(examples.train._fingerprint)
         assert task.encoded == expected
@@ -467,7 +467,7 @@ def test_number_of_processes_changes_neither_examples_nor_what_identifies_them(
     for name, workers in (("one", 1), ("two", 2)):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache of {name}")
         task = causal_lm.Task(configured(preprocessing_num_workers=workers))
-        examples = tokenize(stored_corpus(tmp_path / name), task, tokenizer_of("bytes"))
+        examples = tokenize(stored_corpus(tmp_path / name), task, tokenizer_of("bytes"), CHECKED)
         assert isinstance(examples.train, datasets.Dataset)
         found.append((examples.train.to_list(), examples.train._fingerprint, len(examples.train.cache_files)))
     assert found[0][:2] == found[1][:2]
@@ -505,12 +505,3 @@ def test_all_splits_are_tokenised_and_keep_only_the_tasks_columns(tmp_path: Path
     for split in (examples.train, examples.validation, examples.test):
         assert set(split.column_names) == {"tokens", "length", "num_bytes"}
     assert examples.test.to_list() == examples.validation.to_list() != examples.train.to_list()
-
-
-@pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_split_without_an_example_is_refused_by_name(texts: list[str]) -> None:
-    empty = datasets.Dataset.from_dict({"text": texts, "source": texts})
-    full = datasets.Dataset.from_dict({"text": ["abc"], "source": ["x"]})
-    task = masked_lm.Task(configured(task="masked_lm", max_length=8))
-    with pytest.raises(UserError, match="books: the validation split has no example"):
-        tokenize(Corpus("books", full, empty), task, tokenizer_of("bytes"))
