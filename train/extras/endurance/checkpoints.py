@@ -193,16 +193,15 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     outputs, lost, sound = run.outputs, error.progress, error.sound_step
 
     def choose() -> Path | None:
-        there, found = checkpoint.by_step(outputs.checkpoints), None
+        there = checkpoint.by_step(outputs.checkpoints)
         last = [row["step"] for row in read_metrics(outputs.metrics) if row["kind"] == "rollback"][-1:]
         for step in sorted({s for s in there if s <= sound} - {*last}, key=lambda step: (step == sound, -step)):
             if (problem := checkpoint.verify(there[step])) is None:
-                found = there[step]
-                break
+                for later in [number for number in reversed(there) if number > step]:
+                    checkpoint.remove(there[later])
+                return there[step]
             outputs.note(f"damaged checkpoint skipped: {there[step].name}: {problem}")
-        for later in [path for path in reversed(there.values()) if found and path > found]:
-            checkpoint.remove(later)
-        return found
+        return None
 
     found = outputs.from_main(choose)
     if found is None:
