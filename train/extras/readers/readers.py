@@ -133,10 +133,8 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
 
 
 def _label(value: Any, column: str) -> str:
-    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
-        value = int(value)
-    if isinstance(value, int):
-        value = str(value)
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        value = str(int(value))
     if not isinstance(value, str) or not value.strip() or _UNREADABLE.search(value):
         raise RecordError(f"{column!r} must be text or a whole number, not {value!r:.40}")
     return value
