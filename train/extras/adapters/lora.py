@@ -66,7 +66,8 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     own = run.config.of(Options)
-    linear = _inner_linear(model, auto_class)
+    outside = tuple(f"{name}." for name in _heads(model, auto_class))  # of the linear layers that all-linear means
+    linear = [n for n, module in model.named_modules() if _is_linear(module) and not f"{n}.".startswith(outside)]
     if own.adapter == "qlora":
         _quantize(model, linear, compute_dtype(run))
     heads, all_linear = _trained_heads(model, auto_class), own.lora_target_modules == ("all-linear",)
@@ -124,13 +125,6 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _inner_linear(model: nn.Module, auto_class: str) -> list[str]:
-    """Names of the linear layers outside the heads: those that ``all-linear`` means."""
-    heads = tuple(f"{name}." for name in _heads(model, auto_class))
-    linear = [name for name, module in model.named_modules() if _is_linear(module)]
-    return [name for name in linear if not f"{name}.".startswith(heads)]
 
 
 def _is_linear(module: nn.Module) -> bool:
