@@ -206,17 +206,19 @@ class RankWatch:
                 self._store, gone_since = store, math.inf
                 self._connected.set()
                 self._look(store)
-                return
+                break
             except RuntimeError:
                 gone_since = min(gone_since, time.monotonic())
                 if self._store is not None and time.monotonic() - gone_since > self._timeout_seconds:
                     self._conclude(self._store)
-                    self._end_process()
-                    return
+                    break
                 self._closing.wait(POLL_SECONDS)
+        # Connections that break end the main thread by themselves; where none does, it waits in a collective.
+        if not self._closing.wait(ANSWER_SECONDS):
+            os._exit(EXIT_ERROR)
 
     def _look(self, store: Store) -> None:
-        """Counts, looks at the next rank, and ends a process that cannot end itself."""
+        """Counts, and looks at the next rank, until some rank is lost or this one closes."""
         neighbour = f"beat/{(self._rank + 1) % len(self._ranks)}"
         last, since, have_met = "", time.monotonic(), False
         for count in itertools.count():
@@ -229,13 +231,7 @@ class RankWatch:
             have_met = have_met or torch.distributed.is_initialized()
             is_lost = time.monotonic() - since > self._timeout_seconds or (not have_met and store.check(LEFT))
             if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
-                self._end_process()
                 return
-
-    def _end_process(self) -> None:
-        """Connections that break end the main thread by themselves; where none does, it waits in a collective."""
-        if not self._closing.wait(ANSWER_SECONDS):
-            os._exit(EXIT_ERROR)
 
     def _conclude(self, store: Store, is_stopping: bool = False) -> bool:
         """Calls the roll and has one rank tell what it gave; whether some rank is gone."""
