@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -106,14 +105,13 @@ def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]
 
 def _check_layers(model: nn.Module) -> None:
     """Raises UserError where an adapter cannot be added to a weight that is its layer's alone, as ``final/`` needs."""
-    names = defaultdict[int, list[str]](list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+    named = reversed(list(model.named_parameters(remove_duplicate=False)))  # of several names the first is told
+    others = {id(parameter): name for name, parameter in named if ".base_layer." not in name}
     for layer in _adapted(model).values():
         base: Any = layer.get_base_layer()
-        others = [name for name in names[id(base.weight)] if ".base_layer." not in name]
-        if others or not (isinstance(base, nn.Embedding) or _is_linear(base)):
-            reason = f"one of them shares {others[0]}" if others else f"one of them is a {type(base).__name__}"
+        other = others.get(id(base.weight))
+        if other or not (isinstance(base, nn.Embedding) or _is_linear(base)):
+            reason = f"one of them shares {other}" if other else f"one of them is a {type(base).__name__}"
             raise UserError(
                 f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
                 "linear layers and embeddings that share no weight with others, or give all-linear."
