@@ -146,11 +146,19 @@ def _trained_heads(model: nn.Module, auto_class: str) -> list[str]:
 
 def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -> None:
     """Turns the ``linear`` layers of ``model`` into 4-bit ones, those that are not yet."""
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
+    how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
     for name in linear:
         if type(layer := model.get_submodule(name)) is nn.Linear:
-            model.set_submodule(name, _quantized(layer))
+            has_bias, (data, scales) = layer.bias is not None, quantize_4bit(layer.weight.data, **how)
+            new: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
+            new.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=new, **how)  # pyright: ignore
+            new.quant_state = scales
+            if has_bias:
+                new.bias = nn.Parameter(layer.bias.data, requires_grad=False)
+            model.set_submodule(name, new)
     quantized = [module for module in model.modules() if isinstance(module, Linear4bit)]
     if not quantized:
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
@@ -161,21 +169,6 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
         # On some processors the layer repacks its weights in evaluation, and has no gradient from then on.
         layer.support_avx512bf16_for_cpu = False
     model.is_loaded_in_4bit = True  # pyright: ignore - by which peft knows
-
-
-def _quantized(layer: nn.Linear) -> nn.Module:
-    """A 4-bit layer with the weights of ``layer``."""
-    from bitsandbytes.functional import quantize_4bit
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    has_bias, how = layer.bias is not None, {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
-    found: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
-    data, scales = quantize_4bit(layer.weight.data, **how)
-    found.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=found, **how)  # pyright: ignore
-    found.quant_state = scales
-    if has_bias:
-        found.bias = nn.Parameter(layer.bias.data, requires_grad=False)
-    return found
 
 
 class AdapterState(TrainingState):
@@ -239,19 +232,17 @@ class AdapterState(TrainingState):
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
-        trained = {
-            name: _full(parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+        # Without what peft adds to the name of a weight, and to that of an adapter inside the model
+        added = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
+        named = {added.sub("", name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {f"base_model.model.{name}": _full(parameter) for name, parameter in named.items()}
         model: Any = self.model
         if not keep:
             return model
         folder = folder / "adapter"
         folder.mkdir(exist_ok=True)
         model.peft_config[ADAPTER].save_pretrained(str(folder))
-        # Without what peft adds to the name of a weight, and to that of an adapter inside the model
-        added = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
-        named = {f"base_model.model.{added.sub('', name)}": tensor for name, tensor in trained.items()}
-        save_file(named, folder / "adapter_model.safetensors")
+        save_file(trained, folder / "adapter_model.safetensors")
         if not hasattr(model, "_from_config"):  # not of transformers
             return model
         config = copy.deepcopy(model.config)
