@@ -34,7 +34,6 @@ class Stretch:
         return flat.narrow(0, self.offset, self.length)
 
 
-@dataclass(frozen=True)
 class DeepSpeedState(TrainingState):
     """The live objects of a run on one rank: the network inside the engine, and the engine's own optimizer."""
 
