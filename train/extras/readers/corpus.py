@@ -128,8 +128,7 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
         named = {file: split for file, split in named.items() if split}
     if len(named) < len(files):
         data.notes.append(f"{path}: ignored {several(len(files) - len(named), 'other file')}, read {len(named)}")
-    splits = dict.fromkeys(named.values())
-    return {split: [str(file) for file in named if named[file] == split] for split in splits}
+    return {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
 
 
 def _split_of(names: Sequence[str], whole: bool = False) -> str | None:
