@@ -175,16 +175,15 @@ class RankWatch:
         """Asks until it ``succeeds``; waits for the thread to connect again, where that was cut, with patience."""
         patience_seconds, answered = min(patience_seconds, self._timeout_seconds), time.monotonic()
         for seconds in itertools.chain((POLL_SECONDS / 2**n for n in (4, 3, 2, 1)), itertools.repeat(POLL_SECONDS)):
-            has_left = False
             try:
                 if succeeds(self._met()):
                     return
-                has_left, answered = self._met().check(LEFT), time.monotonic()
-            except RuntimeError:
-                if time.monotonic() - answered >= patience_seconds:
+                if self._met().check(LEFT):
+                    raise RankLeftError("a rank ended before the others")
+                answered = time.monotonic()
+            except RuntimeError as error:
+                if isinstance(error, RankLeftError) or time.monotonic() - answered >= patience_seconds:
                     raise
-            if has_left:
-                raise RankLeftError("a rank ended before the others")
             time.sleep(seconds)
 
     def _met(self) -> Store:
