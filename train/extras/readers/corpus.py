@@ -85,8 +85,7 @@ def load_returned(config: Config, data: Source) -> Corpus:
     if "validation" not in splits and (count := len(splits["train"])) < 2:
         raise UserError(f"{name}: {count} document(s) cannot be split in two: return a validation split.")
     splits = {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in splits.items()}
-    corpus = corpus_of(splits, config)
-    return replace(corpus, notes=tuple(data.notes))
+    return replace(corpus_of(splits, config), notes=tuple(data.notes))
 
 
 # Files and folders
