@@ -65,13 +65,12 @@ class TensorParallel(Engine):
         return super().loss_factor / self.copies
 
 
-def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
+def plan_of(model: Any, ranks: int) -> dict[str, str]:
     """The style of each module of ``model`` that is divided, by the module's name; raises UserError as above."""
-    any_model: Any = model
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     written: dict[str, str] = getattr(model, "tp_plan", None) or {}
     plan, modules = {}, dict(model.named_modules())
-    ends = [any_model.get_input_embeddings(), any_model.get_output_embeddings()] if written else []
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()] if written else []
     for key in [*modules, *dict(model.named_parameters())]:
         style, module = written.get(re.sub(r"\.\d+(?=\.|$)", ".*", key)), modules.get(key)
         if style is None or (module is not None and module in ends):
@@ -90,7 +89,7 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
     if not plan:
         raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
     if any(style == "colwise" and "att" in key for key, style in plan.items()):
-        config = any_model.config.get_text_config()
+        config = model.config.get_text_config()
         for field in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, field, None)
             if isinstance(heads, int) and heads % ranks:
