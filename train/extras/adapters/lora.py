@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +64,8 @@ def add_adapter(model: nn.Module, run: Run, auto_class: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     own = run.config.of(Options)
-    linear = _inner_linear(model, auto_class)
+    outside = tuple(f"{name}." for name in _heads(model, auto_class))  # of the linear layers that all-linear means
+    linear = [n for n, module in model.named_modules() if _is_linear(module) and not f"{n}.".startswith(outside)]
     if own.adapter == "qlora":
         _quantize(model, linear, compute_dtype(run))
     heads, all_linear = _trained_heads(model, auto_class), own.lora_target_modules == ("all-linear",)
@@ -104,14 +104,13 @@ def _as_its_weights(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]
 
 def _check_layers(model: nn.Module) -> None:
     """Raises UserError where an adapter cannot be added to a weight that is its layer's alone, as ``final/`` needs."""
-    names = defaultdict[int, list[str]](list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+    named = reversed(list(model.named_parameters(remove_duplicate=False)))  # of several names the first is told
+    others = {id(parameter): name for name, parameter in named if ".base_layer." not in name}
     for layer in _adapted(model).values():
         base: Any = layer.get_base_layer()
-        others = [name for name in names[id(base.weight)] if ".base_layer." not in name]
-        if others or not (isinstance(base, nn.Embedding) or _is_linear(base)):
-            reason = f"one of them shares {others[0]}" if others else f"one of them is a {type(base).__name__}"
+        other = others.get(id(base.weight))
+        if other or not (isinstance(base, nn.Embedding) or _is_linear(base)):
+            reason = f"one of them shares {other}" if other else f"one of them is a {type(base).__name__}"
             raise UserError(
                 f"lora_target_modules: what adapters of these layers learn cannot be added to weights ({reason}): name "
                 "linear layers and embeddings that share no weight with others, or give all-linear."
@@ -123,13 +122,6 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _inner_linear(model: nn.Module, auto_class: str) -> list[str]:
-    """Names of the linear layers outside the heads: those that ``all-linear`` means."""
-    heads = tuple(f"{name}." for name in _heads(model, auto_class))
-    linear = [name for name, module in model.named_modules() if _is_linear(module)]
-    return [name for name in linear if not f"{name}.".startswith(heads)]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -153,11 +145,19 @@ def _trained_heads(model: nn.Module, auto_class: str) -> list[str]:
 
 def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -> None:
     """Turns the ``linear`` layers of ``model`` into 4-bit ones, those that are not yet."""
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
+    how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
     for name in linear:
         if type(layer := model.get_submodule(name)) is nn.Linear:
-            model.set_submodule(name, _quantized(layer))
+            has_bias, (data, scales) = layer.bias is not None, quantize_4bit(layer.weight.data, **how)
+            new: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
+            new.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=new, **how)  # pyright: ignore
+            new.quant_state = scales
+            if has_bias:
+                new.bias = nn.Parameter(layer.bias.data, requires_grad=False)
+            model.set_submodule(name, new)
     quantized = [module for module in model.modules() if isinstance(module, Linear4bit)]
     if not quantized:
         raise UserError("adapter: qlora finds no nn.Linear to keep in 4 bits in this model. Use lora.")
@@ -168,21 +168,6 @@ def _quantize(model: nn.Module, linear: list[str], compute_dtype: torch.dtype) -
         # On some processors the layer repacks its weights in evaluation, and has no gradient from then on.
         layer.support_avx512bf16_for_cpu = False
     model.is_loaded_in_4bit = True  # pyright: ignore - by which peft knows
-
-
-def _quantized(layer: nn.Linear) -> nn.Module:
-    """A 4-bit layer with the weights of ``layer``."""
-    from bitsandbytes.functional import quantize_4bit
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    has_bias, how = layer.bias is not None, {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
-    found: Any = Linear4bit(layer.in_features, layer.out_features, has_bias, device="meta", quant_type="nf4")
-    data, scales = quantize_4bit(layer.weight.data, **how)
-    found.weight = Params4bit(data, quant_state=scales, bnb_quantized=True, module=found, **how)  # pyright: ignore
-    found.quant_state = scales
-    if has_bias:
-        found.bias = nn.Parameter(layer.bias.data, requires_grad=False)
-    return found
 
 
 class AdapterState(TrainingState):
@@ -246,19 +231,17 @@ class AdapterState(TrainingState):
 
     def write_final(self, folder: Path, keep: bool) -> nn.Module:
         """Writes adapters and heads as ``PeftModel.from_pretrained`` reads them; returns a model without adapters."""
-        trained = {
-            name: _full(parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+        # Without what peft adds to the name of a weight, and to that of an adapter inside the model
+        added = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
+        named = {added.sub("", name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {f"base_model.model.{name}": _full(parameter) for name, parameter in named.items()}
         model: Any = self.model
         if not keep:
             return model
         folder = folder / "adapter"
         folder.mkdir(exist_ok=True)
         model.peft_config[ADAPTER].save_pretrained(str(folder))
-        # Without what peft adds to the name of a weight, and to that of an adapter inside the model
-        added = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
-        named = {f"base_model.model.{added.sub('', name)}": tensor for name, tensor in trained.items()}
-        save_file(named, folder / "adapter_model.safetensors")
+        save_file(trained, folder / "adapter_model.safetensors")
         if not hasattr(model, "_from_config"):  # not of transformers
             return model
         config = copy.deepcopy(model.config)

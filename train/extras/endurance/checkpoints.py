@@ -40,7 +40,7 @@ class Saving:
         self._own_part_is_done = threading.Event()
         self._error: Exception | None = None
         self._last_failed, self._written = False, None
-        self._buffer = torch.empty(0)
+        self._buffer = torch.empty(0)  # for copies from a card: page-locked, and used again
         self.checkpoints_in_background = 0
         self.longest_stall_seconds: float | None = None  # for which training stood still for a checkpoint on the way
 
@@ -97,7 +97,12 @@ class Saving:
             if NO_ROOM not in run.outputs.notes:
                 run.outputs.note(NO_ROOM)
             return False
-        copies = copied(blocks, self._buffer_of(size_bytes, any(tensor.is_cuda for tensor in tensors)))
+        is_on_card = any(tensor.is_cuda for tensor in tensors)
+        if is_on_card and held < size_bytes:
+            self._buffer = torch.empty(0)  # the smaller one goes first
+            self._buffer = page_locked(size_bytes)
+        buffer = self._buffer if is_on_card else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        copies = copied(blocks, buffer)
         self.checkpoints_in_background += 1
         self._progress, self._final = progress, run.outputs.checkpoints / f"step-{progress.step:08d}"
         self._partial = self._final.with_name(f"{checkpoint.PARTIAL}{self._final.name}")
@@ -112,15 +117,6 @@ class Saving:
         self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
         self._thread.start()
         return True
-
-    def _buffer_of(self, size_bytes: int, on_card: bool) -> Tensor:
-        """Host memory for a copy of so many bytes; next to a card it is page-locked, and used again."""
-        if not on_card:
-            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        if len(self._buffer) < size_bytes:
-            self._buffer = torch.empty(0)  # the smaller one goes first
-            self._buffer = page_locked(size_bytes)
-        return self._buffer
 
     def _write(self, blocks: dict[str, dict[str, Block]], values: Mapping[str, object], rank: int) -> None:
         """The thread."""
@@ -193,16 +189,15 @@ def go_back(run: Run, state: TrainingState, error: DivergenceError) -> Progress:
     outputs, lost, sound = run.outputs, error.progress, error.sound_step
 
     def choose() -> Path | None:
-        there, found = checkpoint.by_step(outputs.checkpoints), None
+        there = checkpoint.by_step(outputs.checkpoints)
         last = [row["step"] for row in read_metrics(outputs.metrics) if row["kind"] == "rollback"][-1:]
         for step in sorted({s for s in there if s <= sound} - {*last}, key=lambda step: (step == sound, -step)):
             if (problem := checkpoint.verify(there[step])) is None:
-                found = there[step]
-                break
+                for later in [number for number in reversed(there) if number > step]:
+                    checkpoint.remove(there[later])
+                return there[step]
             outputs.note(f"damaged checkpoint skipped: {there[step].name}: {problem}")
-        for later in [path for path in reversed(there.values()) if found and path > found]:
-            checkpoint.remove(later)
-        return found
+        return None
 
     found = outputs.from_main(choose)
     if found is None:

@@ -60,8 +60,9 @@ class Store:
         prefix = f"rank_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = _answer(lambda: PrefixStore(prefix, TCPStore(host, port, **options)), 2 * STORE_SECONDS)
 
-    def set(self, key: str, value: str) -> None:
-        _answer(lambda: self._store.set(key, value), STORE_SECONDS)
+    def set(self, key: str, value: str) -> bool:
+        """Sets ``key``; True, as it has succeeded."""
+        return _answer(lambda: self._store.set(key, value), STORE_SECONDS) is None
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number at ``key``, which is 0 before it was set; what it comes to."""
@@ -151,12 +152,12 @@ class RankWatch:
         A barrier has a timeout; here a rank is waited for while it lives. Raises RankLeftError where one has ended.
         """
         if not self._is_local_first:
-            self._wait_for(f"went first/{self._host}")
+            self._until(lambda store: store.check(f"went first/{self._host}"))
         yield
         if self._is_local_first:
-            self._put(f"went first/{self._host}", "1")
-        self._put(f"prepared/{self._rank}", "1")
-        self._wait_for(*(f"prepared/{rank}" for rank in self._ranks))
+            self._until(lambda store: store.set(f"went first/{self._host}", "1"))
+        self._until(lambda store: store.set(f"prepared/{self._rank}", "1"))
+        self._until(lambda store: store.check(*(f"prepared/{rank}" for rank in self._ranks)))
 
     def gather(self, name: str, text: str) -> list[str]:
         """The ``text`` of every rank, on rank 0, which waits for them; nothing on the others, which do not wait.
@@ -166,35 +167,24 @@ class RankWatch:
         self._met().set(f"{name}/{self._rank}", text)
         if self._rank != 0:
             return []
-        self._wait_for(*(f"{name}/{rank}" for rank in self._ranks), patience_seconds=0)
-        return [self._met().value(f"{name}/{rank}") for rank in self._ranks]
+        keys = [f"{name}/{rank}" for rank in self._ranks]
+        self._until(lambda store: store.check(*keys), patience_seconds=0)
+        return list(map(self._met().value, keys))
 
-    def _wait_for(self, *keys: str, patience_seconds: float = math.inf) -> None:
-        """Waits until all ``keys`` are set; for the thread to connect again, where that was cut, with patience."""
+    def _until(self, succeeds: Callable[[Store], bool], patience_seconds: float = math.inf) -> None:
+        """Asks until it ``succeeds``; waits for the thread to connect again, where that was cut, with patience."""
         patience_seconds, answered = min(patience_seconds, self._timeout_seconds), time.monotonic()
         for seconds in itertools.chain((POLL_SECONDS / 2**n for n in (4, 3, 2, 1)), itertools.repeat(POLL_SECONDS)):
-            has_left = False
             try:
-                if self._met().check(*keys):
+                if succeeds(self._met()):
                     return
-                has_left, answered = self._met().check(LEFT), time.monotonic()
-            except RuntimeError:
-                if time.monotonic() - answered >= patience_seconds:
+                if self._met().check(LEFT):
+                    raise RankLeftError("a rank ended before the others")
+                answered = time.monotonic()
+            except RuntimeError as error:
+                if isinstance(error, RankLeftError) or time.monotonic() - answered >= patience_seconds:
                     raise
-            if has_left:
-                raise RankLeftError("a rank ended before the others")
             time.sleep(seconds)
-
-    def _put(self, key: str, text: str) -> None:
-        """Puts ``text`` in the store, again where the connection was cut meanwhile."""
-        give_up = time.monotonic() + self._timeout_seconds
-        while True:
-            try:
-                return self._met().set(key, text)
-            except RuntimeError:
-                if time.monotonic() >= give_up:
-                    raise
-            time.sleep(POLL_SECONDS)
 
     def _met(self) -> Store:
         """The store, once it is open; after a cut that was mended, the one over a new connection."""
@@ -215,17 +205,19 @@ class RankWatch:
                 self._store, gone_since = store, math.inf
                 self._connected.set()
                 self._look(store)
-                return
+                break
             except RuntimeError:
                 gone_since = min(gone_since, time.monotonic())
                 if self._store is not None and time.monotonic() - gone_since > self._timeout_seconds:
                     self._conclude(self._store)
-                    self._end_process()
-                    return
+                    break
                 self._closing.wait(POLL_SECONDS)
+        # Connections that break end the main thread by themselves; where none does, it waits in a collective.
+        if not self._closing.wait(ANSWER_SECONDS):
+            os._exit(EXIT_ERROR)
 
     def _look(self, store: Store) -> None:
-        """Counts, looks at the next rank, and ends a process that cannot end itself."""
+        """Counts, and looks at the next rank, until some rank is lost or this one closes."""
         neighbour = f"beat/{(self._rank + 1) % len(self._ranks)}"
         last, since, have_met = "", time.monotonic(), False
         for count in itertools.count():
@@ -238,13 +230,7 @@ class RankWatch:
             have_met = have_met or torch.distributed.is_initialized()
             is_lost = time.monotonic() - since > self._timeout_seconds or (not have_met and store.check(LEFT))
             if store.add("told", 0) > 0 or (is_lost and self._conclude(store)):
-                self._end_process()
                 return
-
-    def _end_process(self) -> None:
-        """Connections that break end the main thread by themselves; where none does, it waits in a collective."""
-        if not self._closing.wait(ANSWER_SECONDS):
-            os._exit(EXIT_ERROR)
 
     def _conclude(self, store: Store, is_stopping: bool = False) -> bool:
         """Calls the roll and has one rank tell what it gave; whether some rank is gone."""

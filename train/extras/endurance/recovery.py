@@ -144,22 +144,16 @@ class Recovering(Engine):
         """Waits until every rank has its gradients, and leaves their means in the parameters."""
         if self._group is None:
             return
-        shared, had, copies = self._shared, [p.grad is not None for p in self._shared], list[tuple[Tensor, Tensor]]()
-        for parameter in shared:  # may run out: a fault of this backward
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if not parameter.grad.is_contiguous():  # as a collective wants it; fused kernels want it as the parameter
-                copies.append((parameter.grad, parameter.grad.contiguous()))
+        had, size = [p.grad is not None for p in self._shared], self.accelerator.num_processes
+        # May run out: a fault of this backward. A collective wants them contiguous, fused kernels as the parameter.
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._shared]
+        flat = [gradient.contiguous() for gradient in gradients]
         while (used := self._vote(had)) is None:
             self._apply_next_measure(None)
-        size, flat = self.accelerator.num_processes, {id(gradient): copy for gradient, copy in copies}
-        gradients = [flat.get(id(p.grad), p.grad) for p in shared if p.grad is not None]
-        for work in filter(None, [dist.all_reduce(grad.div_(size), async_op=True) for grad in gradients]):
+        for work in filter(None, [dist.all_reduce(each.div_(size), async_op=True) for each in flat]):
             work.wait()
-        for gradient, copy in copies:
-            gradient.copy_(copy)
-        for parameter, is_used in zip(shared, used, strict=True):
-            parameter.grad = parameter.grad if is_used else None
+        for parameter, gradient, reduced, is_used in zip(self._shared, gradients, flat, used, strict=True):
+            parameter.grad = gradient.copy_(reduced) if is_used else None  # mostly the same tensor
 
     def _vote(self, had: list[bool] | None) -> list[bool] | None:
         """Of each trained parameter, whether some rank has a gradient; None, as for ``had``, if a rank failed."""

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import wait
@@ -69,16 +68,11 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
 
     Where they die before they have delivered anything, this process loads the rest itself.
     """
-    ids, waiting, has_delivered = iter(id_lists), deque[Any](), False
-
-    def noted(own: Any) -> Any:
-        waiting.append(own)
-        return own
-
-    batches = _start(loader(sampler=map(noted, ids), worker_init_fn=_obey_parent))
+    (ahead, rest), has_delivered = itertools.tee(id_lists), False  # the loader takes lists before they are due
+    batches = _start(loader(sampler=ahead, worker_init_fn=_obey_parent))
     try:
         for batch in batches:
-            waiting.popleft()
+            next(rest)
             has_delivered = True
             yield batch
         return
@@ -92,7 +86,6 @@ def deliver(say: Callable[[str], None], loader: Callable[..., Any], id_lists: It
     how = ", ".join(signal.Signals(-end).name if end < 0 else f"status {end}" for end in ends)
     next_ = "new ones continue" if has_delivered else "this process loads the rest itself"
     say(f"a process that loads batches ended ({how}): {next_}. Memory may be full: use fewer --dataloader_num_workers.")
-    rest = itertools.chain(waiting, ids)
     yield from deliver(say, loader, rest) if has_delivered else loader(sampler=rest, num_workers=0)
 
 

@@ -48,7 +48,17 @@ class Extra(extras.Extra):
             raise UsageError("rope_scaling_factor needs rope_scaling: linear or yarn.")
         if model.is_function and (own.rope_scaling != "none" or own.sliding_window):
             raise UsageError("rope_scaling and sliding_window change a transformers config; module:function has none.")
-        _check_tokens(config)
+        if (tokens := own.max_tokens_per_micro_batch) is not None:
+            given, optim = f"max_tokens_per_micro_batch: {tokens}", config.optimization
+            is_fixed = optim.micro_batch_size != 1 or optim.gradient_accumulation_steps is not None
+            if is_fixed or optim.global_batch_size is None:
+                raise UsageError(
+                    f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, "
+                    "and neither micro_batch_size nor gradient_accumulation_steps."
+                )
+            if tokens < length:
+                why = f"does not hold one example of max_length {length}"
+                raise UsageError(f"{given} {why}: give {length} or more, or a smaller max_length.")
         warmup, start = own.sequence_length_warmup_steps, own.sequence_length_warmup_start
         if warmup and start >= length:
             raise UsageError(f"sequence_length_warmup_start: {start} is not below max_length {length}: give less.")
@@ -115,19 +125,3 @@ class Extra(extras.Extra):
             attention.check_documents(network)
         if packing or attention.can_slide_without_mask(network, run.config.data.max_length, run.is_planned):
             attention.set_document_boundaries(network)
-
-
-def _check_tokens(config: Config) -> None:
-    optim, length, tokens = config.optimization, config.data.max_length, config.of(Options).max_tokens_per_micro_batch
-    if tokens is None:
-        return
-    given, accumulation = f"max_tokens_per_micro_batch: {tokens}", optim.gradient_accumulation_steps
-    if optim.micro_batch_size != 1 or optim.global_batch_size is None or accumulation is not None:
-        raise UsageError(
-            f"{given} makes as many micro-batches as it takes: give global_batch_size, the examples of a step, and "
-            "neither micro_batch_size nor gradient_accumulation_steps."
-        )
-    if tokens < length:
-        raise UsageError(
-            f"{given} does not hold one example of max_length {length}: give {length} or more, or a smaller max_length."
-        )

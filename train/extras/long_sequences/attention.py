@@ -174,13 +174,12 @@ def _attend_at_once(tensors: Tensors, documents: Documents, window: int | None, 
 
 
 @functools.cache
-def flash_over_lengths() -> Callable[..., Tensor]:
+def flash_over_lengths() -> Callable[..., Any]:
     """torch's ``varlen_attn``, imported when it is needed: that takes a third of a second."""
     from torch.nn.attention.varlen import varlen_attn
 
-    found: Any = varlen_attn
-    shares = "enable_gqa" in inspect.signature(found).parameters  # in torch 2.11 without being asked
-    return functools.partial(found, enable_gqa=True) if shares else found
+    shares = "enable_gqa" in inspect.signature(varlen_attn).parameters  # in torch 2.11 without being asked
+    return functools.partial(varlen_attn, enable_gqa=True) if shares else varlen_attn
 
 
 # Whether a model takes document boundaries

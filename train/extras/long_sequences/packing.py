@@ -16,13 +16,13 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from train.data import PreparedData
 from train.extras.cache import generated
 from train.extras.long_sequences.documents import Documents
 from train.figures import several
 from train.records import IGNORE, MicroBatch, column
+from train.tasks import pad
 
 SUMMED = ("length", "num_bytes")  # columns of which a row has the sum of its members'; of the others it has a list
 
@@ -114,18 +114,17 @@ def collate_packed(
     lengths = [[part.inputs["input_ids"].shape[1] for part in row] for row in parts]
     width = max(map(sum, lengths))
 
-    def laid_out(row: list[torch.Tensor], value: int) -> torch.Tensor:
-        whole = torch.cat(row, dim=1)
-        return F.pad(whole, (0, width - whole.shape[1]), value=value)
+    def laid_out(rows: list[list[torch.Tensor]], value: int) -> torch.Tensor:
+        return pad([torch.cat(row, dim=1).squeeze(0) for row in rows], value)
 
     documents = Documents.of([[*row, width - sum(row)] if sum(row) < width else row for row in lengths])
-    inputs = {}
-    for name in parts[0][0].inputs:
-        value = pad_id if name == "input_ids" else 0
-        inputs[name] = torch.cat([laid_out([part.inputs[name] for part in row], value) for row in parts])
+    inputs = {
+        name: laid_out([[part.inputs[name] for part in row] for row in parts], pad_id if name == "input_ids" else 0)
+        for name in parts[0][0].inputs
+    }
     return MicroBatch(
         inputs={**inputs, "position_ids": documents.position_ids(), "documents": documents},
-        labels=torch.cat([laid_out([part.labels for part in row], IGNORE) for row in parts]),
+        labels=laid_out([[part.labels for part in row] for row in parts], IGNORE),
         num_targets=sum(part.num_targets for row in parts for part in row),
         example_ids=tuple(int(row["id"]) for row in rows),
         num_tokens=sum(map(sum, lengths)),

@@ -39,9 +39,7 @@ class Extra(extras.Extra):
     """Divides the work of a step among ranks."""
 
     Options = Options
-
-    def __init__(self) -> None:
-        self._batches: Batches | None = None
+    _batches: Batches | None = None
 
     @classmethod
     def check(cls, config: Config, launch: Launch) -> None:

@@ -33,7 +33,6 @@ class Stretch:
         return flat.narrow(0, self.offset, self.length)
 
 
-@dataclass(frozen=True)
 class DeepSpeedState(TrainingState):
     """The live objects of a run on one rank: the network inside the engine, and the engine's own optimizer."""
 
@@ -55,8 +54,8 @@ class DeepSpeedState(TrainingState):
     def restore(self, blocks: StoredBlocks, values: Mapping[str, Any]) -> None:
         """Takes everything back in place, also from a run without DeepSpeed."""
         self.restore_model(blocks)
-        stretches = self._stretches()
-        states: dict[Tensor, dict[str, Tensor]] = {buffer: {} for buffer in self._buffers()}
+        stretches, states = self._stretches(), self.optimizer.state
+        states.update({buffer: {} for buffer in self._buffers()})
         for full_name, stored in blocks.index["optimizer"].items():
             name, _, key = full_name.rpartition(".")
             if (part := stretches.get(name)) is None:
@@ -67,7 +66,6 @@ class DeepSpeedState(TrainingState):
                 part.of(moments).copy_(blocks.block("optimizer", full_name, (part.start,), (part.length,)))
             else:
                 state[key] = blocks.block("optimizer", full_name, (), ())
-        self.optimizer.state.update(states)
         for name, value in values.get("loss_scaler", {}).items():
             setattr(self.optimizer.loss_scaler, name, value)
 

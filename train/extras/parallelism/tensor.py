@@ -12,10 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -47,14 +45,18 @@ class TensorParallel(Engine):
         """
         assert run.accelerator.torch_device_mesh is not None
         model, mesh = with_loss.model, run.accelerator.torch_device_mesh["tp"]
+        group = mesh.get_group()
         for name, style in plan_of(model, mesh.size()).items():
             module = model.get_submodule(name)
             if style == GRADIENT_SUM:  # every rank has the whole weight, but sees its own heads alone
                 for parameter in filter(lambda p: p.requires_grad, module.parameters()):
-                    parameter.register_hook(partial(_summed, group=mesh.get_group()))
+                    parameter.register_hook(partial(_summed, group=group))
             else:
                 parallelize_module(module, mesh, STYLES[style]())
-        _copy_the_rest(model, mesh, run.accelerator.device)
+        for parameter in model.parameters():
+            if not isinstance(parameter, DTensor):  # whole; accelerate moves the buffers
+                parameter.data = parameter.data.to(run.accelerator.device)
+                dist.broadcast(parameter.data, group=group, group_src=0)
         with_loss.tp_size = mesh.size()  # pyright: ignore[reportArgumentType] - accelerate asks for it
 
     @property
@@ -63,26 +65,31 @@ class TensorParallel(Engine):
         return super().loss_factor / self.copies
 
 
-def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
+def plan_of(model: Any, ranks: int) -> dict[str, str]:
     """The style of each module of ``model`` that is divided, by the module's name; raises UserError as above."""
-    any_model: Any = model
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     written: dict[str, str] = getattr(model, "tp_plan", None) or {}
     plan, modules = {}, dict(model.named_modules())
-    ends = [any_model.get_input_embeddings(), any_model.get_output_embeddings()] if written else []
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()] if written else []
     for key in [*modules, *dict(model.named_parameters())]:
         style, module = written.get(re.sub(r"\.\d+(?=\.|$)", ".*", key)), modules.get(key)
         if style is None or (module is not None and module in ends):
             continue
         if style not in {*STYLES, GRADIENT_SUM} or module is None:
             raise UserError(f"tensor parallelism: {name} wants {style!r} for {key}, which is not done here. {_REMEDY}")
-        if style != GRADIENT_SUM:
-            _check_linear(name, key, module, style, ranks)
         plan[key] = style
+        if style == GRADIENT_SUM:
+            continue
+        if not isinstance(module, nn.Linear):
+            found = f"{name} has a {type(module).__name__} for {key}"
+            raise UserError(f"tensor parallelism: {found}; only plain linear layers are divided. {_REMEDY}")
+        width = module.in_features if style.startswith("rowwise") else module.out_features
+        if width % ranks and style in ("colwise", "rowwise"):
+            raise UserError(f"tensor parallelism: {key} of {name} is {width} wide, {_UNEVEN.format(ranks)}")
     if not plan:
         raise UserError(f"tensor parallelism: {name} has no plan of how to divide its layers. {_REMEDY}")
     if any(style == "colwise" and "att" in key for key, style in plan.items()):
-        config = any_model.config.get_text_config()
+        config = model.config.get_text_config()
         for field in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, field, None)
             if isinstance(heads, int) and heads % ranks:
@@ -90,26 +97,7 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, str]:
     return plan
 
 
-def _check_linear(model: str, name: str, module: nn.Module, style: str, ranks: int) -> None:
-    if not isinstance(module, nn.Linear):
-        found = f"{model} has a {type(module).__name__} for {name}"
-        raise UserError(f"tensor parallelism: {found}; only plain linear layers are divided. {_REMEDY}")
-    width = module.in_features if style.startswith("rowwise") else module.out_features
-    if width % ranks and style in ("colwise", "rowwise"):
-        raise UserError(f"tensor parallelism: {name} of {model} is {width} wide, {_UNEVEN.format(ranks)}")
-
-
 def _summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     gradient = gradient.clone()
     dist.all_reduce(gradient, group=group)
     return gradient
-
-
-@torch.no_grad()
-def _copy_the_rest(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Moves whole weights to the device, and gives every rank those of the first; accelerate moves the buffers."""
-    first = dist.get_global_rank(mesh.get_group(), 0)
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.to(device)
-            dist.broadcast(parameter.data, first, mesh.get_group())

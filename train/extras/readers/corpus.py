@@ -67,15 +67,7 @@ def load_returned(config: Config, data: Source) -> Corpus:
     Raises UserError for an unknown split, and for a row without text or label.
     """
     found = call_function(data.dataset, "dataset", config)
-    splits = dict(found) if isinstance(found, dict) else {"train": found}
-    _check_splits(splits, found, data)
-    for split, documents in splits.items():
-        splits[split] = tables.good_rows(documents, data, f"dataset {data.dataset!r}: the {split} split")
-    corpus = corpus_of(splits, config)
-    return replace(corpus, notes=tuple(data.notes))
-
-
-def _check_splits(splits: dict[str, Any], found: Any, data: Source) -> None:
+    splits: dict[str, Any] = dict(found) if isinstance(found, dict) else {"train": found}
     name = f"dataset {data.dataset!r}"
     if "train" not in splits or not all(isinstance(split, Dataset) for split in splits.values()):
         raise UserError(
@@ -92,6 +84,8 @@ def _check_splits(splits: dict[str, Any], found: Any, data: Source) -> None:
             raise UserError(f"{name}: the {split} split has no column {missing[0]!r}, only {known}.")
     if "validation" not in splits and (count := len(splits["train"])) < 2:
         raise UserError(f"{name}: {count} document(s) cannot be split in two: return a validation split.")
+    splits = {split: tables.good_rows(rows, data, f"{name}: the {split} split") for split, rows in splits.items()}
+    return replace(corpus_of(splits, config), notes=tuple(data.notes))
 
 
 # Files and folders
@@ -133,8 +127,7 @@ def _find(path: Path, data: Source) -> dict[str | None, list[str]]:
         named = {file: split for file, split in named.items() if split}
     if len(named) < len(files):
         data.notes.append(f"{path}: ignored {several(len(files) - len(named), 'other file')}, read {len(named)}")
-    splits = dict.fromkeys(named.values())
-    return {split: [str(file) for file in named if named[file] == split] for split in splits}
+    return {split: [str(file) for file in named if named[file] == split] for split in dict.fromkeys(named.values())}
 
 
 def _split_of(names: Sequence[str], whole: bool = False) -> str | None:
@@ -188,10 +181,16 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     A single document without a label is cut in two near its end; every label keeps a document to train on. Raises
     UserError where there is too little for two splits.
     """
+    name, fraction = data.dataset, data.validation_fraction
     if len(documents) == 1 and not data.labelled:
-        return _divide(documents, data)
+        # Not in memory: the parts land in the cache.
+        parts = readers.cached(halves, documents.features, document=documents, fraction=fraction)
+        if len(parts) < 2:
+            raise UserError(f"{name}: one document, too short to be split in two. Add text, or --validation_dataset.")
+        data.notes.append(f"{name} is one document; its last {fraction:.0%} is the validation split")
+        return parts.select([0]), parts.select([1])
     order = np.random.default_rng(0).permutation(len(documents))
-    count = min(max(round(len(documents) * data.validation_fraction), 1), len(documents) - 1)
+    count = min(max(round(len(documents) * fraction), 1), len(documents) - 1)
     if data.labelled:
         labels = documents["label"][:]
         last = {labels[position]: position for position in order}
@@ -199,19 +198,9 @@ def _hold_out(documents: Dataset, data: Source) -> tuple[Dataset, Dataset]:
     validation = np.sort(order[:count])
     if not len(validation):
         advice = "Add records, or --validation_dataset; or choose another --label_column"
-        raise UserError(f"{data.dataset}: every label is that of a single record, which training needs. {advice}.")
+        raise UserError(f"{name}: every label is that of a single record, which training needs. {advice}.")
     data.notes.append(f"held out {len(validation):,} of {len(documents):,} documents for validation")
     return documents.select(np.delete(np.arange(len(documents)), validation)), documents.select(validation)
-
-
-def _divide(document: Dataset, data: Source) -> tuple[Dataset, Dataset]:
-    name, fraction = data.dataset, data.validation_fraction
-    # Not in memory: the parts land in the cache.
-    parts = readers.cached(halves, document.features, document=document, fraction=fraction)
-    if len(parts) < 2:
-        raise UserError(f"{name}: one document, too short to be split in two. Add text, or --validation_dataset.")
-    data.notes.append(f"{name} is one document; its last {fraction:.0%} is the validation split")
-    return parts.select([0]), parts.select([1])
 
 
 def halves(document: Sequence[Mapping[str, str]], fraction: float) -> Iterator[dict[str, str]]:

@@ -97,8 +97,7 @@ class Words(dict[str, list[int]]):
     def __missing__(self, word: str) -> list[int]:
         if len(self) >= MOST_WORDS:
             self.clear()
-        self[word] = ids = self._ids_of(word)
-        return ids
+        return self.setdefault(word, self._ids_of(word))
 
     def ids_of(self, text: str) -> list[int]:
         """The ids that the tokenizer gives, at some three times its speed; lines that are not plain are left to it."""
@@ -125,10 +124,9 @@ def unknown_share(examples: Examples, tokenizer: PreTrainedTokenizerBase) -> Exa
     notes, unknown = list(examples.notes), tokenizer.unk_token_id
     if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
         return examples  # GPT-2's unknown is its end
-    splits: dict[str, Any] = {"training": examples.train, "validation": examples.validation}
-    for name, split in splits.items():
+    for name, split in (("training", examples.train), ("validation", examples.validation)):
         if "tokens" in split.column_names:
-            some = split.select(range(0, len(split), len(split) // 1000 + 1)).with_format("numpy")
+            some: Any = split.select(range(0, len(split), len(split) // 1000 + 1)).with_format("numpy")
             if (share := np.mean(np.concatenate(some["tokens"][:]) == unknown)) > MOST_UNKNOWN:
                 remedy = "Take another tokenizer, such as bytes or train:8192"
                 notes.append(f"WARNING: {share:.1%} of the tokens for {name} are unknown. {remedy}")

@@ -126,20 +126,16 @@ def _values(record: Any, text_column: str, label_column: str | None) -> tuple[st
         raise RecordError(f"character {found.start() + 1} of {text_column!r} is unreadable. {encoding}")
     if len(text) >= 2**29 and len(text.encode()) >= 2**31:  # which one value in Arrow cannot hold
         raise RecordError(f"{text_column!r} is 2 GiB or more. Divide it, or try --sample_by line")
-    label = None if label_column is None else _label(record[label_column], label_column)
+    label = None
+    if label_column is not None:
+        label = record[label_column]
+        if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+            label = str(int(label))
+        if not isinstance(label, str) or not label.strip() or _UNREADABLE.search(label):
+            raise RecordError(f"{label_column!r} must be text or a whole number, not {label!r:.40}")
     if not text.strip():
         raise RecordError(EMPTY)
     return text, label
-
-
-def _label(value: Any, column: str) -> str:
-    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
-        value = int(value)
-    if isinstance(value, int):
-        value = str(value)
-    if not isinstance(value, str) or not value.strip() or _UNREADABLE.search(value):
-        raise RecordError(f"{column!r} must be text or a whole number, not {value!r:.40}")
-    return value
 
 
 # Records from files

@@ -94,12 +94,11 @@ def good_rows(table: Dataset, data: Source, what: str) -> Dataset:
         numbers = table.with_format(None)["label"][:]  # -1 stands for a hidden label
         labels = [names[number] if number in range(len(names)) else None for number in numbers]
         table = table.remove_columns("label").add_column("label", labels)  # pyright: ignore[reportCallIssue]
-    kinds = {"text": "(large_)?string", "label": r"(large_)?string|u?int\d+|bool"}
+    kinds = {"text": ("(large_)?string", "text"), "label": (r"(large_)?string|u?int\d+|bool", "text or a whole number")}
     columns = ["text", "label"] if data.labelled else ["text"]
     for column in columns:
-        kind = str(getattr(table.features[column], "dtype", "list"))
-        if re.fullmatch(kinds[column], kind) is None:
-            needed = "text or a whole number" if column == "label" else "text"
+        kind, (pattern, needed) = str(getattr(table.features[column], "dtype", "list")), kinds[column]
+        if re.fullmatch(pattern, kind) is None:
             raise UserError(f"{what}: column {column!r} holds {kind}; each row needs {needed}.")
     problems: list[str] = []
     parts: Any = table.select_columns(columns).with_format("arrow").iter(ROWS_AT_ONCE)  # without Python's strings
