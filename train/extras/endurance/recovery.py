@@ -84,6 +84,7 @@ class Recovering(Engine):
         if engine.accelerator.num_processes > 1:
             handler = engine.accelerator.init_handler
             self._group = dist.new_group(backend="gloo", timeout=handler.timeout if handler is not None else None)
+        self._network: Any = None  # of the last step
         self._measures: list[Measure] | None = None
         self._too_many: int | None = None  # the smallest number of positions that failed
         self._totals: Counts | None = None  # of the step that is being made
@@ -93,13 +94,16 @@ class Recovering(Engine):
     ) -> StepOutcome:
         """One step, made again as often as it takes; raises OutOfMemoryError where it does not fit."""
         # Calling the module beneath DistributedDataParallel leaves its hooks and broadcasts quiet.
-        self._network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        if network is not self._network:  # looked through once: short steps would notice
+            self._network, self._shared = network, [p for p in network.parameters() if p.requires_grad]
+            self._owners = buffer_owners(network)
+        buffers = [module._buffers[name] for module, name in self._owners]
         if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-            for buffer in persistent_buffers(self._network):
+            for buffer in buffers:
                 dist.broadcast(buffer, src=0)
-        self._shared = [p for p in self._network.parameters() if p.requires_grad]
         # What the step begins with: the generators, which seed_step has seeded, and the buffers.
-        self._seed, self._buffers = torch.initial_seed(), [b.clone() for b in persistent_buffers(self._network)]
+        self._seed, self._buffers = torch.initial_seed(), [buffer.clone() for buffer in buffers]
         # A rank that makes its step again must not ask for the totals again: that is a collective.
         self._totals = super().total(count(micro_batches, stop))
         try:
@@ -209,18 +213,18 @@ class Recovering(Engine):
         release_memory()  # collects garbage, too: frames of an exception that was raised again may form cycles
         seed_generators(self._seed)
         with torch.no_grad():
-            for buffer, value in zip(persistent_buffers(self._network), self._buffers, strict=True):
-                buffer.copy_(value)
+            for (module, name), value in zip(self._owners, self._buffers, strict=True):
+                module._buffers[name].copy_(value)
 
     def _recovered(self, fault: Fault, remedy: str) -> None:
         self.recoveries += 1
         self._say(f"out of memory in {fault.where}: {remedy}")
 
 
-def persistent_buffers(network: nn.Module) -> list[Tensor]:
-    """The buffers that a checkpoint holds, such as BatchNorm's averages; others are constants or computed each time."""
+def buffer_owners(network: nn.Module) -> list[tuple[Any, str]]:
+    """Module and name of the buffers that a checkpoint holds, such as BatchNorm's averages; others are constants."""
     owned = ((module, name, buffer) for module in network.modules() for name, buffer in module._buffers.items())
-    return [b for module, name, b in owned if b is not None and name not in module._non_persistent_buffers_set]
+    return [(m, n) for m, n, buffer in owned if buffer is not None and n not in m._non_persistent_buffers_set]
 
 
 def split(micro_batches: Sequence[MicroBatch], too_many: int | None) -> list[MicroBatch]:
