@@ -62,7 +62,7 @@ class Costs:
         """Adds one operator, ``repeats`` times."""
         if func.is_view or func.namespace not in ("aten", "torch_attn"):
             return
-        inputs, outputs = ([t for t in tree_leaves(tree) if isinstance(t, Tensor)] for tree in (args, result))
+        inputs, outputs = tensors_in(args), tensors_in(result)
         if not outputs or outputs[0].device.type == "meta":
             return
         if func is torch.ops.aten.copy_.default and len({t.device.type for t in inputs}) > 1:
@@ -147,8 +147,7 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         if (device := query.device.type) not in ("cuda", "mps"):
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled(device):
-            query, key, value = (_autocast(t) for t in (query, key, value))
-            attn_mask = None if attn_mask is None else _autocast(attn_mask)
+            query, key, value, attn_mask = (_autocast(t) for t in (query, key, value, attn_mask))
         scale, shares_heads = options.get("scale"), options.get("enable_gqa", False) and query.shape[1] != key.shape[1]
         kernel = "math"  # MPS has no other that trains
         if device == "cuda":
@@ -177,9 +176,10 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         yield used
 
 
-def _autocast(tensor: Tensor) -> Tensor:
-    casts = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if casts else tensor
+def _autocast(tensor: Any) -> Any:
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 # ---- buffers inside kernels ------------------------------------------------------------------------------------------
@@ -234,6 +234,11 @@ def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[
 
 def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Those in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def library_workspace_bytes(capability: tuple[int, int]) -> int:
