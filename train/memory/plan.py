@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from train.memory.ladder import Recompute, largest_fitting
+from train.memory.ladder import Recompute, divisors, largest_fitting
 from train.memory.predict import MOMENTS, Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, Question, Setting, position_limit, replace_length
 from train.records import UserError
@@ -119,7 +120,7 @@ class Search:
         self.question, self._predictions, self._losses = question, predictions, question.losses
         per_rank = question.global_batch_size // question.world_size
         accumulates = not question.config.get("optimizer_in_backward")
-        self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
+        self._sizes = divisors(per_rank) if accumulates else [per_rank]
         self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:
@@ -177,8 +178,7 @@ class Search:
             outcome = self.try_(replace(technique, micro_batch_size=size))
             if outcome is None:
                 return None
-            tried.append(outcome)
-            tried.sort(key=lambda outcome: outcome.setting.micro_batch_size)
+            insort(tried, outcome, key=lambda outcome: outcome.setting.micro_batch_size)
             return outcome.needed_bytes
 
         def saturated() -> bool:
