@@ -68,7 +68,7 @@ def shapes_uncounted(tracker: FakeTracker) -> Iterator[None]:
         yield
 
 
-class _Stream:
+class _Stream(contextlib.AbstractContextManager[Any]):
     """A stream or an event on which nothing is ever queued."""
 
     device, device_index, device_type, stream_id = torch.device("cuda", 0), 0, 1, 0
@@ -77,9 +77,6 @@ class _Stream:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: {"record_event": self, "query": True}.get(name)
-
-    def __enter__(self) -> _Stream:
-        return self
 
     def __exit__(self, *exception: Any) -> None: ...
 
