@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from train.extras.hardware import cpu_has_fast_bf16
 from train.extras.meter.flops import attended
+from train.memory.predict import Target
 
 
 def module_of(extra: str, name: str) -> Any:
@@ -101,34 +102,29 @@ def _attention_flops(name: str, given: dict[str, Any]) -> float:
 
 
 def attention_kernel(
-    query: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    capability: tuple[int, int],
-    prefers_cudnn: bool,
-    shares_heads: bool = False,
+    query: Tensor, mask: Tensor | None, dropout: float, card: Target, shares_heads: bool = False
 ) -> str:
     """The kernel that ``scaled_dot_product_attention`` runs on a card for ``query`` (B, H, S, D): cudnn, flash ...
 
-    It ``prefers_cudnn`` on Hopper and data-centre Blackwell with a cuDNN newer than 9.15. The efficient kernel has no
-    ``shares_heads``: ``enable_gqa`` with fewer heads of keys and values.
+    A card ``prefers_cudnn`` on Hopper and data-centre Blackwell with a cuDNN newer than 9.15. The efficient kernel has
+    no ``shares_heads``: ``enable_gqa`` with fewer heads of keys and values.
     """
     half, head_size = query.dtype in HALF, query.shape[-1]
     if query.dtype not in (*HALF, torch.float32) or query.ndim != 4:
         return "math"
-    if prefers_cudnn and half and head_size % 8 == 0 and head_size <= 128:
+    if card.prefers_cudnn and half and head_size % 8 == 0 and head_size <= 128:
         return "cudnn"
-    wide = head_size > 192 and capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    wide = head_size > 192 and card.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
     banned = wide and query.requires_grad and (head_size <= 224 or dropout > 0)
-    if mask is None and half and head_size <= 256 and capability >= (8, 0) and not banned:
+    if mask is None and half and head_size <= 256 and card.capability >= (8, 0) and not banned:
         return "flash"
-    if capability < (8, 0) and query.dtype == torch.bfloat16:
+    if card.capability < (8, 0) and query.dtype == torch.bfloat16:
         return "math"
     return "efficient" if (half or head_size % 4 == 0) and not shares_heads else "math"
 
 
 @contextmanager
-def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[set[str]]:
+def card_attention(card: Target) -> Iterator[set[str]]:
     """Inside it, ``scaled_dot_product_attention`` calls the kernel that would run on the card; yields those that ran.
 
     A plain replacement of the function: where checkpointing recomputes, in the thread of the backward pass, neither
@@ -151,7 +147,7 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         scale, shares_heads = options.get("scale"), options.get("enable_gqa", False) and query.shape[1] != key.shape[1]
         kernel = "math"  # MPS has no other that trains
         if device == "cuda":
-            kernel = attention_kernel(query, attn_mask, dropout_p, capability, prefers_cudnn, shares_heads)
+            kernel = attention_kernel(query, attn_mask, dropout_p, card, shares_heads)
         used.add(kernel)
         if kernel == "math":
             run = aten._scaled_dot_product_attention_math
@@ -160,17 +156,15 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         if head_size % 8:
             scale = head_size**-0.5 if scale is None else scale
             query, key, value = (F.pad(t, (0, 8 - head_size % 8)) for t in (query, key, value))
-        if kernel == "flash":
-            run = aten._scaled_dot_product_flash_attention
-            return run(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :head_size]
         if attn_mask is not None:
             if attn_mask.dtype == torch.bool:  # torch turns it into one to add, of the query's type
                 zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, -torch.inf))
                 attn_mask = torch.where(attn_mask, zero, never)
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        own = [] if kernel == "flash" else [attn_mask, grad]  # flash knows no mask
         run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
-        return run(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0][..., :head_size]
+        return run(query, key, value, *own, dropout_p, is_causal, scale=scale)[0][..., :head_size]
 
     with patch.object(F, "scaled_dot_product_attention", attend), patched(attention, "_attend_at_once", attend_at_once):
         yield used
