@@ -76,8 +76,15 @@ class CachingAllocator:
         size = rounded_up(size_bytes, CUDA_GRANULE_BYTES)
         small = size <= SMALL_REQUEST_BYTES
         pool = self._pools[small]
-        if not pool.free or pool.free[-1][0] < size:  # the last is the largest
-            self._reserve(pool, size)
+        if not pool.free or pool.free[-1][0] < size:  # the last is the largest: more is taken from the device
+            if self.expandable_segments:  # more pages for the only segment
+                taken, gap = rounded_up(size - pool.size_before.get(pool.end, 0), pool.page_bytes), 0
+            else:
+                taken = pool.page_bytes if size < OWN_SEGMENT_BYTES else rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
+                gap = 1  # with it blocks of two segments are never neighbours
+            pool.add(pool.end, taken)
+            pool.end += taken + gap
+            self.reserved_bytes += taken
         address, found = pool.take(size)
         left_over = found - size
         if left_over >= CUDA_GRANULE_BYTES if small or self.expandable_segments else left_over > SMALL_REQUEST_BYTES:
@@ -92,17 +99,6 @@ class CachingAllocator:
             pool, address, size = self._live.pop(key)
             self.allocated_bytes -= size
             pool.add(address, size)
-
-    def _reserve(self, pool: _Pool, size: int) -> None:
-        """Takes memory from the device, so that a free block has room for ``size`` bytes."""
-        if self.expandable_segments:  # more pages for the only segment
-            taken, gap = rounded_up(size - pool.size_before.get(pool.end, 0), pool.page_bytes), 0
-        else:
-            taken = pool.page_bytes if size < OWN_SEGMENT_BYTES else rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
-            gap = 1  # with it blocks of two segments are never neighbours
-        pool.add(pool.end, taken)
-        pool.end += taken + gap
-        self.reserved_bytes += taken
 
 
 def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) -> CachingAllocator:
