@@ -204,8 +204,7 @@ def _own_flags(command: str) -> Parser:
     add("--json", action="store_true", help="write the answer as JSON")
     parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     if command == "plan":
-        table = "a table of memory over sequence length and micro-batch size instead"
-        add("--grid", action="store_true", help=table)
+        add("--grid", action="store_true", help="a table of memory over sequence length and micro-batch size instead")
         add("--lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
         add("--micro_batch_sizes", metavar="N,N...", type=numbers, help="its sizes; default: 1,2,4,8,16")
         add("--picture", metavar="PATH", type=Path, help="draw it into a .png file")

@@ -75,8 +75,7 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
     if setting.sharding == OFFLOAD:  # in for forward, in for backward, gradients out
         weights, trained = _fp32_shard_bytes(job, prediction)
         link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
-    fits = needed <= question.room_bytes
-    return Outcome(setting, job, prediction, needed, fits, host_bytes(job, prediction), link)
+    return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, host_bytes(job, prediction), link)
 
 
 def host_bytes(job: Job, prediction: Prediction) -> int:
@@ -119,8 +118,7 @@ class Search:
     def __init__(self, question: Question, predictions: Predictions) -> None:
         self.question, self._predictions, self._losses = question, predictions, question.losses
         per_rank = question.global_batch_size // question.world_size
-        accumulates = not question.config.get("optimizer_in_backward")
-        self._sizes = divisors(per_rank) if accumulates else [per_rank]
+        self._sizes = [per_rank] if question.config.get("optimizer_in_backward") else divisors(per_rank)
         self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:

@@ -130,7 +130,14 @@ class Predictor(AbstractContextManager["Predictor"]):
         try:
             answer = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            raise self._died(process) from None
+            status = process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().strip().splitlines()[-1:]
+            self.close()
+            raise UserError(
+                f"the prediction ended with status {status}: {' '.join(said) or 'no message'}. The memory of this "
+                "model or setting cannot be predicted here; a run still measures it."
+            ) from None
         if isinstance(answer, CannotStandInError) and self._hides_cards:
             waiting = self._asked
             self.close()
@@ -147,16 +154,6 @@ class Predictor(AbstractContextManager["Predictor"]):
         """:meth:`ask` and :meth:`answer`."""
         self.ask(job)
         return self.answer()
-
-    def _died(self, process: Any) -> UserError:
-        status = process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().strip().splitlines()[-1:]
-        self.close()
-        return UserError(
-            f"the prediction ended with status {status}: {' '.join(said) or 'no message'}. The memory of this model or "
-            "setting cannot be predicted here; a run still measures it."
-        )
 
 
 def random_batch(job: Job, size: int) -> MicroBatch:

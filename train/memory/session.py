@@ -80,8 +80,7 @@ class MemorySession:
             tried = config.changed(micro_batch_size=1) if is_open else config
             config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
         if is_open:
-            share = (config.optimization.global_batch_size or 1) // run.launch.dp_size
-            sizes = divisors(share) or [1]
+            sizes = divisors((config.optimization.global_batch_size or 1) // run.launch.dp_size) or [1]
             named = [(f"{n} × {config.data.max_length:,} tokens", {"micro_batch_size": n}) for n in sizes]
             config = config.changed(**self._chosen("micro_batch_size", named, config))
         return config
