@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.amp.autocast_mode import _cast
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -143,7 +144,8 @@ def card_attention(card: Target) -> Iterator[set[str]]:
         if (device := query.device.type) not in ("cuda", "mps"):
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled(device):
-            query, key, value, attn_mask = (_autocast(t) for t in (query, key, value, attn_mask))
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value, attn_mask = _cast((query, key, value, attn_mask), device, dtype)  # pyright: ignore
         scale, shares_heads = options.get("scale"), options.get("enable_gqa", False) and query.shape[1] != key.shape[1]
         kernel = "math"  # MPS has no other that trains
         if device == "cuda":
@@ -168,12 +170,6 @@ def card_attention(card: Target) -> Iterator[set[str]]:
 
     with patch.object(F, "scaled_dot_product_attention", attend), patched(attention, "_attend_at_once", attend_at_once):
         yield used
-
-
-def _autocast(tensor: Any) -> Any:
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 # ---- buffers inside kernels ------------------------------------------------------------------------------------------
