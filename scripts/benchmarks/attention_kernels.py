@@ -76,7 +76,7 @@ def expected(case: Case, target: Target) -> str:
 
     query, _, mask = case.tensors("meta")
     shares = case.key_heads != case.heads
-    return attention_kernel(query, mask, case.dropout, target.capability, target.prefers_cudnn, shares)
+    return attention_kernel(query, mask, case.dropout, target, shares)
 
 
 def chosen(case: Case) -> str:

@@ -66,6 +66,7 @@ def install(settings: Settings) -> None:
     from train import extras
     from train.memory import fake_cuda
     from train.memory.kernels import card_attention
+    from train.memory.predict import Target
 
     fake_cuda.install("cuda", settings.capability)
     card.settings = settings
@@ -102,7 +103,7 @@ def install(settings: Settings) -> None:
             card.begin("between steps")
 
     joined.inside = step_of
-    card.kernels = stand_ins.enter_context(card_attention(settings.capability, prefers_cudnn=False))
+    card.kernels = stand_ins.enter_context(card_attention(Target("cuda", settings.capability)))
     stand_ins.enter_context(OperatorsOfTheCard())
 
 

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import flop_registry
 
 from train.memory.kernels import Costs, attention_kernel
+from train.memory.predict import Target
 
 BATCH, HEADS, QUERIES, KEYS, SIZE, VALUE_SIZE = 2, 8, 6, 10, 16, 24
 KERNELS = ("flash", "efficient", "cudnn")
@@ -83,7 +84,7 @@ def test_the_kernel_of_a_card(
 ) -> None:
     query = torch.empty(1, 8, 128, head_size, dtype=dtype, device="meta", requires_grad=True)
     mask = torch.empty(1, 1, 128, 128, device="meta") if has_mask else None
-    assert attention_kernel(query, mask, 0.0, capability, False, shares_heads) == kernel
+    assert attention_kernel(query, mask, 0.0, Target("cuda", capability), shares_heads) == kernel
 
 
 @pytest.mark.gpu
@@ -101,8 +102,8 @@ def test_the_kernel_is_the_one_that_torch_chooses_on_this_card() -> None:
         mask = torch.zeros(1, 1, 128, 128, dtype=dtype, device="cuda") if has_mask else None
         choice = torch._fused_sdp_choice(query, key, key, mask, 0.0, not has_mask, enable_gqa=key_heads != 8)
         chosen = names[SDPBackend(choice)]
-        prefers_cudnn = chosen == "cudnn"
-        planned = attention_kernel(query, mask, 0.0, capability, prefers_cudnn, key_heads != 8)
+        card = Target("cuda", capability, prefers_cudnn=chosen == "cudnn")
+        planned = attention_kernel(query, mask, 0.0, card, key_heads != 8)
         if planned != chosen:
             wrong.append((dtype, head_size, has_mask, key_heads, planned, chosen))
     assert not wrong

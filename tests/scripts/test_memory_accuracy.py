@@ -169,7 +169,7 @@ def test_the_truth_table_is_what_the_planner_expects() -> None:
     assert {expected[case] for case in cases if case.dtype == "bfloat16"} == {"math"}
     query = torch.empty(1, 8, 8, 64, dtype=torch.float16, device="meta", requires_grad=True)
     case = attention_kernels.Case("float16", 8, 2, 64, False, 0.0)
-    assert expected[case] == attention_kernel(query, None, 0.0, (7, 5), False, True)
+    assert expected[case] == attention_kernel(query, None, 0.0, Target("cuda", (7, 5)), True)
 
 
 def test_where_torch_chooses_otherwise_is_shown_first_and_is_status_1(

@@ -14,13 +14,10 @@ from typing import Any, NoReturn
 from train import extras
 
 if "memory" in extras.missing():
-    print(
-        "error: train/memory/ needs train/extras/hardware/ and train/extras/meter/.",
-        file=sys.stderr,
-    )
+    print("error: train/memory/ needs train/extras/hardware/ and train/extras/meter/.", file=sys.stderr)
     sys.exit(2)  # EXIT_USAGE
 
-from train.config import Config, argument, parse
+from train.config import argument, parse
 from train.memory import advice, use_expandable_segments
 from train.memory.devices import find_device, this_device
 from train.memory.explain import explain
@@ -122,8 +119,8 @@ def run_plan(arguments: list[str]) -> None:
             question = replace_length(question, length)
         plan = make_plan(question, predictions, bool(request.open))
     if plan.best is not None:
-        values = {**vars(plan.best.setting), "max_length": question.config.data.max_length}
-        values["global_batch_size"] = question.global_batch_size
+        sizes = {"max_length": question.config.data.max_length, "global_batch_size": question.global_batch_size}
+        values = {**vars(plan.best.setting), **sizes}
         said = {name: values[name] for opened, names in AUTO.items() if opened in request.open for name in names}
         command = advice.command(question, plan.best.setting, request.words, said)
     text = advice.plan_text(question, plan, command, longest="max_length" in request.open)
@@ -177,7 +174,15 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
         config = config.changed(micro_batch_size=1)  # the search begins with the smallest
     if "gradient_checkpointing" in left_open:  # the search tries every way
         config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)
-    request.words, request.open, request.question = tuple(words), frozenset(left_open), _question(config, request)
+    if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
+        raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
+    from train.tasks import load_task  # here: --help does not wait for torch
+
+    device = find_device(request.device) if request.device else this_device()
+    num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
+    vocab_size = request.vocab_size or vocabulary_size(config)
+    request.question = Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
+    request.words, request.open = tuple(words), frozenset(left_open)
     return request
 
 
@@ -199,23 +204,11 @@ def _own_flags(command: str) -> Parser:
     add("--json", action="store_true", help="write the answer as JSON")
     parser.set_defaults(grid=False, lengths=None, micro_batch_sizes=None, picture=None)
     if command == "plan":
-        table = "a table of memory over sequence length and micro-batch size instead"
-        add("--grid", action="store_true", help=table)
+        add("--grid", action="store_true", help="a table of memory over sequence length and micro-batch size instead")
         add("--lengths", metavar="N,N...", type=numbers, help="its lengths; default: 1,024 to 262,144")
         add("--micro_batch_sizes", metavar="N,N...", type=numbers, help="its sizes; default: 1,2,4,8,16")
         add("--picture", metavar="PATH", type=Path, help="draw it into a .png file")
     return parser
-
-
-def _question(config: Config, request: Namespace) -> Question:
-    from train.tasks import load_task
-
-    if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
-        raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
-    device = find_device(request.device) if request.device else this_device()
-    num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
-    vocab_size = request.vocab_size or vocabulary_size(config)
-    return Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
 
 
 def announce(number: int, job: Job) -> None:

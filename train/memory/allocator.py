@@ -45,11 +45,9 @@ class _Pool:
         del self.free[bisect_left(self.free, (size, address))]
         del self._size_at[address], self.size_before[address + size]
 
-    def take(self, size: int) -> tuple[int, int] | None:
+    def take(self, size: int) -> tuple[int, int]:
         """Removes the smallest free block that is large enough, the lowest of several: (address, size)."""
         index = bisect_left(self.free, (size,))
-        if index == len(self.free):
-            return None
         if sum(self.free[index]) == self.end and index + 1 < len(self.free):
             index += 1  # the block that can still grow is left for larger requests if another will do
         found, address = self.free.pop(index)
@@ -78,7 +76,16 @@ class CachingAllocator:
         size = rounded_up(size_bytes, CUDA_GRANULE_BYTES)
         small = size <= SMALL_REQUEST_BYTES
         pool = self._pools[small]
-        address, found = pool.take(size) or self._reserve(pool, size)
+        if not pool.free or pool.free[-1][0] < size:  # the last is the largest: more is taken from the device
+            if self.expandable_segments:  # more pages for the only segment
+                taken, gap = rounded_up(size - pool.size_before.get(pool.end, 0), pool.page_bytes), 0
+            else:
+                taken = pool.page_bytes if size < OWN_SEGMENT_BYTES else rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
+                gap = 1  # with it blocks of two segments are never neighbours
+            pool.add(pool.end, taken)
+            pool.end += taken + gap
+            self.reserved_bytes += taken
+        address, found = pool.take(size)
         left_over = found - size
         if left_over >= CUDA_GRANULE_BYTES if small or self.expandable_segments else left_over > SMALL_REQUEST_BYTES:
             pool.add(address + size, left_over)
@@ -92,23 +99,6 @@ class CachingAllocator:
             pool, address, size = self._live.pop(key)
             self.allocated_bytes -= size
             pool.add(address, size)
-
-    def _reserve(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Memory from the device as one block, in no list: (address, size)."""
-        tail, gap = 0, 1  # with it blocks of two segments are never neighbours
-        if self.expandable_segments:  # more pages for the only segment
-            tail, gap = pool.size_before.get(pool.end, 0), 0
-            taken = rounded_up(size - tail, pool.page_bytes)
-            if tail:
-                pool.remove(pool.end - tail, tail)
-        elif size < OWN_SEGMENT_BYTES:
-            taken = pool.page_bytes
-        else:
-            taken = rounded_up(size, OWN_SEGMENT_ROUNDING_BYTES)
-        address = pool.end - tail
-        pool.end += taken + gap
-        self.reserved_bytes += taken
-        return address, tail + taken
 
 
 def replay(trace: Iterable[tuple[int, int]], expandable_segments: bool = False) -> CachingAllocator:

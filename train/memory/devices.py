@@ -65,10 +65,8 @@ def find_device(text: str) -> Device:
         raise UsageError(f"device {text!r}: Apple's GPUs take part of the machine's memory. Say how much: 'mps 16GiB'.")
     card = find_card(given) or find_card(f"rtx {given.removeprefix('rtx')}")
     if card is None or card.memory_gib is None:
-        known = ", ".join(name for name, card in CARDS.items() if card.memory_gib)
-        raise UsageError(
-            f"unknown device {text!r}. Known are {known}, cpu; for any other card say '24GiB' or the like."
-        )
+        known = ", ".join([*(name for name, card in CARDS.items() if card.memory_gib), "cpu"])
+        raise UsageError(f"unknown device {text!r}. Known are {known}; for any other card say '24GiB' or the like.")
     name = next(name for name, known in CARDS.items() if known is card)
     context_bytes = _context_bytes(card.compute_capability)
     return Device(name, int(card.memory_gib * _GIB), context_bytes, card.compute_capability, card.bytes_per_second)

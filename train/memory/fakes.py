@@ -9,7 +9,7 @@ that are known is also computed on the CPU, and the result kept with the storage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from train.extras import host_memory
 from train.extras.meter.tracker import StorageTracker, storage_of
-from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes
+from train.memory.kernels import Costs, module_of, patched, rounded_up, temporary_bytes, tensors_in
 
 recompute, tiling = module_of("activations", "recompute"), module_of("activations", "tiling")
 chunked, offload = module_of("losses", "chunked"), module_of("optimizers", "offload")
@@ -51,10 +51,10 @@ class FakeTracker(StorageTracker):
         if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake_mode:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            return self._scalar(func, args[0])
+            return _scalar(func, args[0])
         result = _added_in_place(func, args, kwargs) if func is aten.add.Tensor else None
         if result is None:
-            result = self.call(func, args, kwargs)
+            result = follow(func, args, kwargs)
         if func.overloadpacket is aten.any:
             result._is_rare = True
         if self.paused:
@@ -68,20 +68,15 @@ class FakeTracker(StorageTracker):
             self.costs.count(func, args, kwargs, result, self.repeats)
         return result
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` gives, with its numbers where they are known."""
-        if func is aten._grouped_mm.default:  # torch's own shape function refuses fp32 and fp16
-            return _grouped_product(*args, **kwargs)
-        return follow(func, args, kwargs, lambda operator, given, named: operator(*given, **named))
 
-    def _scalar(self, func: Any, tensor: Tensor) -> Any:
-        """The number in a tensor of one element; where it is unknown, that of ordinary data."""
-        try:
-            return self.call(func, (tensor,), {})
-        except RuntimeError:
-            if tensor.dtype is torch.bool:
-                return not getattr(tensor, "_is_rare", False)  # all(): yes; any(): no
-            return 1.0 if tensor.is_floating_point() else 1
+def _scalar(func: Any, tensor: Tensor) -> Any:
+    """The number in a tensor of one element; where it is unknown, that of ordinary data."""
+    try:
+        return follow(func, (tensor,), {})
+    except RuntimeError:
+        if tensor.dtype is torch.bool:
+            return not getattr(tensor, "_is_rare", False)  # all(): yes; any(): no
+        return 1.0 if tensor.is_floating_point() else 1
 
 
 def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, **_: Any) -> Tensor:
@@ -131,7 +126,7 @@ def few_pieces(tracker: FakeTracker) -> Iterator[None]:
         patched(chunked, "rows_by_chunk", partial(some, getattr(chunked, "rows_by_chunk", None))),
         patched(tiling, "tiles", partial(some, getattr(tiling, "tiles", None))),
         patch.object(host_memory, "page_locked", on_host),
-        patched(recompute, "piece_bytes_for", lambda n: -(-n // recompute.PIECE_BYTES) * recompute.PIECE_BYTES),
+        patched(recompute, "piece_bytes_for", lambda n: rounded_up(n, recompute.PIECE_BYTES)),
     ):
         yield
 
@@ -186,44 +181,42 @@ def fake_adapters(adapter: str) -> Iterator[None]:
 # ---- numbers next to fake tensors ------------------------------------------------------------------------------------
 
 
-def follow(func: Any, args: Any, kwargs: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
-    """What ``call`` gives for an operator on fake tensors, with its numbers where they are known.
+def follow(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator on fake tensors gives, with its numbers where they are known.
 
     Operators whose result only data decides, such as ``nonzero``, give what they would give for these numbers.
     """
+    if func is aten._grouped_mm.default:  # torch's own shape function refuses fp32 and fp16
+        return _grouped_product(*args, **kwargs)
     if func is aten.index.Tensor:  # by a mask: by the places where it is true
-        args = (args[0], [place for index in args[1] for place in _places(index, call)])
-    given = _tensors_in((args, kwargs))
+        args = (args[0], [place for index in args[1] for place in _places(index)])
+    given = tensors_in((args, kwargs))
     if not _DECIDED_BY_DATA.isdisjoint(func.tags) and (numbers := _computed(func, args, kwargs)) is not None:
-        return tree_map(lambda value: _faked(value, given[0].device) if isinstance(value, Tensor) else value, numbers)
-    result = call(func, args, kwargs)
-    made = _tensors_in(result)
+        return tree_map_only(Tensor, partial(_faked, device=given[0].device), numbers)
+    result = func(*args, **kwargs)
+    made = tensors_in(result)
     # what is made of nothing may become a weight
     most = MOST_ELEMENTS if given or not any(tensor.is_floating_point() for tensor in made) else 1
     numbers = _computed(func, args, kwargs) if made and all(tensor.numel() <= most for tensor in made) else None
     if numbers is not None:
-        for tensor, value in zip(made, _tensors_in(numbers), strict=True):
+        for tensor, value in zip(made, tensors_in(numbers), strict=True):
             _keep(tensor, value)
     elif func._schema.is_mutable:
         written = [args[place] for place, a in enumerate(func._schema.arguments[: len(args)]) if a.is_write]
-        for tensor in _tensors_in([written, kwargs.get("out")]):
+        for tensor in tensors_in([written, kwargs.get("out")]):
             vars(storage_of(tensor)).pop("_numbers", None)
     return result
 
 
-def _places(index: Any, call: Callable[[Any, Any, Any], Any]) -> Any:
+def _places(index: Any) -> Any:
     if index is None or index.dtype != torch.bool or _numbers_of(index) is None:
         return [index]
-    return follow(aten.nonzero.default, (index,), {}, call).unbind(1)
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return follow(aten.nonzero.default, (index,), {}).unbind(1)
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator gives for the numbers of its arguments; None where some are unknown."""
-    numbers = {id(tensor): _numbers_of(tensor) for tensor in _tensors_in((args, kwargs))}
+    numbers = {id(tensor): _numbers_of(tensor) for tensor in tensors_in((args, kwargs))}
     if func.namespace != "aten" or any(found is None for found in numbers.values()):
         return None
 

@@ -67,15 +67,14 @@ def grid_text(question: Question, grid: Grid) -> str:
 
 def draw(question: Question, grid: Grid, path: Path) -> None:
     """Draws the grid: darker colours for a fuller device, grey cells for what does not fit."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     rows, columns = len(grid), len(grid[0])
     figure = Figure(figsize=(max(6.4, 2.6 + columns), 2.2 + 0.46 * rows), layout="constrained")
     axes = figure.subplots()
     shown = [[cell.needed_bytes / 2**30 if cell.fits else float("nan") for cell in row] for row in grid]
-    colours, room_gib = matplotlib.colormaps["YlGnBu"], question.room_bytes / 2**30
-    image = axes.imshow(shown, cmap=colours, alpha=0.5, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
+    room_gib = question.room_bytes / 2**30
+    image = axes.imshow(shown, cmap="YlGnBu", alpha=0.5, vmin=0, vmax=room_gib, aspect="auto", origin="lower")
     axes.set_facecolor("#cccccc")  # seen where no cell fits
     for i, row in enumerate(grid):
         for j, cell in enumerate(row):

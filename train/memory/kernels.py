@@ -21,12 +21,14 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.amp.autocast_mode import _cast
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from train.extras.hardware import cpu_has_fast_bf16
 from train.extras.meter.flops import attended
+from train.memory.predict import Target
 
 
 def module_of(extra: str, name: str) -> Any:
@@ -62,7 +64,7 @@ class Costs:
         """Adds one operator, ``repeats`` times."""
         if func.is_view or func.namespace not in ("aten", "torch_attn"):
             return
-        inputs, outputs = ([t for t in tree_leaves(tree) if isinstance(t, Tensor)] for tree in (args, result))
+        inputs, outputs = tensors_in(args), tensors_in(result)
         if not outputs or outputs[0].device.type == "meta":
             return
         if func is torch.ops.aten.copy_.default and len({t.device.type for t in inputs}) > 1:
@@ -101,34 +103,29 @@ def _attention_flops(name: str, given: dict[str, Any]) -> float:
 
 
 def attention_kernel(
-    query: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    capability: tuple[int, int],
-    prefers_cudnn: bool,
-    shares_heads: bool = False,
+    query: Tensor, mask: Tensor | None, dropout: float, card: Target, shares_heads: bool = False
 ) -> str:
     """The kernel that ``scaled_dot_product_attention`` runs on a card for ``query`` (B, H, S, D): cudnn, flash ...
 
-    It ``prefers_cudnn`` on Hopper and data-centre Blackwell with a cuDNN newer than 9.15. The efficient kernel has no
-    ``shares_heads``: ``enable_gqa`` with fewer heads of keys and values.
+    A card ``prefers_cudnn`` on Hopper and data-centre Blackwell with a cuDNN newer than 9.15. The efficient kernel has
+    no ``shares_heads``: ``enable_gqa`` with fewer heads of keys and values.
     """
     half, head_size = query.dtype in HALF, query.shape[-1]
     if query.dtype not in (*HALF, torch.float32) or query.ndim != 4:
         return "math"
-    if prefers_cudnn and half and head_size % 8 == 0 and head_size <= 128:
+    if card.prefers_cudnn and half and head_size % 8 == 0 and head_size <= 128:
         return "cudnn"
-    wide = head_size > 192 and capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    wide = head_size > 192 and card.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
     banned = wide and query.requires_grad and (head_size <= 224 or dropout > 0)
-    if mask is None and half and head_size <= 256 and capability >= (8, 0) and not banned:
+    if mask is None and half and head_size <= 256 and card.capability >= (8, 0) and not banned:
         return "flash"
-    if capability < (8, 0) and query.dtype == torch.bfloat16:
+    if card.capability < (8, 0) and query.dtype == torch.bfloat16:
         return "math"
     return "efficient" if (half or head_size % 4 == 0) and not shares_heads else "math"
 
 
 @contextmanager
-def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[set[str]]:
+def card_attention(card: Target) -> Iterator[set[str]]:
     """Inside it, ``scaled_dot_product_attention`` calls the kernel that would run on the card; yields those that ran.
 
     A plain replacement of the function: where checkpointing recomputes, in the thread of the backward pass, neither
@@ -147,12 +144,12 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         if (device := query.device.type) not in ("cuda", "mps"):
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled(device):
-            query, key, value = (_autocast(t) for t in (query, key, value))
-            attn_mask = None if attn_mask is None else _autocast(attn_mask)
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value, attn_mask = _cast((query, key, value, attn_mask), device, dtype)  # pyright: ignore
         scale, shares_heads = options.get("scale"), options.get("enable_gqa", False) and query.shape[1] != key.shape[1]
         kernel = "math"  # MPS has no other that trains
         if device == "cuda":
-            kernel = attention_kernel(query, attn_mask, dropout_p, capability, prefers_cudnn, shares_heads)
+            kernel = attention_kernel(query, attn_mask, dropout_p, card, shares_heads)
         used.add(kernel)
         if kernel == "math":
             run = aten._scaled_dot_product_attention_math
@@ -161,25 +158,18 @@ def card_attention(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator
         if head_size % 8:
             scale = head_size**-0.5 if scale is None else scale
             query, key, value = (F.pad(t, (0, 8 - head_size % 8)) for t in (query, key, value))
-        if kernel == "flash":
-            run = aten._scaled_dot_product_flash_attention
-            return run(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :head_size]
         if attn_mask is not None:
             if attn_mask.dtype == torch.bool:  # torch turns it into one to add, of the query's type
                 zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, -torch.inf))
                 attn_mask = torch.where(attn_mask, zero, never)
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        own = [] if kernel == "flash" else [attn_mask, grad]  # flash knows no mask
         run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
-        return run(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0][..., :head_size]
+        return run(query, key, value, *own, dropout_p, is_causal, scale=scale)[0][..., :head_size]
 
     with patch.object(F, "scaled_dot_product_attention", attend), patched(attention, "_attend_at_once", attend_at_once):
         yield used
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    casts = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if casts else tensor
 
 
 # ---- buffers inside kernels ------------------------------------------------------------------------------------------
@@ -234,6 +224,11 @@ def _flash_backward(query: Tensor, key: Tensor, num_documents: int = 0) -> list[
 
 def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Those in nested tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def library_workspace_bytes(capability: tuple[int, int]) -> int:

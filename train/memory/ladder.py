@@ -46,6 +46,11 @@ def ladder_on(device_type: str) -> tuple[Recompute, ...]:
     return tuple(dict.fromkeys(replace(way, gradient_checkpointing_offload=False) for way in LADDER))
 
 
+def divisors(number: int) -> list[int]:
+    """Micro-batch sizes that divide ``number`` examples, ascending; none for 0."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def largest_fitting(
     candidates: Sequence[int],
     needs: Callable[[int], int | None],
@@ -169,23 +174,16 @@ def cheaper(job: Job) -> list[tuple[str, str, Job]]:
         ADAFACTOR: is_adamw,
         MAX_LENGTH: job.length > 1,
     }
-    found, half = [], job.micro_batch_size // 2
-    smaller = max(
-        (n for n in range(1, half + 1) if job.micro_batch_size % n == 0), default=1
-    )  # divides the global batch
+    found, smaller = [], divisors(job.micro_batch_size)[-2:][0]  # the next that divides the global batch
     for remedy in (remedy for remedy in REMEDIES if helps.get(remedy)):
         value = {MICRO_BATCH: smaller, MAX_LENGTH: job.length // 2}.get(remedy, remedy.value)
         values = {**job.values, "micro_batch_size": job.micro_batch_size, "max_length": job.length, remedy.name: value}
         if remedy.name == "optimizer" and "bf16_update" in values:  # these belong to AdamW
             values |= {"optimizer_offload": False, "bf16_update": "nearest"}
-        size = values["micro_batch_size"]
-        changed = replace(
-            job,
-            values=values,
-            micro_batch_size=size,
-            length=values["max_length"],
-            accumulates=job.accumulates or size < job.micro_batch_size,
-            eval_batch_size=job.eval_batch_size and (values["eval_batch_size"] or size),
-        )
+        size, length = values["micro_batch_size"], values["max_length"]
+        accumulates = job.accumulates or size < job.micro_batch_size
+        evaluated = job.eval_batch_size and (values["eval_batch_size"] or size)
+        sizes = {"micro_batch_size": size, "length": length, "eval_batch_size": evaluated}
+        changed = replace(job, values=values, accumulates=accumulates, **sizes)
         found.append((f"--{remedy.name} {value}", remedy.note, changed))
     return found

@@ -74,12 +74,12 @@ def parse_oom(message: str) -> OutOfMemory | None:
     text = text[found.start() : found.start() + 1000]
     text = text[: text.find(_TORCH, 1) if _TORCH in text[1:] else None]  # up to another rank's message
     on_host = not text.startswith(_TORCH) and re.search(_HOST, text) is not None
-    figures = {name: _size(pattern, text) for name, pattern in _FIGURES.items()}
+    found = {name: re.search(pattern.replace("SIZE", _SIZE), text, re.I) for name, pattern in _FIGURES.items()}
+    figures = {name: _bytes(*size.groups()) for name, size in found.items() if size}
     device, processes = re.search(r"GPU(\d+)has", text), re.findall(rf"Process(\d+)has{_SIZE}memoryinuse", text)
     others = tuple((int(process), _bytes(*size)) for process, *size in processes)
-    return _own_process_found(
-        OutOfMemory(on_host, int(device[1]) if device else None, **figures, other_processes=others)
-    )
+    oom = OutOfMemory(on_host, int(device[1]) if device else None, **figures, other_processes=others)
+    return _own_process_found(oom)
 
 
 def _squeezed(message: str) -> str:
@@ -94,12 +94,6 @@ def _squeezed(message: str) -> str:
 def _bytes(number: str, unit: str) -> int:
     # Allocators mean powers of two by GB and MB too.
     return round(float(number) * 2 ** (10 * "bKMGTPE".index("b" if unit.startswith("b") else unit[0].upper())))
-
-
-def _size(pattern: str, text: str) -> int:
-    """The size at ``SIZE`` of ``pattern``; 0: none."""
-    found = re.search(pattern.replace("SIZE", _SIZE), text, re.I)
-    return _bytes(*found.groups()) if found else 0
 
 
 def _own_process_found(oom: OutOfMemory) -> OutOfMemory:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from train.memory.ladder import Recompute, largest_fitting
+from train.memory.ladder import Recompute, divisors, largest_fitting
 from train.memory.predict import MOMENTS, Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, Question, Setting, position_limit, replace_length
 from train.records import UserError
@@ -74,8 +75,7 @@ def outcome_of(question: Question, setting: Setting, job: Job, prediction: Predi
     if setting.sharding == OFFLOAD:  # in for forward, in for backward, gradients out
         weights, trained = _fp32_shard_bytes(job, prediction)
         link += (2 * weights + trained) / HOST_LINK_BYTES_PER_SECOND
-    fits = needed <= question.room_bytes
-    return Outcome(setting, job, prediction, needed, fits, host_bytes(job, prediction), link)
+    return Outcome(setting, job, prediction, needed, needed <= question.room_bytes, host_bytes(job, prediction), link)
 
 
 def host_bytes(job: Job, prediction: Prediction) -> int:
@@ -118,8 +118,7 @@ class Search:
     def __init__(self, question: Question, predictions: Predictions) -> None:
         self.question, self._predictions, self._losses = question, predictions, question.losses
         per_rank = question.global_batch_size // question.world_size
-        accumulates = not question.config.get("optimizer_in_backward")
-        self._sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if accumulates else [per_rank]
+        self._sizes = [per_rank] if question.config.get("optimizer_in_backward") else divisors(per_rank)
         self.problems: dict[Setting, str] = {}  # settings that the model or device does not allow
 
     def try_(self, setting: Setting) -> Outcome | None:
@@ -177,8 +176,7 @@ class Search:
             outcome = self.try_(replace(technique, micro_batch_size=size))
             if outcome is None:
                 return None
-            tried.append(outcome)
-            tried.sort(key=lambda outcome: outcome.setting.micro_batch_size)
+            insort(tried, outcome, key=lambda outcome: outcome.setting.micro_batch_size)
             return outcome.needed_bytes
 
         def saturated() -> bool:

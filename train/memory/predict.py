@@ -92,16 +92,15 @@ class Predictor(AbstractContextManager["Predictor"]):
         self._hides_cards = True  # a process that only plans should not take a card's memory
         self._asked: list[Job] = []
 
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *exception: Any) -> None:
         """Ends the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._errors.close()
         self._process, self._asked = None, []
+
+    __exit__ = close
 
     def start(self) -> Any:
         """The process; unless it runs already, it is started and loads the libraries."""
@@ -131,7 +130,14 @@ class Predictor(AbstractContextManager["Predictor"]):
         try:
             answer = pickle.load(process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            raise self._died(process) from None
+            status = process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().strip().splitlines()[-1:]
+            self.close()
+            raise UserError(
+                f"the prediction ended with status {status}: {' '.join(said) or 'no message'}. The memory of this "
+                "model or setting cannot be predicted here; a run still measures it."
+            ) from None
         if isinstance(answer, CannotStandInError) and self._hides_cards:
             waiting = self._asked
             self.close()
@@ -149,16 +155,6 @@ class Predictor(AbstractContextManager["Predictor"]):
         self.ask(job)
         return self.answer()
 
-    def _died(self, process: Any) -> UserError:
-        status = process.wait()
-        self._errors.seek(0)
-        said = self._errors.read().strip().splitlines()[-1:]
-        self.close()
-        return UserError(
-            f"the prediction ended with status {status}: {' '.join(said) or 'no message'}. The memory of this model or "
-            "setting cannot be predicted here; a run still measures it."
-        )
-
 
 def random_batch(job: Job, size: int) -> MicroBatch:
     """A micro-batch of the job's shape on the CPU."""
@@ -175,8 +171,7 @@ def random_batch(job: Job, size: int) -> MicroBatch:
         from train.extras.long_sequences.documents import Documents
 
         fit = [sum(row) for row in job.documents] == [job.length] * size  # not where another shape is asked for
-        lengths = job.documents if fit else ((job.length,),) * size
-        documents = Documents.of(lengths)
+        documents = Documents.of(job.documents if fit else ((job.length,),) * size)
         inputs |= {"position_ids": documents.position_ids(), "documents": documents}
     labels = torch.randint(job.num_labels, (size,)) if job.num_labels else torch.randint(3, high, shape)
     num_targets = -(-job.num_targets * size // job.micro_batch_size) if job.num_targets else labels.numel()

@@ -13,7 +13,7 @@ from train.extras.hardware import automatic_precision
 from train.extras.meter.cards import peak_flops_per_second
 from train.launch import Launch
 from train.memory.devices import Device, find_device, nccl_buffer_bytes
-from train.memory.ladder import LADDER, Recompute, ladder_on
+from train.memory.ladder import Recompute, ladder_on
 from train.memory.predict import HALF, STAGE, Job, Target
 from train.records import UsageError, UserError
 
@@ -21,9 +21,7 @@ BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
 OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
-CHECKPOINTING = tuple(
-    way for way in LADDER if way.gradient_checkpointing_every_n_layers <= 2 and not way.gradient_checkpointing_offload
-)
+CHECKPOINTING = (Recompute(), Recompute("selective", 2), Recompute("selective"), Recompute("full"))
 """The ways to recompute that are tried for any device."""
 PRECISIONS = ("no", "fp16", "bf16")
 
@@ -263,11 +261,10 @@ class Question:
     @property
     def needs_whole_weights(self) -> bool:
         """Whether the optimizer does not work with sharded weights."""
-        try:
+        with suppress(UsageError):
             extras.check(self.config, Launch(2, engine="fsdp2"))
-        except UsageError:
-            return True
-        return False
+            return False
+        return True
 
     def precision(self, sharding: str) -> str | None:
         """The precision asked for; where none is, or the device lacks it, what a run takes on such a card."""
@@ -299,8 +296,7 @@ class Question:
 
     def changes(self, setting: Setting) -> dict[str, Any]:
         """What has to change in the configuration for ``setting`` and the same global batch, by flag."""
-        values, wanted = to_values(self.config), {**vars(setting)}
-        del wanted["sharding"]  # the launcher's
+        values, wanted = to_values(self.config), {**vars(setting)}  # the sharding is the launcher's, and no flag
         if values.get("loss") == "auto" and setting.loss == self.automatic_loss:
             wanted["loss"] = "auto"
         if values.get("max_tokens_per_micro_batch") is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from train.extras.meter.tracker import GRADIENTS, OPTIMIZER_STATE, WORKSPACE
 from train.memory.fakes import FakeTracker
-from train.memory.predict import HALF, MOMENTS
+from train.memory.predict import MOMENTS
 
 _environment = contextlib.ExitStack()  # undoes the changes of the environment
 SHARDED_WEIGHTS = ("fsdp2", "fsdp2_offload", "zero3")  # where a rank keeps only its part of the weights
@@ -58,17 +58,12 @@ def shapes_uncounted(tracker: FakeTracker) -> Iterator[None]:
     """Inside it, the whole tensors that DTensor makes only to learn a result's shape are not counted."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    find_shape = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def find_shape_uncounted(*args: Any, **options: Any) -> Any:
-        with patch.object(tracker, "paused", True):
-            return find_shape(*args, **options)
-
-    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", find_shape_uncounted):
+    find_shape = patch.object(tracker, "paused", True)(ShardingPropagator._propagate_tensor_meta_non_cached)
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", find_shape):
         yield
 
 
-class _Stream:
+class _Stream(contextlib.AbstractContextManager[Any]):
     """A stream or an event on which nothing is ever queued."""
 
     device, device_index, device_type, stream_id = torch.device("cuda", 0), 0, 1, 0
@@ -77,9 +72,6 @@ class _Stream:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: {"record_event": self, "query": True}.get(name)
-
-    def __enter__(self) -> _Stream:
-        return self
 
     def __exit__(self, *exception: Any) -> None: ...
 
@@ -91,16 +83,8 @@ def still_streams() -> None:
     cuda.Stream = cuda.Event = any_torch.Event = _Stream
     cuda.current_stream = cuda.default_stream = torch.accelerator.current_stream = lambda *args: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.set_stream = lambda stream: None
-    cuda._lazy_init = lambda *args: None
-    any_torch.Tensor.record_stream = lambda tensor, stream: None
+    cuda.set_stream = cuda._lazy_init = any_torch.Tensor.record_stream = lambda *args: None
     any_torch.Tensor.pin_memory = lambda tensor, *args: tensor  # host memory, which is not counted
-
-
-def engine_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the model that ZeRO's engine holds; the engine's own update is not run."""
-    dtype = HALF.get(values["mixed_precision"] or "no", values["dtype"])
-    return {**values, "dtype": dtype, "mixed_precision": "no", "optimizer": "sgd", "sgd_momentum": 0.0}
 
 
 def engine_bytes(values: dict[str, Any], num_trained: int, world_size: int) -> dict[str, int]:

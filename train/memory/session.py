@@ -26,7 +26,7 @@ from train.loop import Parts
 from train.memory import Options
 from train.memory.devices import this_device
 from train.memory.explain import Situation, explain, post_mortem
-from train.memory.ladder import cheaper, choose, recomputations
+from train.memory.ladder import cheaper, choose, divisors, recomputations
 from train.memory.oom import parse_oom
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
@@ -80,8 +80,7 @@ class MemorySession:
             tried = config.changed(micro_batch_size=1) if is_open else config
             config = config.changed(**self._chosen("gradient_checkpointing", ways, tried))
         if is_open:
-            share = (config.optimization.global_batch_size or 1) // run.launch.dp_size
-            sizes = [n for n in range(1, share + 1) if share % n == 0] or [1]
+            sizes = divisors((config.optimization.global_batch_size or 1) // run.launch.dp_size) or [1]
             named = [(f"{n} × {config.data.max_length:,} tokens", {"micro_batch_size": n}) for n in sizes]
             config = config.changed(**self._chosen("micro_batch_size", named, config))
         return config

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -27,7 +28,7 @@ from train.memory import fake_cuda, ranks, uses_expandable_segments
 from train.memory.allocator import replay
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
-from train.memory.predict import STAGE, Job, Prediction, Target, random_batch
+from train.memory.predict import HALF, STAGE, Job, Prediction, Target, random_batch
 from train.memory.session import make_optimizer_state
 from train.model import build_model
 from train.optim import build_optimizer, parameter_counts, parameter_groups
@@ -56,12 +57,10 @@ def predict(job: Job) -> Prediction:
             stack.enter_context(ranks.shapes_uncounted(tracker))
         stack.enter_context(few_pieces(tracker))
         stack.enter_context(library_losses(job.target.capability, costs))
-        kernels_used = stack.enter_context(card_attention(job.target.capability, job.target.prefers_cudnn))
-        # On the device only the step's own copies count.
-        tracker.paused = True
-        batch, shown = random_batch(job, job.micro_batch_size), replace(job, length=job.eval_length or job.length)
-        evaluated = random_batch(shown, job.eval_batch_size or 1)
-        tracker.paused = False
+        kernels_used = stack.enter_context(card_attention(job.target))
+        with patch.object(tracker, "paused", True):  # on the device only the step's own copies count
+            batch, shown = random_batch(job, job.micro_batch_size), replace(job, length=job.eval_length or job.length)
+            evaluated = random_batch(shown, job.eval_batch_size or 1)
         tracker.ignore([*batch.inputs.values(), batch.labels, *evaluated.inputs.values(), evaluated.labels])
         model, optimizer, network = _built(job, run, tracker)
         num_trained, num_parameters = parameter_counts(network)
@@ -69,7 +68,7 @@ def predict(job: Job) -> Prediction:
         tracker.reset_peak()
         engine = run.extras.pipe("wrap_step", run, Engine(run.accelerator, run.config, tracker.mark))
         engine.step(model, optimizer, [batch])
-        flops, seconds = (costs.flops, costs.seconds) if costs else (None, None)
+        flops, seconds = (costs.flops, costs.seconds) if costs else (None, None)  # without the evaluation
         tracker.mark("idle")
         if job.eval_batch_size:
             model.eval()
@@ -101,7 +100,11 @@ def predict(job: Job) -> Prediction:
 
 def _known(job: Job) -> tuple[Config, list[str]]:
     """The configuration to predict, and where it is not quite the one that was asked for."""
-    config, notes = from_values(ranks.engine_values(job.values) if job.sharding in STAGE else job.values), []
+    values, notes = job.values, list[str]()
+    if job.sharding in STAGE:  # the model that ZeRO's engine holds; the engine's own update is not run
+        dtype = HALF.get(values["mixed_precision"] or "no", values["dtype"])
+        values = {**values, "dtype": dtype, "mixed_precision": "no", "optimizer": "sgd", "sgd_momentum": 0.0}
+    config = from_values(values)
     attention = config.architecture.attn_implementation
     if attention not in (None, "sdpa", "eager"):
         config = config.changed(attn_implementation="sdpa")
@@ -115,8 +118,7 @@ def _known(job: Job) -> tuple[Config, list[str]]:
 
 def _costs_on(target: Target) -> Costs | None:
     """A counter of operations on ``target``; None where its rates are unknown."""
-    precisions = {torch.float32: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    rates = {t: target.flops_per_second[p] for t, p in precisions.items() if target.flops_per_second.get(p)}
+    rates = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in target.flops_per_second.items() if rate}
     return Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
 
 
