@@ -235,11 +235,12 @@ class NextToACard:
         monkeypatch.setattr(session, "free_host_bytes", lambda: free_host_bytes)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 22 * 2**30))
         ids = torch.zeros(2, 64, dtype=torch.long)
-        batches = SimpleNamespace(longest=lambda: MicroBatch({"input_ids": ids}, ids, 128, (0, 1), 128))
+        longest = MicroBatch({"input_ids": ids}, ids, 128, (0, 1), 128)
+        monkeypatch.setattr(session, "longest_of", lambda batches: longest)
         data: Any = SimpleNamespace(
             tokenizer=SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2, __len__=lambda: 300),
             examples=SimpleNamespace(label_names=(), validation=range(100)),
-            training_batches=lambda run, arithmetic: batches,
+            training_batches=lambda run, arithmetic: None,
         )
         data.tokenizer = type("Tokenizer", (), {**vars(data.tokenizer), "__len__": lambda tokenizer: 300})()
         config = from_values({"tokenizer": "bytes", "model_config": {"model_type": "llama"}, **values})
