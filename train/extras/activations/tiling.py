@@ -30,7 +30,7 @@ def tile_mlps(model: nn.Module) -> str:
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
     alone. Of mixtures each expert already gets a part of the tokens. Raises UserError where there is nothing to tile.
     """
-    found, around = mlps(model), norms(model)
+    found, around = parts_to_tile(model)
     blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]
     if not found:
         reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else "none of its layers has a known mlp"
@@ -41,18 +41,14 @@ def tile_mlps(model: nn.Module) -> str:
     return f"tiled_mlp: {len(found)} MLPs and {len(around)} norms compute in tiles{left}"
 
 
-def mlps(model: nn.Module) -> list[nn.Module]:
-    """What :func:`tile_mlps` tiles."""
-    return [layer.mlp for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
-
-
-def norms(model: nn.Module) -> list[nn.Module]:
-    """The norms of hidden states next to these MLPs, and the last one, after the layers."""
+def parts_to_tile(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """What :func:`tile_mlps` tiles: MLPs; and the norms of hidden states next to them and after the last layer."""
     layers = [layer for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
-    return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
+    norms = [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
+    return [layer.mlp for layer in layers], norms
 
 
 def _layers_with_mlp(model: nn.Module) -> list[Any]:
