@@ -101,7 +101,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(
-    tensors: Sequence[Any], labels: Tensor, how: _How, wanted: Sequence[bool], scale: Tensor | None = None
+    tensors: Sequence[Any], labels: Tensor, how: _How, wanted: Sequence[bool], scale: Tensor | float = 1.0
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
 
@@ -115,7 +115,6 @@ def _in_chunks(
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     ignored = labels == IGNORE
     classes = labels.masked_fill(ignored, 0)
-    factors = (~ignored).to(wide).mul(1 if scale is None else scale).unsqueeze(1)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         cast_weight = weight.to(dtype)
@@ -125,7 +124,7 @@ def _in_chunks(
             loss += losses.masked_fill_(ignored[rows], 0).sum()
             if grad is None:
                 continue
-            grad.mul_(factors[rows]).masked_fill_(ignored[rows].unsqueeze(1), 0)  # not 0 × NaN
+            grad.mul_(scale).masked_fill_(ignored[rows].unsqueeze(1), 0)  # not 0 × NaN
             if of_bias is not None:
                 of_bias += grad.sum(0)
             grad = grad.to(dtype)
