@@ -61,11 +61,10 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     at_foot = [(step, min(value for _, value in norms)) for step in sorted(skipped)] if norms else []
     gradients = [(norms, {"color": FIRST, "label": "gradient norm"}), (at_foot, crosses)]
     peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
-    memory, clipping, predicted = (peaks, {"color": FIRST, "label": "measured"}), None, None
-    if norm := summary.get("max_grad_norm"):
-        clipping = norm, f"clipped to {norm:g}"
-    if size := summary.get("predicted_peak_bytes"):
-        predicted = size / 2**30, f"predicted {gib(size)}"
+    memory = peaks, {"color": FIRST, "label": "measured"}
+    norm, size = summary.get("max_grad_norm"), summary.get("predicted_peak_bytes")
+    clipping = (norm, f"clipped to {norm:g}") if norm else None
+    predicted = (size / 2**30, f"predicted {gib(size)}") if size else None
     losses = [trained("loss", "train"), *by_split("loss")]
     speed, noise, rate = map(trained, ("tokens_per_second", "gradient_noise_scale_examples", "learning_rate"))
     drawn = [
