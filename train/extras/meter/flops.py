@@ -102,7 +102,6 @@ class _FlopCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = self._num_operators = 0
-        self.in_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -112,7 +111,8 @@ class _FlopCounter(TorchDispatchMode):
         if self._num_operators > MAX_OPERATORS:
             raise OverflowError
         formula = flop_registry.get(func.overloadpacket)
-        is_repeated = self.in_backward and torch.is_grad_enabled()  # backward records nothing itself
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_repeated = in_backward and torch.is_grad_enabled()  # backward records nothing itself
         if formula is not None and not is_repeated:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -153,7 +153,6 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
         with _FlopCounter() as counter, torch.enable_grad():
             answer = part(**named).last_hidden_state if is_body else logits_of(part(**named))
             if answer.requires_grad:
-                counter.in_backward = True
                 torch.autograd.backward(answer.sum())  # into gradients of the copy, which nobody reads
         counts.append(counter.flops)
     return counts
