@@ -149,11 +149,10 @@ def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, 
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    drawn = text.getvalue()
-    body = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :].strip(), flags=re.DOTALL)
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     prefix = re.sub(r"\W+", "-", title.lower())
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", body)
-    head, tail = body.split(">", 1)
+    drawn = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text.getvalue())
+    head, tail = drawn[drawn.index("<svg") :].strip().split(">", 1)
     head = re.sub(r' (width|height|version|xmlns|xmlns:xlink)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{escape(label)}">{tail}'
