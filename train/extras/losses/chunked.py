@@ -176,8 +176,7 @@ def rows_to_compute(hidden: Tensor, labels: Tensor, num_targets: int | None) -> 
 def rows_by_chunk(num_rows: int, num_classes: int) -> Iterator[slice]:
     """The chunks that ``num_rows`` positions are cut into."""
     tokens = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
-    for start in range(0, num_rows, tokens):
-        yield slice(start, start + tokens)
+    return (slice(start, start + tokens) for start in range(0, num_rows, tokens))
 
 
 def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
