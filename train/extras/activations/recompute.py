@@ -92,11 +92,8 @@ class OffloadedInputs:
             original = moved.get(tensor.untyped_storage()._cdata)
             return tensor if original is None or original.shape != tensor.shape else self._rest(original)
 
-        def unpack(saved: Tensor | _Resting) -> Tensor:
-            return saved if isinstance(saved, Tensor) else saved.take()
-
         # Sees what the checkpoint itself saves, its inputs: within the layer hooks of the checkpoint come first.
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved.take()):
             try:
                 return self._checkpoint(function, *inputs, **options)
             finally:
@@ -176,7 +173,6 @@ class _Resting:
 
     def _parts(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Parts of the flat tensor with their places in pinned memory, of the same type and size."""
-        flat = whole.view(-1)
         places = [piece.view(self._dtype) for piece in self._pieces]
-        parts = flat.split(len(places[0])) if places else ()
+        parts = whole.view(-1).split(len(places[0])) if places else ()
         return [(part, place[: len(part)]) for part, place in zip(parts, places, strict=True)]

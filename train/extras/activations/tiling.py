@@ -130,8 +130,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gradient,) = grad_outputs
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden,) = ctx.saved_tensors if ctx.keeper is None else ctx.keeper.saved_tensors
         tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
@@ -171,8 +170,7 @@ def _in_tiles(part: Tiled, hidden: Tensor, size: int) -> Tensor:
 def tiles(tokens: int, size: int) -> Iterator[slice]:
     """Rows of each tile: at most ``size``, as equal as can be."""
     even = -(-tokens // -(-tokens // size))
-    for start in range(0, tokens, even):
-        yield slice(start, min(start + even, tokens))
+    return (slice(start, min(start + even, tokens)) for start in range(0, tokens, even))
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
