@@ -53,8 +53,8 @@ class LossInHead:
     ) -> Tensor | Scores:
         kept: list[Scores] = []
 
-        def score(*tensors: Any, **options: Any) -> Tensor:
-            kept.append(chunked_scores(*tensors, labels=labels, **options))
+        def score(*tensors: Any) -> Tensor:
+            kept.append(chunked_scores(*tensors, labels=labels))
             return kept[-1].loss_sums  # a tensor, because some models still handle what they take for logits
 
         kinds = {"chunked": chunked_sum, "cce": cce_sum, "liger": liger_sum}
@@ -114,12 +114,10 @@ def choose_loss(
     is_cross_entropy = isinstance(getattr(model.loss_sum, "__self__", None), Objective)  # with smoothing or z-loss
     if (is_cross_entropy or model.loss_sum is cross_entropy_sum) and model.scores is cross_entropy_scores:
         obstacle = obstacle_to_chunks(model.model)
-    if obstacle:
-        if asked == "auto":
-            return "full"
-        raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
     if asked == "auto":
-        return best_kernel(place, objective)
+        return "full" if obstacle else best_kernel(place, objective)
+    if obstacle:
+        raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
     if obstacle := obstacle_to(asked, place, objective, installed):
         raise UserError(f"loss: {asked} {obstacle}.")
     return asked
