@@ -82,18 +82,15 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     if abs(constant + linear * far + quadratic * far**2 - farther) > 0.01 * farther:
         return None
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
-    is_causal = is_causal or said == {True}
-    return ModelFlops(constant, linear, quadratic, _layers(getattr(model, "config", None), is_causal), is_causal)
-
-
-def _layers(config: Any, is_causal: bool) -> dict[tuple[int | None, int | None], float]:
+    is_causal, config = is_causal or said == {True}, getattr(model, "config", None)
     # A window of transformers reaches so far to the left and, where attention is not causal, as far to the right.
     window = (getattr(config, "sliding_window", None) or 0) * (1 if is_causal else 2)
     known = {"full_attention": (None, None), "chunked_attention": (None, getattr(config, "attention_chunk_size", None))}
     known |= {"sliding_attention": (window, None), "hybrid": (None, None), "hybrid_sliding": (window, None)}
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
-    return {layer: found.count(layer) / len(found) for layer in found}
+    layers = {layer: found.count(layer) / len(found) for layer in found}
+    return ModelFlops(constant, linear, quadratic, layers, is_causal)
 
 
 class _FlopCounter(TorchDispatchMode):
