@@ -11,9 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from train.extras.losses.chunked import chunked_scores, chunked_sum
+from train.extras.losses.chunked import PLAIN, Objective, chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
-from train.extras.losses.objective import PLAIN, Objective
 from train.extras.weightless import obstacle_on_trial
 from train.model import ModelWithLoss, balanced, logits_of
 from train.records import UserError
