@@ -72,8 +72,7 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
-    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, far])
-    if counts is None:
+    if (counts := _count_flops(model, [unit, 2 * unit, 3 * unit, far])) is None:
         return None
     one, two, three, farther = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)

@@ -48,8 +48,8 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         if row["kind"] == "evaluation":
             held_out.setdefault(row["split"], []).append(row)
 
-    def trained(name: str, label: str | None = None) -> Curve:
-        return points(training, name), {"color": FIRST, "label": label}
+    def trained(name: str, label: str | None = None) -> list[Curve]:
+        return [(points(training, name), {"color": FIRST, "label": label})]
 
     def by_split(name: str) -> list[Curve]:
         looks = zip(held_out.items(), itertools.cycle(_SPLITS))
@@ -62,19 +62,17 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     gradients = [(norms, {"color": FIRST, "label": "gradient norm"}), (at_foot, crosses)]
     peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
     memory = peaks, {"color": FIRST, "label": "measured"}
-    norm, size = summary.get("max_grad_norm"), summary.get("predicted_peak_bytes")
-    clipping = (norm, f"clipped to {norm:g}") if norm else None
-    predicted = (size / 2**30, f"predicted {gib(size)}") if size else None
-    losses = [trained("loss", "train"), *by_split("loss")]
-    speed, noise, rate = map(trained, ("tokens_per_second", "gradient_noise_scale_examples", "learning_rate"))
+    clipping = (norm, f"clipped to {norm:g}") if (norm := summary.get("max_grad_norm")) else None
+    predicted = (size / 2**30, f"predicted {gib(size)}") if (size := summary.get("predicted_peak_bytes")) else None
+    losses, speed = trained("loss", "train") + by_split("loss"), trained("tokens_per_second")
     drawn = [
         _chart("Loss", "Nats per target. A gap that widens is overfitting.", losses),
         _chart("Bits per byte", "Held-out text, whatever the tokenizer; lower is better.", by_split("bits_per_byte")),
         _chart("Accuracy", "Share of the targets predicted right, held out.", by_split("accuracy"), from_zero),
         _chart("Gradient norm", "Before clipping, logarithmic.", gradients, _logarithmic, clipping),
-        _chart("Noise scale", "Of the gradient, in examples.", [noise], from_zero),
-        _chart("Learning rate", "As the schedule set it.", [rate], from_zero),
-        _chart("Tokens per second", "All devices together, padding not counted.", [speed], from_zero),
+        _chart("Noise scale", "Of the gradient, in examples.", trained("gradient_noise_scale_examples"), from_zero),
+        _chart("Learning rate", "As the schedule set it.", trained("learning_rate"), from_zero),
+        _chart("Tokens per second", "All devices together, padding not counted.", speed, from_zero),
         _chart("Peak memory", "GiB; the most that one device had allocated at once.", [memory], from_zero, predicted),
     ]
     return list(filter(None, drawn))
@@ -82,8 +80,7 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
 
 def points(rows: Sequence[Row], name: str) -> Points:
     """(step, value) of the rows that have a value, by step; of two rows for one step the later counts."""
-    found = {row["step"]: float(row[name]) for row in rows if isinstance(row.get(name), int | float)}
-    return sorted(found.items())
+    return sorted({row["step"]: float(row[name]) for row in rows if isinstance(row.get(name), int | float)}.items())
 
 
 def _chart(
