@@ -23,10 +23,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from train.config import Config
 from train.extras.activations.recompute import enable_checkpointing
 from train.extras.losses import Extra, chunked
-from train.extras.losses.chunked import chunked_scores, chunked_sum
+from train.extras.losses.chunked import PLAIN, Objective, chunked_scores, chunked_sum
 from train.extras.losses.fused import Place
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, choose_loss, obstacle_to_chunks, use_loss_in_head
-from train.extras.losses.objective import PLAIN, Objective
 from train.model import ModelWithLoss, logits_of
 from train.records import IGNORE, UserError
 from train.tasks import Scores, Task, cross_entropy, cross_entropy_sum

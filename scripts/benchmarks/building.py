@@ -486,9 +486,8 @@ def losses() -> dict[str, Loss]:
     """Sums of cross-entropy over a vocabulary, by name; some need a package or a card, see :func:`obstacle`."""
     import torch.nn.functional as F
 
-    from train.extras.losses.chunked import _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
+    from train.extras.losses.chunked import PLAIN, _ChunkedCrossEntropy, _How, chunked_sum, product_dtype
     from train.extras.losses.fused import cce_sum, liger_sum
-    from train.extras.losses.objective import PLAIN
     from train.tasks import cross_entropy_sum
 
     def full(hidden: Tensor, weight: Tensor, bias: None, labels: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def mlp_steps(shape: dict[str, Any], device: torch.device) -> Steps:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from train.extras.activations.tiling import mlps, tile_mlps
+    from train.extras.activations.tiling import parts_to_tile, tile_mlps
 
     steps: Steps = {}
     for name in ("whole", "tiled"):
@@ -123,7 +123,7 @@ def mlp_steps(shape: dict[str, Any], device: torch.device) -> Steps:
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, vocab_size=8))
         if name == "tiled":
             tile_mlps(model)
-        [mlp] = mlps(model)
+        [mlp] = parts_to_tile(model)[0]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         mlp = mlp.to(device, dtype)
         hidden = torch.randn(1, shape["mlp_tokens"], shape["hidden_size"], device=device, dtype=dtype)

@@ -242,8 +242,8 @@ class Question:
         """The loss without all logits that a run would choose, with the packages that are installed here."""
         import torch
 
+        from train.extras.losses.chunked import objective_of
         from train.extras.losses.fused import Place, best_kernel
-        from train.extras.losses.objective import objective_of
 
         dtype = getattr(torch, HALF.get(self.precision(self.shardings[0]) or "no", self.config.architecture.dtype))
         place = Place(self.target.device_type, dtype, self.target.capability)

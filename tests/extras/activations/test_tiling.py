@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.extras.activations import tiling
-from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, mlps, norms, tile_mlps
+from train.extras.activations.tiling import MIN_TILE_TOKENS, Tiled, parts_to_tile, tile_mlps
 from train.model import ModelWithLoss
 from train.records import UserError
 
@@ -63,8 +63,9 @@ def test_tiles_change_neither_loss_nor_gradients(name: str, tile: int, monkeypat
     monkeypatch.setattr(tiling, "MIN_TILE_TOKENS", tile)
     expected = step(built(*MODELS[name]).double(), times=2)
     model = built(*MODELS[name], tiled_mlp=True).double()
-    assert len(mlps(model)) == 2 and len(norms(model)) >= 2
-    assert all(isinstance(module, Tiled) for module in (*mlps(model), *norms(model)))
+    mlps, norms = parts_to_tile(model)
+    assert len(mlps) == 2 and len(norms) >= 2
+    assert all(isinstance(module, Tiled) for module in (*mlps, *norms))
     loss, found = step(model, times=2)
     assert loss == pytest.approx(expected[0], rel=1e-12)
     assert_same(found, expected[1], norms_in_fp32=name == "gemma2")
@@ -113,7 +114,7 @@ def test_in_fp32_and_bf16_gradients_are_as_near_the_truth_as_without_tiles() -> 
 def test_dropout_drops_in_backward_what_it_dropped_in_forward() -> None:
     """Against the same tiles under plain autograd, which draws the same numbers."""
     config = {"model_type": "modernbert", **SHAPE, "mlp_dropout": 0.5}
-    mlp = mlps(built(config, MASKED))[0].double().train()
+    mlp = parts_to_tile(built(config, MASKED))[0][0].double().train()
     hidden = torch.randn(2, 30, 16, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(3)
     expected = torch.cat([mlp(part) for part in hidden.view(60, 16).split(30)]).view(2, 30, 16)
@@ -122,7 +123,7 @@ def test_dropout_drops_in_backward_what_it_dropped_in_forward() -> None:
     expected_gradients = torch.autograd.grad(expected, [hidden, *mlp.parameters()], weights)
     model = built(config, MASKED)
     tile_mlps(model)
-    tiled = mlps(model)[0].double().train()
+    tiled = parts_to_tile(model)[0][0].double().train()
     tiled.load_state_dict(mlp.state_dict())
     torch.manual_seed(3)
     found = tiled(hidden)
@@ -220,9 +221,9 @@ def test_evaluation_is_the_same_and_keeps_nothing() -> None:
 def test_weights_keep_their_names_and_a_model_may_be_tiled_twice() -> None:
     model = built(LLAMA, tiled_mlp=True)
     assert model.state_dict().keys() == built(LLAMA).state_dict().keys()
-    classes = {type(m) for m in mlps(model)}
+    classes = {type(m) for m in parts_to_tile(model)[0]}
     tile_mlps(model)
-    assert {type(m) for m in mlps(model)} == classes
+    assert {type(m) for m in parts_to_tile(model)[0]} == classes
 
 
 def test_a_tile_is_about_as_long_as_hidden_states_are_wide_but_not_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +233,7 @@ def test_a_tile_is_about_as_long_as_hidden_states_are_wide_but_not_tiny(monkeypa
     def tokens_of_tiles(hidden_size: int, tokens: int) -> list[int]:
         sizes.clear()
         shape = {**LLAMA, "hidden_size": hidden_size, "num_attention_heads": 2, "num_hidden_layers": 1}
-        mlp: Any = mlps(built(shape, tiled_mlp=True))[0]
+        mlp: Any = parts_to_tile(built(shape, tiled_mlp=True))[0][0]
         mlp.act_fn.register_forward_hook(lambda m, args, out: sizes.append(args[0].shape[-2]))
         with torch.no_grad():
             mlp(torch.zeros(1, tokens, hidden_size))

@@ -15,8 +15,8 @@ import torch
 from test_losses import by_definition, error, full_sum, gradients
 from torch import Tensor
 
+from train.extras.losses.chunked import PLAIN, Objective
 from train.extras.losses.fused import cce_sum, liger_sum
-from train.extras.losses.objective import PLAIN, Objective
 from train.records import IGNORE
 
 OBJECTIVES = (PLAIN, Objective(0.1), Objective(0.0, 1e-2), Objective(0.1, 1e-2))

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from train.config import from_values, parse
 from train.extras import check
 from train.extras.losses import Extra, fused
+from train.extras.losses.chunked import PLAIN, Objective
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
 from train.extras.losses.in_head import MIN_CHUNKED_CLASSES, LossInHead, choose_loss, describe_loss, place_of
-from train.extras.losses.objective import PLAIN, Objective
 from train.launch import Launch
 from train.model import ModelWithLoss
 from train.records import IGNORE, UsageError, UserError

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.config import Config
 from train.extras.losses import chunked
-from train.extras.losses.objective import Objective, objective_of
+from train.extras.losses.chunked import Objective, objective_of
 from train.extras.parallelism.sequences import positions_of
 from train.launch import read_launch, shard_by_layer
 from train.model import ModelWithLoss

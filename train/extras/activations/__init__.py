@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,11 +83,10 @@ class Extra(extras.Extra):
         def checkpoint() -> bool:
             from train.extras.activations.recompute import enable_checkpointing
 
-            try:
+            with suppress(UserError):  # it does not work with this model
                 enable_checkpointing(model.model, "full", offload=own.gradient_checkpointing_offload)
-            except UserError:
-                return False
-            return True
+                return True
+            return False
 
         return "activation checkpointing is switched on", checkpoint
 

@@ -84,19 +84,16 @@ class OffloadedInputs:
         return self  # a copy of the model shares streams and pinned memory
 
     def __call__(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        moved = {_storage_key(x): x for x in inputs if isinstance(x, Tensor) and self._moves(x)}
+        moved = {x.untyped_storage()._cdata: x for x in inputs if isinstance(x, Tensor) and self._moves(x)}
         if not moved or not torch.is_grad_enabled():
             return self._checkpoint(function, *inputs, **options)
 
         def pack(tensor: Tensor) -> Tensor | _Resting:
-            original = moved.get(_storage_key(tensor))
+            original = moved.get(tensor.untyped_storage()._cdata)
             return tensor if original is None or original.shape != tensor.shape else self._rest(original)
 
-        def unpack(saved: Tensor | _Resting) -> Tensor:
-            return saved if isinstance(saved, Tensor) else saved.take()
-
         # Sees what the checkpoint itself saves, its inputs: within the layer hooks of the checkpoint come first.
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved.take()):
             try:
                 return self._checkpoint(function, *inputs, **options)
             finally:
@@ -128,10 +125,6 @@ def piece_bytes_for(num_bytes: int) -> int:
     return PIECE_BYTES
 
 
-def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Resting:
     """A tensor that autograd saved, on its way to the host, on the host, or on its way back.
 
@@ -161,19 +154,18 @@ class _Resting:
             self._transfers.wait(self._event)
             self._on_device = None
 
-    def fetch(self) -> None:
-        """Starts copying the tensor back."""
+    def fetch(self) -> Tensor:
+        """The tensor on the device; starts copying it back if it is not there."""
         if self._on_device is None:
             whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._event = self._transfers.copy(self._parts(whole))
             self._on_device = whole
+        return self._on_device
 
     @torch.no_grad()
     def take(self) -> Tensor:
         """The tensor, for what is queued from now on; starts copying back the one of the layer before."""
-        self.fetch()
-        assert self._on_device is not None
-        whole = self._on_device
+        whole = self.fetch()
         self.leave()
         if (before := self._before()) is not None:
             before.fetch()
@@ -181,7 +173,6 @@ class _Resting:
 
     def _parts(self, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Parts of the flat tensor with their places in pinned memory, of the same type and size."""
-        flat = whole.view(-1)
         places = [piece.view(self._dtype) for piece in self._pieces]
-        parts = flat.split(len(places[0])) if places else ()
+        parts = whole.view(-1).split(len(places[0])) if places else ()
         return [(part, place[: len(part)]) for part, place in zip(parts, places, strict=True)]

@@ -30,7 +30,7 @@ def tile_mlps(model: nn.Module) -> str:
     MLPs are the modules ``layer.mlp`` of transformers' layers whose class is called an MLP and takes hidden states
     alone. Of mixtures each expert already gets a part of the tokens. Raises UserError where there is nothing to tile.
     """
-    found, around = mlps(model), norms(model)
+    found, around = parts_to_tile(model)
     blocks = [type(layer.mlp).__name__ for layer in _layers_with_mlp(model)]
     if not found:
         reason = f"its blocks are {', '.join(sorted(set(blocks)))}" if blocks else "none of its layers has a known mlp"
@@ -41,18 +41,14 @@ def tile_mlps(model: nn.Module) -> str:
     return f"tiled_mlp: {len(found)} MLPs and {len(around)} norms compute in tiles{left}"
 
 
-def mlps(model: nn.Module) -> list[nn.Module]:
-    """What :func:`tile_mlps` tiles."""
-    return [layer.mlp for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
-
-
-def norms(model: nn.Module) -> list[nn.Module]:
-    """The norms of hidden states next to these MLPs, and the last one, after the layers."""
+def parts_to_tile(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """What :func:`tile_mlps` tiles: MLPs; and the norms of hidden states next to them and after the last layer."""
     layers = [layer for layer in _layers_with_mlp(model) if _treats_tokens_alone(layer.mlp, model)]
     stacks = [m for m in model.modules() if isinstance(own := getattr(m, "layers", None), nn.ModuleList) and len(own)]
     around = [stack for stack in stacks if stack.layers[0] in layers]  # pyright: ignore
     beside = [child for module in (*layers, *around) for child in module.children()]
-    return [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
+    norms = [child for child in beside if type(child).__name__.endswith(("RMSNorm", "LayerNorm"))]
+    return [layer.mlp for layer in layers], norms
 
 
 def _layers_with_mlp(model: nn.Module) -> list[Any]:
@@ -134,8 +130,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gradient,) = grad_outputs
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden,) = ctx.saved_tensors if ctx.keeper is None else ctx.keeper.saved_tensors
         tokens, gradients = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         to_hidden = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
@@ -175,8 +170,7 @@ def _in_tiles(part: Tiled, hidden: Tensor, size: int) -> Tensor:
 def tiles(tokens: int, size: int) -> Iterator[slice]:
     """Rows of each tile: at most ``size``, as equal as can be."""
     even = -(-tokens // -(-tokens // size))
-    for start in range(0, tokens, even):
-        yield slice(start, min(start + even, tokens))
+    return (slice(start, min(start + even, tokens)) for start in range(0, tokens, even))
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,10 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.extras.gradients.illnesses import illnesses
-from train.records import exchange
-
-if TYPE_CHECKING:
-    from train.records import Run
+from train.records import Run, exchange
 
 FIGURES = ("norms", "flushed", "overflowed", "flushed_scaled", "overflowed_scaled")
 PIECE = 2**22  # elements that are counted at a time, because counting takes as much memory as they do
@@ -59,7 +57,7 @@ class Health:
         # A compiled layer would keep the hooks for ever.
         modules = () if self._run.config.get("compile") else self._network.named_modules()
         named = [(layer_of(name), module) for name, module in modules]
-        hooks = [m.register_forward_hook(self._hook(layer)) for layer, m in named if layer in self._weights]
+        hooks = [m.register_forward_hook(partial(self._see, layer)) for layer, m in named if layer in self._weights]
         try:
             yield
             if self._gradients:
@@ -69,17 +67,14 @@ class Health:
             for hook in hooks:
                 hook.remove()
 
-    def _hook(self, layer: str) -> Any:
-        def see(module: nn.Module, inputs: Any, output: Any) -> None:
-            output = output[0] if isinstance(output, tuple) and output else output
-            known = self._activations
-            if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel():
-                low, high = torch.aminmax(local(output))
-                largest = torch.maximum(-low, high).float().nan_to_num(torch.finfo(torch.float32).max)
-                known[layer] = torch.maximum(known.get(layer, largest), largest)
-                self._has_fp16 = self._has_fp16 or output.dtype == torch.float16
-
-        return see
+    def _see(self, layer: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) and output else output
+        known = self._activations
+        if known is not None and isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+            low, high = torch.aminmax(local(output))
+            largest = torch.maximum(-low, high).float().nan_to_num(torch.finfo(torch.float32).max)
+            known[layer] = torch.maximum(known.get(layer, largest), largest)
+            self._has_fp16 = self._has_fp16 or output.dtype == torch.float16
 
     def see_gradient(self) -> None:
         """Called when the gradient is whole, and still multiplied by the loss scale."""
@@ -91,12 +86,11 @@ class Health:
     def _record(self, step: int) -> None:
         """Writes the row of a step, of all ranks together, and tells of each illness once."""
         run, seen = self._run, self._activations or {}
-        own = [float(seen.get(name, -1.0)) for name in self._weights]
+        own = [float(seen.get(name, -math.inf)) for name in self._weights]
         gradients, activations = zip(*exchange((self._gradients, own)), strict=True)  # by rank
         sizes = [sum(p.numel() for p in weights) for weights in self._weights.values()]
         figures = figures_of(np.sum(gradients, axis=0).tolist(), sizes, self._loss_scale)
-        largest = np.max(activations, axis=0).tolist()
-        figures["activations"] = [rounded(value) if value >= 0 else None for value in largest]
+        figures["activations"] = [rounded(value) for value in np.max(activations, axis=0).tolist()]
         row = {"loss_scale": self._loss_scale, "fp16": self._has_fp16, "layers": list(self._weights), **figures}
         run.outputs.record(run, "health", step, row)
         self._rows = [*self._rows[:1], *self._rows[1:][-ROWS:], row]

@@ -35,10 +35,10 @@ class Illness(NamedTuple):
 def illnesses(rows: Rows) -> list[Illness]:
     """What the newest of ``rows`` shows next to those before it."""
     if rows[-1]["grad_norm"] is None:  # a loss scale that is too high makes such steps, and is lowered
-        tests = (exploding,) if rows[-1]["loss_scale"] is None else ()
+        found = [exploding(rows)] if rows[-1]["loss_scale"] is None else []
     else:
-        tests = (learning_rate_too_high, fp16_trouble if fp16_trouble(rows) else vanishing, exploding)
-    return [illness for test in tests if (illness := test(rows)) is not None]
+        found = [learning_rate_too_high(rows), fp16_trouble(rows) or vanishing(rows), exploding(rows)]
+    return list(filter(None, found))
 
 
 def largest(row: Mapping[str, Any], values: Sequence[float | None]) -> tuple[float, str]:

@@ -39,8 +39,7 @@ class NoiseScale:
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """A step of these micro-batches comes next."""
         targets = [batch.num_targets for batch in micro_batches]
-        examples = sum(len(batch.example_ids) for batch in micro_batches)
-        self._counts.append((targets[0], sum(targets), examples))
+        self._counts.append((targets[0], sum(targets), sum(len(batch.example_ids) for batch in micro_batches)))
         self._ratios.append(self._unknown)
         self._first, self._left = None, len(micro_batches)
 

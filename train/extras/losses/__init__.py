@@ -41,9 +41,9 @@ class Extra(extras.Extra):
             raise UsageError("loss: liger gives wrong gradients with mixed_precision: fp16: give chunked, or use bf16.")
 
     def change_loss(self, run: Run, model: ModelWithLoss) -> None:
-        from train.extras.losses import in_head, objective
+        from train.extras.losses import chunked, in_head
 
-        asked, terms, accelerator = run.config.of(Options).loss, objective.objective_of(run.config), run.accelerator
+        asked, terms, accelerator = run.config.of(Options).loss, chunked.objective_of(run.config), run.accelerator
         place = in_head.place_of(model.model, accelerator.device, accelerator.mixed_precision, run.launch.tp_size > 1)
         kind = in_head.choose_loss(asked, model, place, terms, True if run.is_planned else None)
         terms.set_in(model)
@@ -52,14 +52,14 @@ class Extra(extras.Extra):
         run.outputs.note(in_head.describe_loss(kind, terms, asked))
 
     def memory_measure(self, run: Run, model: ModelWithLoss) -> tuple[str, Callable[[], bool]] | None:
-        from train.extras.losses import in_head, objective
+        from train.extras.losses import chunked, in_head
 
         def chunk() -> bool:
             place = in_head.place_of(model.model, run.accelerator.device, run.accelerator.mixed_precision)
             if model.loss_in_head is None:
                 with suppress(UserError):  # it does not work with this model
                     kind = in_head.choose_loss("chunked", model, place)
-                    in_head.use_loss_in_head(model, kind, objective.objective_of(run.config))
+                    in_head.use_loss_in_head(model, kind, chunked.objective_of(run.config))
                     return True
             return False
 

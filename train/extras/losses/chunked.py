@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary from an output embedding's input, some hundred tokens or more at a time.
+"""The loss over a large vocabulary from an output embedding's input, some hundred tokens or more at a time; its terms.
 
 With a large vocabulary the logits are the largest tensor of a step. Here only those of one chunk are ever there.
 """
@@ -14,15 +14,49 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from train.extras.losses.objective import PLAIN, Objective
-from train.records import IGNORE
-from train.tasks import Scores
+from train.config import Config
+from train.extras.losses import Options
+from train.model import ModelWithLoss
+from train.records import IGNORE, UserError
+from train.tasks import Scores, cross_entropy, cross_entropy_sum
 
 # fp32 logits of one chunk: little next to weights and activations, enough for large matrix products.
 CHUNK_LOGITS_BYTES = 64 * 2**20
 # A chunk reads the weight twice and adds to its gradient: some 16 bytes moved per element of it, for 6 operations per
 # element and token. With fewer tokens a device that does 150 operations per byte would mostly wait.
 MIN_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Objective:
+    """For each target: (1 − ε) · −log p(label) + ε · mean of −log p over classes + z · log² Z, Z = Σ exp(logits)."""
+
+    label_smoothing: float = 0.0  # ε (arXiv 1512.00567, section 7)
+    z_loss: float = 0.0  # z; keeps logits from drifting (PaLM, arXiv 2204.02311, section 5, used 1e-4)
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """() summed over the positions whose label is not IGNORE."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for both terms
+        loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        if self.z_loss:
+            log_z = logits.logsumexp(-1).masked_fill(labels == IGNORE, 0)
+            loss = loss + self.z_loss * log_z.square().sum()
+        return loss
+
+    def set_in(self, model: ModelWithLoss) -> None:
+        """Makes it the loss of the logits of ``model``; raises UserError where the task has a loss of its own."""
+        if self != PLAIN and model.loss_sum is not cross_entropy_sum:
+            raise UserError("label_smoothing and z_loss belong to cross-entropy; this task has another loss: use 0.")
+        model.loss_sum = model.loss_sum if self == PLAIN else self.loss_sum
+
+
+PLAIN = Objective()  # cross-entropy
+
+
+def objective_of(config: Config) -> Objective:
+    """That of a run."""
+    own = config.of(Options)
+    return Objective(own.label_smoothing, own.z_loss)
 
 
 @dataclass(frozen=True)
@@ -101,7 +135,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(
-    tensors: Sequence[Any], labels: Tensor, how: _How, wanted: Sequence[bool], scale: Tensor | None = None
+    tensors: Sequence[Any], labels: Tensor, how: _How, wanted: Sequence[bool], scale: Tensor | float = 1.0
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The summed loss () and the gradients that are ``wanted``, times ``scale`` () before anything is rounded.
 
@@ -115,7 +149,6 @@ def _in_chunks(
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     ignored = labels == IGNORE
     classes = labels.masked_fill(ignored, 0)
-    factors = (~ignored).to(wide).mul(1 if scale is None else scale).unsqueeze(1)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):  # each operation names its type
         cast_weight = weight.to(dtype)
@@ -125,7 +158,7 @@ def _in_chunks(
             loss += losses.masked_fill_(ignored[rows], 0).sum()
             if grad is None:
                 continue
-            grad.mul_(factors[rows]).masked_fill_(ignored[rows].unsqueeze(1), 0)  # not 0 × NaN
+            grad.mul_(scale).masked_fill_(ignored[rows].unsqueeze(1), 0)  # not 0 × NaN
             if of_bias is not None:
                 of_bias += grad.sum(0)
             grad = grad.to(dtype)
@@ -177,8 +210,7 @@ def rows_to_compute(hidden: Tensor, labels: Tensor, num_targets: int | None) -> 
 def rows_by_chunk(num_rows: int, num_classes: int) -> Iterator[slice]:
     """The chunks that ``num_rows`` positions are cut into."""
     tokens = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * num_classes))
-    for start in range(0, num_rows, tokens):
-        yield slice(start, start + tokens)
+    return (slice(start, start + tokens) for start in range(0, num_rows, tokens))
 
 
 def logits_by_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

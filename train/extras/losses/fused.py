@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.extras.losses.chunked import product_dtype, rows_to_compute, to_dtype
-from train.extras.losses.objective import PLAIN, Objective
+from train.extras.losses.chunked import PLAIN, Objective, product_dtype, rows_to_compute, to_dtype
 from train.records import IGNORE
 
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}

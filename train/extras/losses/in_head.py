@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from train.extras.losses.chunked import chunked_scores, chunked_sum
+from train.extras.losses.chunked import PLAIN, Objective, chunked_scores, chunked_sum
 from train.extras.losses.fused import Place, best_kernel, cce_sum, liger_sum, obstacle_to
-from train.extras.losses.objective import PLAIN, Objective
 from train.extras.weightless import obstacle_on_trial
 from train.model import ModelWithLoss, balanced, logits_of
 from train.records import UserError
@@ -22,7 +20,9 @@ from train.tasks import Scores, cross_entropy_scores, cross_entropy_sum
 
 # From here on auto never holds all logits; below, a position's are smaller than what the layers keep of it.
 MIN_CHUNKED_CLASSES = 4096
-_asked = threading.local()  # its ``answer`` is called in place of the output embedding, by this thread alone
+# Where it has an ``answer``, output embeddings give this thread, in place of logits, what that makes of hidden states
+# (..., H), weight (V, H) and bias (V,).
+_asked = threading.local()
 
 
 def head_of(model: nn.Module) -> Any:
@@ -30,7 +30,7 @@ def head_of(model: nn.Module) -> Any:
 
 
 class LossHead(nn.Linear):
-    """An output embedding that gives what :func:`answering` asks for, in place of its logits.
+    """An output embedding that gives what is asked for by ``_asked.answer``, in place of its logits.
 
     It is computed within this module's forward, where sharded weights are gathered.
     """
@@ -38,16 +38,6 @@ class LossHead(nn.Linear):
     def forward(self, input: Tensor) -> Any:
         answer = getattr(_asked, "answer", None)
         return super().forward(input) if answer is None else answer(input, self.weight, self.bias)
-
-
-@contextmanager
-def answering(answer: Callable[..., Any]) -> Iterator[None]:
-    """Output embeddings give this thread ``answer`` of hidden states (..., H), weight (V, H) and bias (V,)."""
-    _asked.answer = answer
-    try:
-        yield
-    finally:
-        del _asked.answer
 
 
 @dataclass(frozen=True)
@@ -62,14 +52,14 @@ class LossInHead:
     ) -> Tensor | Scores:
         kept: list[Scores] = []
 
-        def score(*tensors: Any, **options: Any) -> Tensor:
-            kept.append(chunked_scores(*tensors, labels=labels, **options))
+        def score(*tensors: Any) -> Tensor:
+            kept.append(chunked_scores(*tensors, labels=labels))
             return kept[-1].loss_sums  # a tensor, because some models still handle what they take for logits
 
         kinds = {"chunked": chunked_sum, "cce": cce_sum, "liger": liger_sum}
         terms = {"objective": self.objective} if self.objective != PLAIN else {}  # which cce does not know
         summed = partial(kinds[self.kind], labels=labels, num_targets=num_targets, **terms)
-        with answering(score if scored else summed):
+        with patch.object(_asked, "answer", score if scored else summed, create=True):
             output = model.model(**inputs)
         return kept[-1] if scored else balanced(logits_of(output), output, labels, model.model)
 
@@ -100,7 +90,7 @@ def obstacle_to_chunks(model: nn.Module) -> str | None:
             given.append(chunked_sum(hidden, weight, bias, ids))
             return given[-1]
 
-        with answering(answer):
+        with patch.object(_asked, "answer", answer, create=True):
             out = logits_of(twin(input_ids=ids))
         return None if len(given) == 1 and out is given[0] else "it changes the logits after its output embedding"
 
@@ -123,12 +113,10 @@ def choose_loss(
     is_cross_entropy = isinstance(getattr(model.loss_sum, "__self__", None), Objective)  # with smoothing or z-loss
     if (is_cross_entropy or model.loss_sum is cross_entropy_sum) and model.scores is cross_entropy_scores:
         obstacle = obstacle_to_chunks(model.model)
-    if obstacle:
-        if asked == "auto":
-            return "full"
-        raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
     if asked == "auto":
-        return best_kernel(place, objective)
+        return "full" if obstacle else best_kernel(place, objective)
+    if obstacle:
+        raise UserError(f"loss: {asked} does not work with this model: {obstacle}. Use auto or full.")
     if obstacle := obstacle_to(asked, place, objective, installed):
         raise UserError(f"loss: {asked} {obstacle}.")
     return asked

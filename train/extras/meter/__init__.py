@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from train.loop import Parts
     from train.tasks import Task
 
-
 SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever
 
 

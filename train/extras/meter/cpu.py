@@ -110,12 +110,10 @@ class CpuMeter(MemoryMeter):
 
     def _left_bytes(self) -> int:
         """What followed steps made and left behind."""
-        sizes = self._tracker.bytes_by_kind
-        return sum(sizes.values()) - sum(sizes[kind] for kind in HELD)
+        return sum(size for kind, size in self._tracker.bytes_by_kind.items() if kind not in HELD)
 
     def _list_left(self) -> Inventory:
-        blocks = list(self._tracker.live.values())  # a copy: what is freed meanwhile leaves it
-        left = [block for block in blocks if block.kind not in HELD]
+        left = [b for b in list(self._tracker.live.values()) if b.kind not in HELD]  # a copy: some may be freed
         return Counter((f"{describe(b.shape, b.dtype)} made in {b.phase}", b.num_bytes) for b in left)
 
 

@@ -71,15 +71,9 @@ class CudaMeter(MemoryMeter):
         torch.cuda.reset_peak_memory_stats(self.device)
         self._stats, allocated = stats, stats["allocated_bytes"]["all"]
         self._split(allocated["peak"] - self._start_bytes)
-        measured = Measured(
-            allocated["peak"],
-            stats["reserved_bytes"]["all"]["peak"],
-            {self._reading: allocated["peak"]},
-            self._kinds(allocated["peak"]),
-            stats["num_alloc_retries"] - before["num_alloc_retries"],
-            stats["num_ooms"] - before["num_ooms"],
-        )
-        self._add(measured)
+        peak, reserved = allocated["peak"], stats["reserved_bytes"]["all"]["peak"]
+        retries, ooms = (stats[name] - before[name] for name in ("num_alloc_retries", "num_ooms"))
+        self._add(Measured(peak, reserved, {self._reading: peak}, self._kinds(peak), retries, ooms))
         self._split(max(0, allocated["current"] - self._start_bytes))  # the next phase begins with what is left
 
     def _split(self, forward_bytes: int) -> None:
@@ -122,14 +116,11 @@ def list_tensors(device: torch.device) -> Inventory:
 
     Views of one storage count once. What only an autograd graph holds may have no Python object, and is then not seen.
     """
-    found, storages = Inventory(), set()
-    for candidate in gc.get_objects():
-        # not isinstance: a proxy may do anything when asked for its class
-        if not issubclass(type(candidate), Tensor):
-            continue
-        storage = tracker.storage_of(candidate)
+    found: dict[int, tuple[str, int]] = {}
+    # not isinstance: a proxy may do anything when asked for its class
+    for tensor in (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor)):
+        storage = tracker.storage_of(tensor)
         # the storage's device: the fake tensors that torch.compile keeps name a card but hold no memory
-        if storage is not None and storage.device.type == device.type and storage._cdata not in storages:
-            storages.add(storage._cdata)
-            found[describe(candidate.shape, candidate.dtype), storage.nbytes()] += 1
-    return found
+        if storage is not None and storage.device.type == device.type:
+            found.setdefault(storage._cdata, (describe(tensor.shape, tensor.dtype), storage.nbytes()))
+    return Inventory(found.values())

@@ -72,8 +72,7 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     tokens.
     """
     unit, far = max(1, min(STRIDE, longest // 3)), min(longest, FARTHEST)  # no longer than positions go
-    counts = _count_flops(model, [unit, 2 * unit, 3 * unit, far])
-    if counts is None:
+    if (counts := _count_flops(model, [unit, 2 * unit, 3 * unit, far])) is None:
         return None
     one, two, three, farther = counts
     quadratic = (three - 2 * two + one) / (2 * unit**2)
@@ -82,18 +81,15 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
     if abs(constant + linear * far + quadratic * far**2 - farther) > 0.01 * farther:
         return None
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
-    is_causal = is_causal or said == {True}
-    return ModelFlops(constant, linear, quadratic, _layers(getattr(model, "config", None), is_causal), is_causal)
-
-
-def _layers(config: Any, is_causal: bool) -> dict[tuple[int | None, int | None], float]:
+    is_causal, config = is_causal or said == {True}, getattr(model, "config", None)
     # A window of transformers reaches so far to the left and, where attention is not causal, as far to the right.
     window = (getattr(config, "sliding_window", None) or 0) * (1 if is_causal else 2)
     known = {"full_attention": (None, None), "chunked_attention": (None, getattr(config, "attention_chunk_size", None))}
     known |= {"sliding_attention": (window, None), "hybrid": (None, None), "hybrid_sliding": (window, None)}
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     found = [known[kind] for kind in kinds if kind in known] or [(None, None)]
-    return {layer: found.count(layer) / len(found) for layer in found}
+    layers = {layer: found.count(layer) / len(found) for layer in found}
+    return ModelFlops(constant, linear, quadratic, layers, is_causal)
 
 
 class _FlopCounter(TorchDispatchMode):
@@ -102,7 +98,6 @@ class _FlopCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = self._num_operators = 0
-        self.in_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -112,7 +107,8 @@ class _FlopCounter(TorchDispatchMode):
         if self._num_operators > MAX_OPERATORS:
             raise OverflowError
         formula = flop_registry.get(func.overloadpacket)
-        is_repeated = self.in_backward and torch.is_grad_enabled()  # backward records nothing itself
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_repeated = in_backward and torch.is_grad_enabled()  # backward records nothing itself
         if formula is not None and not is_repeated:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -153,7 +149,6 @@ def _count(model: nn.Module, lengths: Sequence[int], is_body: bool) -> list[int]
         with _FlopCounter() as counter, torch.enable_grad():
             answer = part(**named).last_hidden_state if is_body else logits_of(part(**named))
             if answer.requires_grad:
-                counter.in_backward = True
                 torch.autograd.backward(answer.sum())  # into gradients of the copy, which nobody reads
         counts.append(counter.flops)
     return counts

@@ -107,12 +107,8 @@ class StorageTracker(TorchDispatchMode):
     def tag(self, kind: str, tensors: Iterable[Any]) -> None:
         """Says what ``tensors`` are; those not seen before are counted from now on. Skips what is not a tensor."""
         for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                continue
-            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
-            self.see(tensor)
-            block = self.live.get(getattr(storage_of(tensor), "_tracked_as", -1))
-            if block is not None:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if isinstance(local, Tensor) and (block := self.see(local)) is not None:
                 self.bytes_by_kind[block.kind] -= block.num_bytes
                 self.bytes_by_kind[kind] += block.num_bytes
                 block.kind = kind
@@ -130,17 +126,18 @@ class StorageTracker(TorchDispatchMode):
         self.live[key] = Block(kind, self.phase)
         self._resize(key, num_bytes)
 
-    def see(self, tensor: Tensor) -> None:
-        """Counts the storage of ``tensor``, or what has become of its size."""
+    def see(self, tensor: Tensor) -> Block | None:
+        """Counts the storage of ``tensor``, or what has become of its size; None if it does not count."""
         storage = storage_of(tensor) if tensor.device.type == self.device_type else None
         key: Any = getattr(storage, "_tracked_as", None)
         if storage is None or key in self._ignored:
-            return
+            return None
         if key not in self.live:
             key = storage._tracked_as = next(_KEYS)
             block = self.live[key] = Block(self._kind_of(tensor), self.phase, tuple(tensor.shape), tensor.dtype)
             block.reference = weakref.ref(storage, lambda _: self._free(key))
         self._resize(key, self._size(storage))
+        return self.live[key]
 
     def _size(self, storage: Any) -> int:
         return -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes

@@ -8,7 +8,6 @@ keep what rounding added in a second number for each weight, and subtract it the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,8 +50,11 @@ class Bf16AdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         step_size = group["lr"] / (1 - beta1**steps)
         second_scale = 1 / math.sqrt(1 - beta2**steps)
-        tensors = [parameter.grad, parameter, *(state[name] for name in names)]
-        for number, (gradient, weight, first, second, *added) in enumerate(_chunks(tensors)):
+        tensors: Any = torch.atleast_1d(parameter.grad, parameter, *(state[name] for name in names))
+        elements = CHUNK_ELEMENTS_ON_CPU if parameter.device.type == "cpu" else CHUNK_ELEMENTS
+        rows = max(1, elements * len(tensors[0]) // max(1, parameter.numel()))
+        pieces = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+        for number, (gradient, weight, first, second, *added) in enumerate(pieces):
             gradient = gradient.float()
             mean = first.float().lerp_(gradient, 1 - beta1)
             square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -67,14 +69,6 @@ class Bf16AdamW(torch.optim.AdamW):
                 target.copy_(value)
             if added:
                 added[0].copy_(new.neg_().add_(weight))
-
-
-def _chunks(tensors: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """Views of the same rows of each of ``tensors``, which are of one shape."""
-    whole = torch.atleast_1d(*tensors)
-    elements = CHUNK_ELEMENTS_ON_CPU if whole[0].device.type == "cpu" else CHUNK_ELEMENTS
-    rows = max(1, elements * len(whole[0]) // max(1, whole[0].numel()))
-    return zip(*(tensor.split(rows) for tensor in whole), strict=True)
 
 
 def round_at_random_(value: Tensor, key: tuple[int, ...]) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,7 @@ class InBackward(Engine):
         self._order = float(self.config.optimization.grad_norm_type)
         self._norms: list[Tensor] = []
         self._finite = torch.isfinite(loss.detach())  # () all gradients up to now; on the device
-        handles = [p.register_post_accumulate_grad_hook(self._hook(g)) for g in groups for p in g["params"]]
+        handles = [p.register_post_accumulate_grad_hook(partial(self._use, g)) for g in groups for p in g["params"]]
         try:
             super().backward(loss, scale)
         finally:
@@ -52,26 +53,21 @@ class InBackward(Engine):
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
         return norm, not math.isfinite(norm)
 
-    def _hook(self, group: dict[str, Any]) -> Any:
-        max_value = self.config.optimization.max_grad_value
-
-        @torch.no_grad()
-        def update(parameter: Tensor) -> None:
-            gradient = cast("Tensor", parameter.grad)
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(gradient, self._order, dtype=dtype)
-            self._norms.append(norm.float())
-            self._finite = self._finite & torch.isfinite(norm)
-            if max_value is not None:
-                gradient.clamp_(-max_value, max_value)
-            optimizer = self._optimizer
-            optimizer.param_groups = [{**group, "params": [parameter]}]
-            if getattr(optimizer, "_step_supports_amp_scaling", False):  # does nothing where found_inf is set
-                optimizer.found_inf = (~self._finite).float()
-                optimizer.step()
-                del optimizer.found_inf
-            elif bool(self._finite):  # this kind has to be asked from the host
-                optimizer.step()
-            parameter.grad = None
-
-        return update
+    @torch.no_grad()
+    def _use(self, group: dict[str, Any], parameter: Tensor) -> None:
+        gradient, max_value = cast("Tensor", parameter.grad), self.config.optimization.max_grad_value
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, self._order, dtype=dtype)
+        self._norms.append(norm.float())
+        self._finite = self._finite & torch.isfinite(norm)
+        if max_value is not None:
+            gradient.clamp_(-max_value, max_value)
+        optimizer = self._optimizer
+        optimizer.param_groups = [{**group, "params": [parameter]}]
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # does nothing where found_inf is set
+            optimizer.found_inf = (~self._finite).float()
+            optimizer.step()
+            del optimizer.found_inf
+        elif bool(self._finite):  # this kind has to be asked from the host
+            optimizer.step()
+        parameter.grad = None

@@ -159,11 +159,10 @@ def _sample(run: Run, parts: Parts) -> str | None:
     from train.extras.report.sample import sample
     from train.extras.weightless import uncompiled
 
-    data, state = parts.data, parts.state
+    data, model = parts.data, parts.state.model
     try:
-        with run.accelerator.autocast(), uncompiled(state.model):
-            text = data.corpus.validation[0]["text"]
-            written = sample(run, data.task, state.model, data.tokenizer, text)
+        with run.accelerator.autocast(), uncompiled(model):
+            written = sample(run, data.task, model, data.tokenizer, data.corpus.validation[0]["text"])
             return written and without_secrets(written)
     except Exception as error:  # of whatever model a person brings
         run.outputs.note(f"no sample of what the model writes: {type(error).__name__}: {error}")

@@ -48,8 +48,8 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
         if row["kind"] == "evaluation":
             held_out.setdefault(row["split"], []).append(row)
 
-    def trained(name: str, label: str | None = None) -> Curve:
-        return points(training, name), {"color": FIRST, "label": label}
+    def trained(name: str, label: str | None = None) -> list[Curve]:
+        return [(points(training, name), {"color": FIRST, "label": label})]
 
     def by_split(name: str) -> list[Curve]:
         looks = zip(held_out.items(), itertools.cycle(_SPLITS))
@@ -61,21 +61,18 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
     at_foot = [(step, min(value for _, value in norms)) for step in sorted(skipped)] if norms else []
     gradients = [(norms, {"color": FIRST, "label": "gradient norm"}), (at_foot, crosses)]
     peaks = [(step, size / 2**30) for step, size in points(training, "peak_allocated_bytes")]
-    memory, clipping, predicted = (peaks, {"color": FIRST, "label": "measured"}), None, None
-    if norm := summary.get("max_grad_norm"):
-        clipping = norm, f"clipped to {norm:g}"
-    if size := summary.get("predicted_peak_bytes"):
-        predicted = size / 2**30, f"predicted {gib(size)}"
-    losses = [trained("loss", "train"), *by_split("loss")]
-    speed, noise, rate = map(trained, ("tokens_per_second", "gradient_noise_scale_examples", "learning_rate"))
+    memory = peaks, {"color": FIRST, "label": "measured"}
+    clipping = (norm, f"clipped to {norm:g}") if (norm := summary.get("max_grad_norm")) else None
+    predicted = (size / 2**30, f"predicted {gib(size)}") if (size := summary.get("predicted_peak_bytes")) else None
+    losses, speed = trained("loss", "train") + by_split("loss"), trained("tokens_per_second")
     drawn = [
         _chart("Loss", "Nats per target. A gap that widens is overfitting.", losses),
         _chart("Bits per byte", "Held-out text, whatever the tokenizer; lower is better.", by_split("bits_per_byte")),
         _chart("Accuracy", "Share of the targets predicted right, held out.", by_split("accuracy"), from_zero),
         _chart("Gradient norm", "Before clipping, logarithmic.", gradients, _logarithmic, clipping),
-        _chart("Noise scale", "Of the gradient, in examples.", [noise], from_zero),
-        _chart("Learning rate", "As the schedule set it.", [rate], from_zero),
-        _chart("Tokens per second", "All devices together, padding not counted.", [speed], from_zero),
+        _chart("Noise scale", "Of the gradient, in examples.", trained("gradient_noise_scale_examples"), from_zero),
+        _chart("Learning rate", "As the schedule set it.", trained("learning_rate"), from_zero),
+        _chart("Tokens per second", "All devices together, padding not counted.", speed, from_zero),
         _chart("Peak memory", "GiB; the most that one device had allocated at once.", [memory], from_zero, predicted),
     ]
     return list(filter(None, drawn))
@@ -83,8 +80,7 @@ def charts(metrics: Sequence[Row], summary: Mapping[str, Any]) -> list[Chart]:
 
 def points(rows: Sequence[Row], name: str) -> Points:
     """(step, value) of the rows that have a value, by step; of two rows for one step the later counts."""
-    found = {row["step"]: float(row[name]) for row in rows if isinstance(row.get(name), int | float)}
-    return sorted(found.items())
+    return sorted({row["step"]: float(row[name]) for row in rows if isinstance(row.get(name), int | float)}.items())
 
 
 def _chart(
@@ -150,11 +146,10 @@ def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, 
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    drawn = text.getvalue()
-    body = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :].strip(), flags=re.DOTALL)
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     prefix = re.sub(r"\W+", "-", title.lower())
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", body)
-    head, tail = body.split(">", 1)
+    drawn = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text.getvalue())
+    head, tail = drawn[drawn.index("<svg") :].strip().split(">", 1)
     head = re.sub(r' (width|height|version|xmlns|xmlns:xlink)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{escape(label)}">{tail}'

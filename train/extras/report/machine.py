@@ -70,11 +70,6 @@ def machine_facts(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value}
 
 
-def words(name: str) -> str:
-    """The name of a metric in words."""
-    return name.replace("_", " ")
-
-
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that fit into a cell of a table: numbers, texts and missing values."""
     return {name: value for name, value in values.items() if value is None or isinstance(value, int | float | str)}

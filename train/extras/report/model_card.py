@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config import Config, to_values
 from train.extras.report import Options
-from train.extras.report.machine import machine_facts, scalars, shown, words
+from train.extras.report.machine import machine_facts, scalars, shown
 from train.figures import count, duration, gib, number, without_secrets
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     sections = [
         f"---\n{front.to_yaml()}\n---",
         f"# {_plain(config.of(Options).run_name or task.name)}",
-        f"A {task.title or words(task.name)} model {origin} on `{_public(config.data.dataset)}`.",
+        f"A {task.title or task.name.replace('_', ' ')} model {origin} on `{_public(config.data.dataset)}`.",
         "## Results",
-        _table([words(name) for name in names], cells) if rows else "No evaluation was run.",
+        _table([name.replace("_", " ") for name in names], cells) if rows else "No evaluation was run.",
         "## Load it",
         _how_to_load(config, task),
         "## Training",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from train.config import Config, dump
 from train.extras.report import Options
 from train.extras.report.charts import Chart, Row, charts
-from train.extras.report.machine import machine_facts, scalars, shown, words
+from train.extras.report.machine import machine_facts, scalars, shown
 from train.figures import count, duration, gib, number, read_metrics, several, without_secrets, write_whole
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
     device = f"{used} × {machine['gpus'][0]['name']}" if machine.get("gpus") else machine.get("cpu")
     precision = {"no": "fp32"}.get(summary.get("mixed_precision") or "", summary.get("mixed_precision"))
     parts = [
-        f"Trained a {task.title or words(task.name)} model",
+        f"Trained a {task.title or task.name.replace('_', ' ')} model",
         shown(summary, "num_parameters", lambda value: f"of {count(value)} parameters"),
         shown(summary, "steps", lambda value: f"for {several(value, 'step')}"),
         shown(summary, "global_batch_size", "of {:,} examples".format),
@@ -125,7 +125,7 @@ def _glance(task: type[Task], summary: Mapping[str, Any], evaluations: Sequence[
 def _cards(summary: Mapping[str, Any]) -> str:
     """Boxes with a name, its value and a line below; those without a value are left out."""
     get = partial(shown, summary)
-    metric = words(summary.get("metric_name") or "")
+    metric = (summary.get("metric_name") or "").replace("_", " ")
     predicted = get("predicted_peak_bytes", lambda size: f"predicted {gib(size)}")
     cards = [
         (metric[:1].upper() + metric[1:], get("metric_value", number), get("best_step", "best at step {:,}".format)),
@@ -173,14 +173,14 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def _evaluations(evaluations: Sequence[Row]) -> str:
     """All evaluations, a column per scalar that any of them has."""
     names = dict.fromkeys(name for row in evaluations for name in scalars(row) if name not in ("kind", "time"))
-    return _table([words(name) for name in names], [[row.get(name) for name in names] for row in evaluations])
+    rows = [[row.get(name) for name in names] for row in evaluations]
+    return _table([name.replace("_", " ") for name in names], rows)
 
 
 def _confusions(evaluations: Sequence[Row], labels: Sequence[Any]) -> str:
     """The last evaluation's matrix, a row per true class; empty for more than 100 classes."""
     last = evaluations[-1] if evaluations else {}
-    split = last.get("split")
     names = {index: str(label) for index, label in enumerate(labels)}
     matrix: Sequence[Any] = last.get("confusion_matrix") or ()
     rows = [[names.get(true, str(true)), *counts] for true, counts in enumerate(matrix)]
-    return _table([f"true class, {split}", *(row[0] for row in rows)], rows) if rows else ""
+    return _table([f"true class, {last.get('split')}", *(row[0] for row in rows)], rows)
