@@ -223,23 +223,19 @@ def tokenize(
 
 def stored_config(config: Architecture) -> PretrainedConfig:
     """transformers' configuration of the model that ``config`` names; raises UserError if it cannot be loaded."""
-    return from_pretrained(AutoConfig, "model", str(config.model), config.trust_remote_code)
+    other = "module:function, or a model_config for a new one"
+    return from_pretrained(AutoConfig, "model", str(config.model), config.trust_remote_code, other)
 
 
 def load_tokenizer(spec: str, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
-    return from_pretrained(AutoTokenizer, "tokenizer", spec, trust_remote_code)
+    other = "bytes, words or train:8192 (train/extras/readers/)"
+    return from_pretrained(AutoTokenizer, "tokenizer", spec, trust_remote_code, other)
 
 
-INSTEAD = {
-    "model": "module:function, or a model_config for a new one",
-    "tokenizer": "bytes, words or train:8192 (train/extras/readers/)",
-}
-
-
-def from_pretrained(loader: Any, what: str, name: str, trust_remote_code: bool) -> Any:
+def from_pretrained(loader: Any, what: str, name: str, trust_remote_code: bool, other: str) -> Any:
     """What a class of transformers loads by ``name``; raises UserError, which says what to give, if it cannot."""
-    give = f"Give a folder with a {what}, a Hub name (and a connection), {INSTEAD[what]}."
+    give = f"Give a folder with a {what}, a Hub name (and a connection), {other}."
     is_path = name[:1] in (*"./~",) or (len(Path(name).parts) > 1 and Path(name).parent.is_dir())
     if is_path and not Path(name).exists():
         raise UserError(f"{what} {name!r}: no such folder. {give}")

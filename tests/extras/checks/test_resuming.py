@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from train.extras.checks.resuming import compare
+from train.config import Config
+from train.extras.checks import Extra
 from train.records import UserError
 
 IDENTITY = {"dataset": "stdlib", "seed": 1, "optimizer": "adamw", "global_batch_size": 8}
 FOLDER = Path("step-00000001")
+
+
+def compare(folder: Path, own: dict[str, Any], stored: dict[str, Any], allow_changes: bool) -> None:
+    run: Any = SimpleNamespace(config=Config().changed(allow_changes_on_resume=allow_changes))
+    Extra().check_identity(run, folder, own, stored)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ Without this extra the same mistakes end in tracebacks of libraries, late, or ma
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train import extras
-from train.config import Config, option
+from train.config import Config, option, to_values
 from train.extras.checks import settings
 from train.launch import Launch
 from train.records import Corpus, Run, UserError, exchange
@@ -91,12 +92,33 @@ class Extra(extras.Extra):
         run.outputs.note(*describe_training(run, parts))
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
-        """What a run may not change on the way, by the names that a person knows."""
-        from train.extras.checks.resuming import identity
+        """What a run may not change on the way, by the names that a person knows; extras add theirs."""
+        from train.batching import arithmetic_of
+        from train.extras.digests import tokenizer_digest
 
-        return identity(run, data, self._data)
+        values = to_values(run.config)
+        same = ("task", "mlm_probability", "model", "model_config", "dtype", "optimizer", "seed")
+        return {
+            **{name: values[name] for name in same},
+            "tokenizer": tokenizer_digest(data.tokenizer),
+            "training data": self._data,
+            "global_batch_size": arithmetic_of(run.config, run.launch.dp_size).global_batch_size,
+            "mixed_precision": run.accelerator.mixed_precision,
+        }
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-        from train.extras.checks.resuming import compare
-
-        compare(checkpoint, own, stored, run.config.of(Options).allow_changes_on_resume)
+        present = json.loads(json.dumps(dict(own)))
+        # An option of an extra that is not here any more counts as switched off.
+        changed = [k for k in {**present, **stored} if (present.get(k) or None) != (stored.get(k) or None)]
+        if changed and not run.config.of(Options).allow_changes_on_resume:
+            lines = "; ".join(f"{name}: was {stored.get(name)!r}, is {present.get(name)!r}" for name in changed)
+            raise UserError(
+                f"{checkpoint} belongs to a run with other settings ({lines}). Give another --output_dir for a new "
+                "run, --resume never to start from scratch here, or --allow_changes_on_resume to continue with the "
+                "new ones."
+            )
+        for name in {"optimizer", "global_batch_size"}.intersection(changed):  # allowed or not
+            raise UserError(
+                f"{checkpoint} was written with {name} {stored.get(name)}; the steps that are left cannot be made "
+                f"with {present.get(name)}. Continue with the old one, or begin a new run from final/ (--model)."
+            )
