@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from datasets.fingerprint import generate_random_fingerprint
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
@@ -214,7 +214,7 @@ def tokenize(
             batch_size=min(max(BYTES_AT_ONCE * len(documents) // max(1, num_bytes), 1), DOCUMENTS_AT_ONCE),
             remove_columns=documents.column_names,
             num_proc=workers if workers > 1 else None,
-            new_fingerprint=generate_random_fingerprint(),  # a hash of a tokenizer changes with its first use
+            new_fingerprint=uuid.uuid4().hex,  # a hash of a tokenizer changes with its first use
             desc=f"Tokenising {name}",
         )
         splits[name] = change_caching(make, documents, task, tokenizer, label_names)()

@@ -64,7 +64,7 @@ def batches(count: int) -> list[MicroBatch]:
 
 
 def settings(**values: Any) -> Config:
-    return from_values(values)
+    return from_values({"model": "x", **values})
 
 
 def build_optimizer(network: nn.Module, config: Config, device: torch.device | None = None) -> torch.optim.Optimizer:

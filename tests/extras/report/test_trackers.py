@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from tqdm import tqdm
 
 from train.config import Config, from_values, to_values
 from train.extras import report
@@ -64,7 +65,7 @@ def test_tensorboard_writes_what_was_logged(tmp_path: Path, fresh_accelerate: No
 
 
 def _log(accelerator: Any, step: int, values: dict[str, Any]) -> None:
-    run: Any = SimpleNamespace(accelerator=accelerator)
+    run: Any = SimpleNamespace(accelerator=accelerator, outputs=SimpleNamespace(bar=tqdm(disable=True)))
     report.Extra().recorded(run, "train", step, values)
 
 

@@ -64,9 +64,11 @@ class Extra(extras.Extra):
         return data
 
     def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerBase
+
         from train.extras.checks import fit
 
-        if not run.is_planned:  # where the tokenizer is a stand-in
+        if isinstance(tokenizer, PreTrainedTokenizerBase):  # else a stand-in, of a plan
             fit.check_tokenizer(task(run.config), tokenizer)
         if model_config is not None:
             fit.check_model_type(model_config, task)
