@@ -167,10 +167,10 @@ def test_a_mapping_that_merges_may_be_merged_itself_and_the_first_of_a_list_coun
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1\nseed: 2", "the key seed stands twice"),
-        ("<<: {seed: 1, seed: 2}", "the key seed stands twice"),
-        ("model_config: &a {model_type: gpt2, n_head: 1, n_head: 1}\n<<: *a", "the key n_head stands twice"),
-        ("<<: {seed: 1}\n<<: {seed: 2}", "the key << stands twice"),
+        ("seed: 1\nseed: 2", "the key seed appears twice"),
+        ("<<: {seed: 1, seed: 2}", "the key seed appears twice"),
+        ("model_config: &a {model_type: gpt2, n_head: 1, n_head: 1}\n<<: *a", "the key n_head appears twice"),
+        ("<<: {seed: 1}\n<<: {seed: 2}", "the key << appears twice"),
         ("<<: 5", "expected a mapping or list of mappings"),
         ("model_config: {1: 2}", "the key 1 is not a name"),
     ],

@@ -365,7 +365,7 @@ def test_a_model_that_cannot_learn_the_task_is_told_before_anything_is_tokenised
         ("max_steps: true", "max_steps: True is not valid"),
         ("mixed_precision: no", "in quotes"),
         ("packing: 'yes'", "expected true or false"),
-        ("seed: 1\nseed: 2", "the key seed stands twice"),
+        ("seed: 1\nseed: 2", "the key seed appears twice"),
         ("- a\n- b", "expected 'key: value' lines"),
         ("a: [", "not valid YAML"),
         ("x: !!python/object/apply:os.system ['true']", "not valid YAML"),

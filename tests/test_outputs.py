@@ -27,7 +27,7 @@ from train.extras.report import PROJECT
 from train.figures import read_metrics
 from train.main import main
 from train.outputs import Outputs
-from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, UserError
+from train.records import EXIT_DONE, EXIT_ERROR, EXIT_USAGE, Progress, UserError
 
 FLAGS = ("--max_steps", "4", "--eval_every_steps", "2", "--predict_memory", "False", "--rehearse", "False")
 
@@ -181,6 +181,34 @@ def test_a_row_of_which_the_disk_took_half_is_written_again(tmp_path: Path, monk
     outputs.sync_log()
     outputs.record(run, "train", 2, {"loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_rows_that_the_disk_takes_at_the_last_try_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = DurableOutputs(Config().changed(output_dir=str(tmp_path)), Accelerator(cpu=True))
+    plain, run, refused = Outputs.write_rows, run_for(outputs.config), iter([True, True, False, False, False])
+
+    def full_at_first(self: Outputs, *rows: str) -> None:
+        if next(refused):
+            raise UserError("full.")
+        plain(self, *rows)
+
+    monkeypatch.setattr(Outputs, "write_rows", full_at_first)
+    outputs.record(run, "train", 1, {"loss": 1.0})
+    counts = {"steps": 1, "tokens": 5, "training_seconds": 1.0, "tokens_per_second": 5.0}
+    outputs.finish({**counts, "result": {}, "seconds_to_first_step": None})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_without_endurance_a_new_run_is_not_taken_for_the_finished_one_in_its_folder(tmp_path: Path) -> None:
+    outputs = Outputs(Config().changed(output_dir=str(tmp_path)), Accelerator(cpu=True))
+    for step in (3, 6):
+        (outputs.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+    (tmp_path / "summary.json").write_text('{"steps": 6, "final_step": 6}')
+    outputs.discard_later(Progress(step=3))
+    assert list(outputs.steps()) == [3]
+    assert not Outputs(outputs.config, Accelerator(cpu=True)).is_complete(6)
 
 
 def test_a_task_without_its_headline_metric_is_judged_by_its_loss(

@@ -36,6 +36,18 @@ def few_positions():
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=300, max_position_embeddings=4, **SIZES))
 
 
+def nothing():
+    pass
+
+
+def five_classes():
+    config = transformers.BartConfig(
+        vocab_size=300, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, num_labels=5,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, max_position_embeddings=16
+    )
+    return transformers.BartForSequenceClassification(config)
+
+
 def two_classes():
     config = transformers.LlamaConfig(vocab_size=300, num_labels=2, **SIZES)
     return transformers.LlamaForSequenceClassification(config)
@@ -111,9 +123,15 @@ def test_too_few_positions_are_told() -> None:
         built("few_positions")
 
 
-def test_a_classifier_with_too_few_outputs_is_told() -> None:
-    with pytest.raises(UserError, match=r"returned a model of 2 classes; the data has 3"):
-        built("two_classes", "sequence_classification", ("a", "b", "c"))
+@pytest.mark.parametrize(("function", "classes"), [("two_classes", 2), ("five_classes", 5)])
+def test_a_classifier_with_another_number_of_outputs_is_told(function: str, classes: int) -> None:
+    with pytest.raises(UserError, match=rf"returned a model of {classes} classes; the data has 3"):
+        built(function, "sequence_classification", ("a", "b", "c"))
+
+
+def test_a_function_without_a_model_is_told() -> None:
+    with pytest.raises(UserError, match=r"returned a NoneType; it must return an nn\.Module"):
+        built("nothing")
 
 
 def test_a_classifier_of_a_causal_model_finds_the_last_token_of_each_row() -> None:

@@ -401,6 +401,14 @@ def test_a_function_next_to_a_task_is_part_of_it(tmp_path: Path, monkeypatch: py
     assert encoded == [12, 0, 12]
 
 
+def test_without_the_readers_nothing_is_left_next_to_the_data(tmp_path: Path) -> None:
+    corpus = stored_corpus(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    found = [tokenize(corpus, Counting(configured()), tokenizer_of("bytes")).train[:] for _ in range(2)]
+    assert found[0] == found[1] and len(found[0]["tokens"]) > 10
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_cache_is_found_after_the_tokenizer_was_used(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("bytes")
     fingerprints = []
@@ -489,7 +497,7 @@ def test_long_documents_are_taken_few_at_a_time_and_by_more_processes(
         train = datasets.load_from_disk(tmp_path / name)
         assert isinstance(train, datasets.Dataset)
         task = Batches(configured(max_length=1000))
-        examples = tokenize(Corpus("long", train, validation), task, tokenizer_of("bytes"))
+        examples = tokenize(Corpus("long", train, validation), task, tokenizer_of("bytes"), CHECKED)
         assert isinstance(examples.train, datasets.Dataset)
         found.append((task.batches, len(examples.train.cache_files), examples.train["length"][:]))
     assert found[0][0] == [4, 4, 1, 1]  # of 300 kB each, and then validation

@@ -59,8 +59,8 @@ class Rounds:
     def form(self, ids: Sequence[int], lengths: Sequence[int], arithmetic: BatchArithmetic) -> list[list[list[int]]]:
         """The examples of one step as ``[round][rank]`` lists of ids.
 
-        Every rank gets as many rounds, each of a micro-batch at most, of similar length, the longest first. Sizes
-        within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
+        Every rank gets the same number of rounds, each at most a micro-batch of similar lengths, the longest first.
+        Sizes within a step differ by at most one; a list is empty only where there are fewer examples than ranks.
         """
         size, ranks = arithmetic.micro_batch_size, arithmetic.world_size
         by_length = iter([ids[i] for i in sorted(range(len(ids)), key=lambda i: -lengths[i])])

@@ -30,7 +30,7 @@ from train.state import INDEX, Block, StoredBlocks, TrainingState
 MANIFEST, STATE = "manifest.json", "state.json"
 PARTIAL = ".partial-"
 DTYPES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
-# What reading files raises that hold something else than they should.
+# What reading files raises that hold something other than they should.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 Written: TypeAlias = tuple[dict[str, dict[str, Any]], list[tuple[str, str, Sequence[int], list[Any]]]]
 """Bytes and digest by file; and of each tensor section, name, shape and where the block lies."""
@@ -53,8 +53,8 @@ def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] 
     except UNREADABLE as error:  # the files are as the manifest says, but not those of a checkpoint of this template
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise UserError(
-            f"{checkpoint} is intact but cannot be read ({reason}): another model, or something else wrote it, or "
-            "another version. Give the old model, another --output_dir, or start from scratch with --resume never."
+            f"{checkpoint} is intact but cannot be read ({reason}): another model, version or program wrote it. "
+            "Give the old model, another --output_dir, or start from scratch with --resume never."
         ) from None
 
 
@@ -217,7 +217,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def _sealed(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
-    """Writes a file, which is on the disk from now on; its bytes and its digest, of what is in memory."""
+    """Writes a file, which is then on the disk; its bytes and its digest, of what is in memory."""
     found, size_bytes = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in pieces:

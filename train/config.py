@@ -240,14 +240,14 @@ def _from_text(text: Any, hint: Any) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Plain data only; keys are names, and none stands twice."""
+    """Plain data only; keys are names, and none appears twice."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Merges ``<<`` under the mapping's own values, after a check of its keys."""
         keys = [key.value for key, _ in node.value]
         for (key, _), name in zip(node.value, keys, strict=True):
             if keys.count(name) > 1 or key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                problem = "stands twice" if keys.count(name) > 1 else "is not a name"
+                problem = "appears twice" if keys.count(name) > 1 else "is not a name"
                 raise yaml.constructor.ConstructorError(None, None, f"the key {name} {problem}", node.start_mark)
         super().flatten_mapping(node)
         node.value = list({key.value: (key, value) for key, value in node.value}.values())  # else each merge adds up

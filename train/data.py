@@ -49,7 +49,7 @@ class PreparedData:
 
 
 def prepare_data(run: Run) -> PreparedData:
-    """Loads, tokenises and describes the data, or raises UserError; cached: further ranks and runs only read it."""
+    """Loads and tokenises the data, or raises UserError."""
     from train.model import model_config_of  # here: it needs this module
 
     config = run.config

@@ -1,4 +1,4 @@
-"""Evaluation: every example once over all ranks; what the metrics are is the task's to say."""
+"""Evaluation: every example once over all ranks; the task defines the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.records import IGNORE, Evaluation, MicroBatch, Parts, Run, StopAtOnce
 def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
     """Metrics of one pass over ``split``, the same on every rank.
 
-    Raises StopAtOnce on all ranks if it ``may_stop`` and one was asked to.
+    Raises StopAtOnce on all ranks if it ``may_stop`` and any rank was asked to stop.
     """
     data, started, rows = parts.data, time.perf_counter(), []
     examples = getattr(data.examples, split)

@@ -20,7 +20,7 @@ _SECRETS = {  # user and password of a URL, its secret parameters, tokens of the
     r"(?i)([?&;#](?:[\w-]*(?:token|key|secret|pass\w*|pwd|auth|jwt|bearer|signature)|sig)=)[^&\s'\"]+": r"\1…",
     r"\bhf_\w{20,}": "hf_…",
 }
-_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # but for tabs and newlines
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # except tabs and newlines
 
 
 def row_of(kind: str, step: int, values: Mapping[str, Any]) -> str:
@@ -75,7 +75,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, so that a crash of the machine does not take them back."""
+    """Makes a folder and those above it, so that a crash of the machine does not undo it."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # FUSE and CIFS do so for files alone
+    except OSError as error:  # FUSE and CIFS sync only files
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

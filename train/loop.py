@@ -74,7 +74,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 progress, stops = evaluate_if_due(run, parts, progress)
             if (done := is_done(run, total_steps, progress)) and since:
                 progress, since = log(run, progress, since, of_step), []
-            # Again where the evaluation has ended the run: its result belongs in. Or first, for a new best step.
+            # Save again if the evaluation ended the run, to include its result; or if this step is the new best.
             if (not ends and (done or stops)) or progress.best_step == progress.step != saved:
                 run.outputs.save(run, parts.state, progress, wait=done or stops)
                 saved = progress.step
@@ -83,7 +83,7 @@ def train_steps(run: Run, parts: Parts, progress: Progress) -> Progress:
                 break
         else:
             progress = replace(progress, epoch=progress.epoch + 1, step_in_epoch=0)
-    if stops:  # said while ``steps`` is open: a launcher may not wait for the processes that load its batches to end
+    if stops:  # told before ``steps`` closes: a launcher may not wait for the processes that load its batches to end
         run.extras.each("stopped", run, progress.step)
     return progress
 

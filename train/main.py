@@ -81,8 +81,8 @@ def start(config: Config, launch: launching.Launch, joined: extras.Extras, stop:
     )
     outputs = joined.first("outputs", config, accelerator) or Outputs(config, accelerator)
     run = records.Run(config, launch, accelerator, joined, outputs, stop)
-    run.outputs.from_main(run.outputs.prepare)
     joined.each("started", run)
+    run.outputs.from_main(run.outputs.prepare)
     run.outputs.note(f"extras: {', '.join(joined.by_name) or 'none'}")
     return run
 
@@ -142,8 +142,8 @@ def train(run: records.Run) -> int:
 
 def finish(run: records.Run, parts: records.Parts, progress: records.Progress) -> int:
     """Runs the evaluations that are still missing, writes ``final/`` and the summary, and returns the exit status."""
-    from train.checkpoint import StoredBlocks
     from train.evaluation import evaluate
+    from train.state import StoredBlocks
 
     outputs, data, step = run.outputs, parts.data, progress.step
     run.extras.each("finishing", run, parts.state, progress)

@@ -63,7 +63,7 @@ def balanced(loss_sum: Tensor, output: Any, labels: Tensor, model: Any) -> Tenso
     balance, weight = output.get("aux_loss") if isinstance(output, dict) else getattr(output, "aux_loss", None), 1.0
     if balance is None:
         return loss_sum
-    if isinstance(getattr(model, "config", None), PretrainedConfig):  # any other model weights it by itself
+    if isinstance(getattr(model, "config", None), PretrainedConfig):  # any other model applies the weight itself
         config = model.config.get_text_config()
         weight = getattr(config, "router_aux_loss_coef", None) or getattr(config, "aux_loss_coef", 0.0)
     return loss_sum + weight * balance * (labels != IGNORE).sum()
@@ -75,20 +75,21 @@ def build_model(
     """The model to train with its loss, changed by the extras, on the default device.
 
     Without ``has_weights`` a pretrained model's configuration is enough. Raises UserError if the model cannot be found
-    or built, or does not fit tokenizer, length or task.
+    or built, or where an extra finds that it does not fit tokenizer, length or task.
     """
     own = run.config.architecture
     # The network: a function's, or one of transformers from a configuration that extras may change.
     model_config, arguments = model_config_of(run, task, tokenizer)
-    network: Any = call_function(own.name, "model", run.config) if model_config is None else None
+    network: Any = call_function(own.name, "model", run.config) if own.is_function else None
     if isinstance(found := getattr(network, "config", None), PretrainedConfig):
         model_config = found
-    if label_names and model_config is not None:
+    is_free = not own.is_function or getattr(model_config, "num_labels", 0) == len(label_names)  # else checks refuse it
+    if label_names and model_config is not None and is_free:
         model_config.id2label = dict(enumerate(label_names))
         model_config.label2id = {name: number for number, name in enumerate(label_names)}
         for part in (model_config, model_config.get_text_config()):
             part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
-    if network is None:
+    if not own.is_function:
         network = _from_transformers(own, task, model_config, arguments, has_weights)
     # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
     torch.backends.mha.set_fastpath_enabled(False)

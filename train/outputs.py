@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,14 +103,14 @@ class Outputs:
         if self.is_main:
             self.discard_later(progress)
             figures.write_whole(self.folder / "config.yaml", dump(self.config))
-            total, (columns, rows) = parts.total_steps, shutil.get_terminal_size((120, 24))  # tqdm takes 0 as it is
-            self.bar = tqdm(total=total, initial=progress.step, unit="step", smoothing=0.1, ncols=columns, nrows=rows)
+            size: Any = {"total": parts.total_steps, "initial": progress.step, "dynamic_ncols": True}
+            self.bar = tqdm(**size, unit="step", smoothing=0.1)
         self.keep_log(progress)
 
     def discard_later(self, progress: Progress) -> None:
-        """Removes checkpoints from after ``progress``, damaged or of a run that was rewound: none may be resumed."""
-        for path in [path for step, path in self.steps().items() if step > progress.step]:
-            checkpoint.remove(path)
+        """Removes checkpoints from after ``progress``, which must not be resumed, and the summary of another run."""
+        checkpoint.rotate(self.checkpoints, [step for step in self.steps() if step <= progress.step])
+        (self.folder / "summary.json").unlink(missing_ok=True)
 
     def keep_log(self, progress: Progress) -> None:
         """Drops the rows of the log from after ``progress``, which are written again."""
@@ -130,7 +129,7 @@ class Outputs:
         self.bar.update(step - self.bar.n)
 
     def record(self, run: Run, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Writes a line of ``metrics.jsonl`` and tells the extras; training lines stand in the progress bar too."""
+        """Writes a line of ``metrics.jsonl`` and tells the extras; the training loss is shown in the progress bar."""
         if self.is_main:
             self.write_rows(figures.row_of(kind, step, values))
         if kind == "train":
@@ -189,7 +188,7 @@ class Outputs:
             f"{figures.several(summary['steps'], 'step')}, {figures.count(summary['tokens'])} tokens in "
             f"{figures.duration(summary['training_seconds'])}: {figures.count(summary['tokens_per_second'])} tokens/s, "
             + (f"peak memory {figures.gib(peak)}, " if (peak := summary.get("peak_allocated_bytes")) else "")
-            + (f"first step after {first:.1f} s" if (first := summary["seconds_to_first_step"]) else "none of them now")
+            + (f"first step after {first:.1f} s" if (first := summary["seconds_to_first_step"]) else "no step was left")
         )
         self.say(f"model: {self.final}   metrics: {self.metrics}")
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: weights, optimizer and loss scaler, in the blocks that each rank has; and what it is of.
+"""What a checkpoint holds: weights, optimizer and loss scaler, in the blocks that each rank has, and of which run.
 
 A rank hands out blocks of tensors and takes them back. However they were cut, a run may resume with another number of
 ranks, sharded or not.
@@ -168,7 +168,7 @@ class TrainingState:
             model.config.save_pretrained(folder)
         elif keep:
             whole = {n: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in weights.items()}
-            save_file(whole, folder / "model.safetensors")  # which takes no views of one tensor
+            save_file(whole, folder / "model.safetensors")  # which refuses tensors that share memory
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state of each parameter that it has, in the order of the model."""

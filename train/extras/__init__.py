@@ -1,7 +1,7 @@
 """The optional parts of the template, and the four seams by which they reach a run.
 
 An extra is a folder here, or ``train/memory/``, with a class ``Extra`` in its ``__init__.py``; without the folder
-there are no flags and no checks of it. Extras change the batches, change the model, wrap the step, and hear of events:
+its flags and checks do not exist. Extras change the batches, change the model, wrap the step, and hear of events:
 the core calls the methods below in the order of :data:`ORDER`. Only this file knows all extras.
 """
 
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from train.config import Config
     from train.data import PreparedData
     from train.launch import Launch
-    from train.loop import Parts
     from train.model import ModelWithLoss
     from train.outputs import Outputs
-    from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Progress, Run, StepOutcome
+    from train.records import Corpus, DivergenceError, Evaluation, MicroBatch, Parts, Progress, Run, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
     from train.tasks import Task
@@ -63,7 +62,7 @@ class Extra:
         """Raises UsageError where its options contradict each other, those of the core, or the launch."""
 
     def identity(self, run: Run, data: PreparedData) -> dict[str, Any]:
-        """What a checkpoint and a run that resumes from it must have in common."""
+        """What a checkpoint is compared by when a run resumes from it."""
 
     def check_identity(self, run: Run, checkpoint: Path, own: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
         """Compares the run that a ``checkpoint`` belongs to with this one, which may raise UserError."""
@@ -94,7 +93,7 @@ class Extra:
     def change_caching(
         self, run: Run, make: Callable[..., Dataset], documents: Dataset, *made_by: Any
     ) -> Callable[[], Dataset]:
-        """``make``, which tokenises ``documents``, with memory; ``made_by``: task, tokenizer, names of the classes."""
+        """``make``, which tokenises ``documents``, with a cache; ``made_by``: task, tokenizer, names of the classes."""
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         """Other examples, another ``collate``, another order."""
@@ -207,7 +206,7 @@ class Extra:
         """A signal has stopped the run: after ``step``, whose checkpoint is written, or None: before training."""
 
     def failed(self, run: Run | None, error: Exception) -> str | None:
-        """What to tell a person about ``error``; empty if that was done; None if this extra does not know."""
+        """What to tell a person about ``error``; empty if that was done; None: this extra does not know."""
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
         """``final/`` is written, and ``summary.json`` comes next: may add figures to ``summary``."""
@@ -271,7 +270,8 @@ def missing() -> list[str]:
 
 def hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     """What may be meant by a flag (with a ``prefix``) or a key of a recipe that is not ``known``."""
-    close = [FAMILIAR[name]] if name in FAMILIAR else difflib.get_close_matches(name, known, n=1)
+    ours = FAMILIAR.get(name, "")
+    close = [ours] if ours.partition(" ")[0] in known else difflib.get_close_matches(name, known, n=1)
     more = "A recipe is given as --config FILE." if name.endswith(".yaml") else "train/main.py --help lists all."
     text = f"Did you mean {prefix}{close[0]}?" if close else more
     if gone := missing():

@@ -1,4 +1,4 @@
-"""What tells equal data and tokenizers from others."""
+"""Digests that identify data and tokenizers."""
 
 from __future__ import annotations
 

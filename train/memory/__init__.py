@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from train.batching import Batches
     from train.data import PreparedData
-    from train.loop import Parts
+    from train.records import Parts
     from train.tasks import Task
 
 

@@ -22,7 +22,6 @@ from train.evaluation import reshard, score
 from train.extras.host_memory import free_host_bytes
 from train.extras.longest import longest_of
 from train.figures import gib
-from train.loop import Parts
 from train.memory import Options
 from train.memory.devices import this_device
 from train.memory.explain import Situation, explain, post_mortem
@@ -31,7 +30,7 @@ from train.memory.oom import parse_oom
 from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor
 from train.memory.question import OFFLOAD, job_of, target_of
-from train.records import BatchArithmetic, MicroBatch, Run, UserError
+from train.records import BatchArithmetic, MicroBatch, Parts, Run, UserError
 
 MARGIN = 0.03  # share of the free memory that a chosen micro-batch leaves alone
 

@@ -168,7 +168,7 @@ class Task:
         return [*start, *ids, *end]
 
     def stand_alone(self, tokenizer: Tokenizer) -> Tokenizer:
-        """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model writes on."""
+        """A copy of ``tokenizer``, for ``final/``, that by itself adds the marks; no end where the model continues."""
         made, (start, end) = copy.deepcopy(tokenizer), self.marks(tokenizer)
         if not self.is_causal:
             made.model_max_length, is_left = self.data.max_length, self.data.truncation == "keep_tail"
@@ -199,10 +199,10 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 def tokenize(
     corpus: Corpus, task: Task, tokenizer: Tokenizer, change_caching: Callable[..., Any] = lambda make, *args: make
 ) -> Examples:
-    """All splits of ``corpus`` as examples, made anew unless ``change_caching``, a seam of extras, knows them."""
+    """All splits of ``corpus`` as examples, in memory unless ``change_caching`` (a seam of extras) stores them."""
     label_names, splits = task.label_names(corpus), dict[str, Dataset]()
-    for name in [name for name in ("train", "validation", "test") if getattr(corpus, name) is not None]:
-        documents = getattr(corpus, name)
+    given = {name: getattr(corpus, name) for name in ("train", "validation", "test")}
+    for name, documents in ((name, documents) for name, documents in given.items() if documents is not None):
         num_bytes = documents.data.column("text").nbytes * len(documents) // max(1, documents.data.num_rows)
         # Many short documents and few long ones are both worth another process.
         useful = 1 + max(len(documents) // DOCUMENTS_PER_WORKER, num_bytes // BYTES_PER_WORKER)
@@ -215,6 +215,7 @@ def tokenize(
             remove_columns=documents.column_names,
             num_proc=workers if workers > 1 else None,
             new_fingerprint=uuid.uuid4().hex,  # a hash of a tokenizer changes with its first use
+            keep_in_memory=True,
             desc=f"Tokenising {name}",
         )
         splits[name] = change_caching(make, documents, task, tokenizer, label_names)()

@@ -38,7 +38,7 @@ class Task(tasks.Task):
         tokens = np.asarray(example["tokens"], dtype=np.int64)
         special = np.asarray(example["special"], bool)
         draws = np.where(special, 1.0, random.random(len(tokens)))
-        chosen = ~special & (draws <= max(self.data.mlm_probability, draws.min()))  # one at least, if short
+        chosen = ~special & (draws <= max(self.data.mlm_probability, draws.min()))  # at least one, even in a short text
         how = random.random(len(tokens))
         shown = np.where(chosen & (how < 0.8), int(example["mask_id"]), tokens)
         replacement = random.integers(int(example["vocab_size"]), size=len(tokens))

@@ -66,12 +66,12 @@ def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: 
     there = np.bincount(references, minlength=num_classes) + np.bincount(predictions, minlength=num_classes)
     f1 = 2 * hits[there > 0] / there[there > 0]  # the mean is over classes that were there or were predicted
     metrics: dict[str, Any] = {"accuracy": float(right.mean()), "macro_f1": float(f1.mean())}
-    if num_classes <= 100:  # a larger matrix nobody reads
+    if num_classes <= 100:  # nobody reads a larger matrix
         counts = np.bincount(references * num_classes + predictions, minlength=num_classes**2)
         metrics["confusion_matrix"] = counts.reshape(num_classes, num_classes).tolist()
     return metrics
 
 
 def _place(name: str) -> tuple[float, str]:
-    """By what names are sorted: numbers by value, whether a file gives them as such or, like CSV, as text."""
+    """Sort key of names: numbers by value, whether a file gives them as such or, like CSV, as text."""
     return (float(name) if re.fullmatch(r"-?\d+(\.\d+)?", name) else math.inf), name

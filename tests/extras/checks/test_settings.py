@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from train import extras
 from train.config import Config
 from train.extras.checks.settings import check_launch_file
 from train.launch import Launch
-from train.records import UsageError
+from train.main import start
+from train.records import UsageError, UserError
 
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
@@ -61,3 +64,17 @@ def test_precision_of_launcher_and_recipe(asked: str, launched: str, agree: bool
     else:
         with pytest.raises(UsageError, match="training configuration says bf16, the launch configuration fp16"):
             extras.check(config, Launch(precision=launched))
+
+
+def test_processes_that_do_not_know_each_other_move_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    monkeypatch.setattr("train.extras.hardware.set_up_device", lambda *_: None)
+    config = Config().changed(model="x", output_dir=str(tmp_path), resume="never")
+    with pytest.raises(UserError, match="started 2 processes, but this one knows of 1"):
+        start(config, Launch(world_size=2), extras.join(), [])
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_hint_names_no_flag_that_was_deleted() -> None:
+    assert extras.hint("use_lora", ["adapter", "seed"], "--").startswith("Did you mean --adapter lora?")
+    assert "lora" not in extras.hint("use_lora", ["seed"], "--")

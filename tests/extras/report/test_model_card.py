@@ -51,7 +51,7 @@ def test_results_settings_and_machine():
         "versions": {"torch": "2.13.0"},
         "final_step": 300,
         "result": {
-            "validation": {"loss": 1.875, "confusion_matrix": [[1]]},
+            "validation": {"loss": 1.875, "confusion_matrix": [[1]], "data": "fc411ea23b1ccca9"},
             "test": {"loss": 1.92, "bits_per_byte": 2.63},
         },
     }

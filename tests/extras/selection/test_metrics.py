@@ -54,6 +54,7 @@ def prepared(task: str, metric: str, classes: int = 3) -> tuple[Extra, Any, Any]
     examples = SimpleNamespace(validation=split, label_names=names)
     data: Any = SimpleNamespace(task=load_task(task)(config), examples=examples)
     run = run_for(config)
+    assert extra.change_data(run, data) is data
     extra.prepared(run, data, data)
     return extra, run, data
 

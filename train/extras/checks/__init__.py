@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from train.batching import Batches
     from train.data import PreparedData
-    from train.loop import Parts
+    from train.records import Parts
     from train.tasks import Task
 
 
 @dataclass(frozen=True)
 class Options:
-    """What would be refused."""
+    """Changes that would be refused."""
 
     allow_changes_on_resume: bool = option(False, "Resume with other data, model or seed.")
 
@@ -64,14 +64,17 @@ class Extra(extras.Extra):
         return data
 
     def check_model_config(self, run: Run, model_config: Any, task: type[Task], tokenizer: Any) -> None:
-        from transformers import PreTrainedTokenizerBase
+        import transformers
 
         from train.extras.checks import fit
 
-        if isinstance(tokenizer, PreTrainedTokenizerBase):  # else a stand-in, of a plan
+        if isinstance(tokenizer, transformers.PreTrainedTokenizerBase):  # else a stand-in, of a plan
             fit.check_tokenizer(task(run.config), tokenizer)
         if model_config is not None:
-            fit.check_model_type(model_config, task)
+            known, own = getattr(transformers, task.auto_class)._model_mapping, getattr(model_config, "auto_map", None)
+            if type(model_config) not in known and task.auto_class not in (own or {}):
+                what = f"transformers has no {model_config.model_type} for {task.name}"
+                raise UserError(f"model: {what}: give another model or task.")
             fit.check_sizes(model_config, tokenizer, run.config.data.max_length)
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
@@ -85,7 +88,7 @@ class Extra(extras.Extra):
 
         self._data = examples_digest(data.examples.train)
         if len(set(exchange((self._data, examples_digest(data.examples.validation))))) > 1:
-            raise UserError(f"{data.corpus.name} gives each process other data: seed shuffles, and sort sets.")
+            raise UserError(f"{data.corpus.name} gives each process different data: seed shuffles, and sort sets.")
         run.outputs.note(*describe(data, run.config))
 
     def ready(self, run: Run, parts: Parts) -> None:

@@ -29,12 +29,13 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
             "--label_column?"
         )
     names, splits, notes = task.label_names(corpus), dict[str, Dataset](), list(corpus.notes)
-    for split in ("train", "validation", "test"):
-        if (documents := getattr(corpus, split)) is None:
-            continue
+    given = {split: getattr(corpus, split) for split in ("train", "validation", "test")}
+    for split, documents in ((split, documents) for split, documents in given.items() if documents is not None):
         is_known = [number is not None for number in task.classes_of(documents["label"], names)]
         if not all(is_known):
-            where = _first_unknown(documents[number := is_known.index(False)], number)
+            first = documents[number := is_known.index(False)]
+            place = first.get("source", f"document {number}")
+            where = f"{place}: label {first['label']!r} does not occur in the training split"
             if task.config.get("on_bad_record", "error") == "error":
                 more = "" if task.config.get("max_train_samples") is None else "raise --max_train_samples, "
                 raise UserError(
@@ -44,11 +45,6 @@ def with_known_labels(corpus: Corpus, task: Task) -> Corpus:
             notes.append(f"skipped {several(is_known.count(False), 'record')} with an unknown label, the first {where}")
             splits[split] = documents.select(np.flatnonzero(is_known))
     return replace(corpus, **splits, notes=tuple(notes))
-
-
-def _first_unknown(document: dict[str, object], number: int) -> str:
-    place = document.get("source", f"document {number}")
-    return f"{place}: label {document['label']!r} does not occur in the training split"
 
 
 def describe(data: PreparedData, config: Config) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
 from torch import nn
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -24,16 +23,7 @@ def check_tokenizer(task: Task, tokenizer: Tokenizer) -> None:
         raise UserError(f"{task.name}: the tokenizer has neither a padding nor an end token; choose another one.")
     for name in task.needed_tokens:
         if getattr(tokenizer, f"{name}_token_id", None) is None:
-            raise UserError(
-                f"{task.name}: the tokenizer has no {name} token; choose one that has ('bytes', 'train:8192')."
-            )
-
-
-def check_model_type(config: PretrainedConfig, task: type[Task]) -> None:
-    """Raises UserError for a kind of model that transformers does not have for the task."""
-    known, brought = getattr(transformers, task.auto_class)._model_mapping, getattr(config, "auto_map", None) or {}
-    if type(config) not in known and task.auto_class not in brought:
-        raise UserError(f"model: transformers has no {config.model_type} for {task.name}: give another model or task.")
+            raise UserError(f"{task.name}: the tokenizer has no {name} token; choose one with it (bytes, train:8192).")
 
 
 def check_sizes(config: PretrainedConfig, tokenizer: Any, max_length: int, skipped: int = 0) -> None:
@@ -58,7 +48,7 @@ def check_network(run: Run, network: Any, sizes: tuple[int, int]) -> None:
     if not isinstance(network, nn.Module):
         raise UserError(f"model {own.name!r} returned a {type(network).__name__}; it must return an nn.Module.")
     config = getattr(network, "config", None)
-    known = getattr(network, "num_labels", num_labels)  # the configuration has the names of the data by now
+    known = getattr(config, "num_labels", num_labels)
     if own.is_function and num_labels and known != num_labels:
         raise UserError(f"model {own.name!r} returned a model of {known} classes; the data has {num_labels} of them.")
     if isinstance(config, PretrainedConfig):

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from train.extras.endurance.checkpoints import Saving
     from train.extras.endurance.lost_rank import RankWatch
     from train.extras.endurance.recovery import Recovering
-    from train.loop import Parts
     from train.outputs import Outputs
-    from train.records import MicroBatch, StepOutcome
+    from train.records import MicroBatch, Parts, StepOutcome
     from train.state import TrainingState
     from train.step import Engine
 
@@ -65,7 +64,7 @@ class Options:
 
 
 class Extra(extras.Extra):
-    """Recovery from OOM, background saving, rollback and the watch over ranks, for one run."""
+    """Recovery from OOM, signals, safe files, background saving, rollback and the watch over ranks, for one run."""
 
     Options = Options
     _signals: Signals  # these two from open() on
@@ -154,7 +153,7 @@ class Extra(extras.Extra):
         if run.launch.world_size > 1 and run.launch.has_whole_weights:
             self._compare_replicas = Replicas(parts.state.model).compare
         gc.collect()
-        gc.freeze()  # what is there by now stays: looking through it again and again slows short steps
+        gc.freeze()  # existing objects stay: looking through them again and again slows short steps
 
     def resumed(self, run: Run, progress: Progress) -> Progress:
         self._logged_step = progress.step  # also after going back: what was logged later does not count
@@ -236,7 +235,7 @@ class Extra(extras.Extra):
         if self._watch is not None and self._watch.concludes(error):
             return ""
         if self._config is None or not isinstance(error, OSError) or error.errno not in NOT_WRITABLE:
-            if self._is_trained and self._config is not None and not isinstance(error, UserError):
+            if self._is_trained and self._config is not None:
                 done = "what comes after the last step has failed; its checkpoint is written"
                 show_error(f"{done}: {same_command(self._config)} makes what is missing.")
             return None

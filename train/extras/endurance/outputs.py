@@ -71,6 +71,7 @@ class DurableOutputs(Outputs):
         if self.is_main:
             self.write_rows()
             super().write_rows(*self._unwritten)
+            self._unwritten = []
             paths = [p for p in sorted(self.final.rglob("*")) if p.is_file() and p.suffix != ".md"]  # people edit those
             files = {path.relative_to(self.final).as_posix(): checkpoint.digest(path) for path in paths}
         super().finish({**summary, "final_files": files})

@@ -12,8 +12,7 @@ from train.config import Config, option
 from train.launch import Launch
 
 if TYPE_CHECKING:
-    from train.loop import Parts
-    from train.records import MicroBatch, Run
+    from train.records import MicroBatch, Parts, Run
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from train.data import PreparedData
-    from train.loop import Parts
+    from train.records import Parts
     from train.tasks import Task
 
 

@@ -19,6 +19,7 @@ import torch
 
 from train.data import PreparedData
 from train.extras.cache import generated
+from train.extras.digests import examples_digest
 from train.extras.long_sequences.documents import Documents
 from train.figures import several
 from train.records import IGNORE, MicroBatch, column
@@ -85,8 +86,8 @@ def members(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def pack_split(examples: datasets.Dataset, room: int) -> datasets.Dataset:
     """Rows of at most ``room`` tokens by :func:`best_fit`."""
-    layout = 2  # change it when rows look different, so that rows cached before are not reused
-    fingerprint = hashlib.sha256(f"{examples._fingerprint} {room} {layout}".encode()).hexdigest()[:32]
+    layout = 3  # change it when rows look different, so that rows cached before are not reused
+    fingerprint = hashlib.sha256(f"{examples_digest(examples)} {room} {layout}".encode()).hexdigest()[:32]
     features = {
         name: feature if name in SUMMED else datasets.Sequence(feature) for name, feature in examples.features.items()
     }

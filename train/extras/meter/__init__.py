@@ -16,7 +16,7 @@ from train.records import MicroBatch, Run, exchange
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.loop import Parts
+    from train.records import Parts
     from train.tasks import Task
 
 SNAPSHOT_EVENTS = 100_000  # the last ones; each takes some kilobytes of host memory, and all would grow for ever

@@ -116,9 +116,10 @@ class Extra(extras.Extra):
         from train.extras.cache import examples_cache, intact
 
         fingerprint, cache = examples_cache(documents, *made_by)
-        if not documents.cache_files:  # what is in memory only needs its name
-            return partial(make, new_fingerprint=fingerprint)
-        return partial(intact, cache, partial(make, new_fingerprint=fingerprint, cache_file_name=f"{cache}.arrow"))
+        make = partial(make, new_fingerprint=fingerprint, keep_in_memory=False)
+        if not documents.cache_files:  # what is in memory stays there
+            return make
+        return partial(intact, cache, partial(make, cache_file_name=f"{cache}.arrow"))
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
         from train.extras.readers.own_tokenizers import unknown_share

@@ -19,7 +19,7 @@ from train.records import Run, UsageError, UserError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from train.loop import Parts
+    from train.records import Parts
 
 PROJECT = "long-sequence-template"  # under which trackers group runs
 
@@ -67,6 +67,9 @@ class Extra(extras.Extra):
         return {"log_with": list(config.of(Options).report_to) or None, "project_dir": config.output.output_dir}
 
     def starting(self, run: Run, parts: Parts) -> None:
+        bar: Any = run.outputs.bar
+        if getattr(bar, "ncols", None) == 0:  # on a terminal without columns, as a notebook's may be, tqdm shows none
+            bar.dynamic_ncols, bar.ncols, bar.nrows = None, 120, 24
         if run.config.of(Options).report_to:
             start_trackers(run.accelerator, run.config)
             self._trackers = list(run.accelerator.trackers)

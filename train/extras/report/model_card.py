@@ -50,7 +50,7 @@ def model_card(config: Config, task: type[Task], summary: Mapping[str, Any]) -> 
     facts.pop("Platform", None)  # the kernel's release says nothing about the model
     results = summary.get("result") or {}
     rows = [{"split": split, "step": summary.get("final_step"), **scalars(found)} for split, found in results.items()]
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "data"))
     cells = [[number(row[name]) if name in row else "" for name in names] for row in rows]
     sections = [
         f"---\n{front.to_yaml()}\n---",

@@ -47,8 +47,16 @@ class Extra(extras.Extra):
         if config.of(Options).early_stopping_patience is not None and config.output.eval_every_steps is None:
             raise UsageError("early_stopping_patience needs eval_every_steps.")
 
+    def change_data(self, run: Run, data: PreparedData) -> PreparedData:
+        """Loads the further metrics, each once for all ranks of a host; raises UserError for one of no use."""
+        names = run.config.of(Options).metrics
+        if names and not data.task.labelled:
+            raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
+        self._further = [load_metric(name, len(data.examples.label_names)) for name in names]
+        return data
+
     def prepared(self, run: Run, data: PreparedData, batches: Batches) -> None:
-        """Raises UserError for a metric that the task does not have, not first after the first evaluation."""
+        """Raises UserError for a metric that the task does not have, before training."""
         import numpy as np
 
         from train.extras.digests import examples_digest
@@ -59,10 +67,6 @@ class Extra(extras.Extra):
         self._grows = by_name if options.greater_is_better is None else options.greater_is_better
         self._data = examples_digest(examples.validation)
         self._best_of = f"{self._metric} on data {self._data}"
-        if options.metrics and not data.task.labelled:
-            names = ", ".join(options.metrics)
-            raise UserError(f"metrics: {names} would compare classes, and this task has none: leave it out.")
-        self._further = [load_metric(name, len(examples.label_names)) for name in options.metrics]
         if options.metric_for_best:
             with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # of a fork's own, that want more rows
                 one = np.array([[0.0, 1, 1, 1, 0, 0]])
