@@ -54,8 +54,10 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
         fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
     config = AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
     if is_free:  # some count positions from the padding's on: with max_length rows the last texts would not fit
-        with suppress(Exception), torch.device("meta"):  # a run reports what cannot be built
-            config.max_position_embeddings += skipped_positions(AutoModel.from_config(config))
+        # By its class: from_config would have DeepSpeed shard it, a collective. A run reports what cannot be built.
+        with suppress(Exception), torch.device("meta"):
+            kind: Any = AutoModel._model_mapping[type(config)]
+            config.max_position_embeddings += skipped_positions(kind(config))
     return config
 
 
