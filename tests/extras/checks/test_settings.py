@@ -28,6 +28,8 @@ def test_sizes_that_do_not_make_the_world_are_refused() -> None:
         check_launch_file(sizes(8, cp=3))
     with pytest.raises(UsageError, match="cp_size 0 make 0 processes"):
         check_launch_file(sizes(2, cp=0))
+    with pytest.raises(UsageError, match=r"sp_size 3"):
+        check_launch_file({**sizes(8, sp=3), "ACCELERATE_USE_DEEPSPEED": "true"})
     check_launch_file({**sizes(8, sp=4), "ACCELERATE_USE_DEEPSPEED": "true"})
     check_launch_file(sizes(8, dp_shard=2, cp=2, tp=2))
     check_launch_file({})
