@@ -130,7 +130,7 @@ def test_a_function_that_gives_each_rank_other_data_is_told(recipe: Path, tmp_pa
     words = ("train/main.py", "--config", recipe, "--output_dir", tmp_path / "run")
     done = forked(*words, "--dataset", f"{tmp_path}/from_a_set.py:documents", env=ENVIRONMENT)
     assert done.returncode == EXIT_ERROR
-    assert "gives each process other data: seed shuffles, and sort sets" in done.stderr
+    assert "gives each process different data: seed shuffles, and sort sets" in done.stderr
 
 
 SOMETIMES = """
