@@ -68,7 +68,7 @@ class Extra(extras.Extra):
 
     def starting(self, run: Run, parts: Parts) -> None:
         bar: Any = run.outputs.bar
-        if (getattr(bar, "ncols", None) or 1) < 1:  # on a terminal without columns, as a notebook's may be, tqdm shows none
+        if (getattr(bar, "ncols", None) or 1) < 1:  # a terminal without columns, as a notebook's may be
             bar.dynamic_ncols, bar.ncols, bar.nrows = None, 120, 24
         if run.config.of(Options).report_to:
             start_trackers(run.accelerator, run.config)
