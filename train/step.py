@@ -102,7 +102,7 @@ def optimizer_step(
                 part = part.to(accelerator.device)
                 loss = model(part.inputs, part.labels, num_targets=part.num_targets)
                 mark("backward")
-                engine.backward(loss * (1 + 0 * loss.detach()), scale)  # × 1, or NaN where it is not finite
+                engine.backward(loss, scale * (1 + 0 * loss.detach()))  # × 1, or NaN where it is not finite
             # Nothing of the graph is held while the gradient is clipped and used.
             loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
             del loss, part

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -242,13 +242,12 @@ class Extras:
             value = call(first, value, *args)
         return value
 
-    @contextmanager
-    def inside(self, method: str, *args: Any) -> Iterator[None]:
-        """Inside the context of each extra."""
+    def inside(self, method: str, *args: Any) -> ExitStack:
+        """The contexts of all extras, entered, for a ``with`` statement to leave."""
         with ExitStack() as stack:
             for call in self._methods(method):
                 stack.enter_context(call(*args))
-            yield
+            return stack.pop_all()
 
 
 @functools.cache

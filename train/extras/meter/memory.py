@@ -48,10 +48,11 @@ class Measured:
 
     def merged(self, other: Measured) -> Measured:
         """The larger of each figure; counts are added."""
+        own, others = self.peak_bytes_by_phase, other.peak_bytes_by_phase
         return Measured(
             max(self.peak_allocated_bytes, other.peak_allocated_bytes),
             max(self.peak_reserved_bytes, other.peak_reserved_bytes),
-            dict(Counter(self.peak_bytes_by_phase) | Counter(other.peak_bytes_by_phase)),
+            {p: max(own.get(p, 0), others.get(p, 0)) for p in {**own, **others}},
             (other if other.peak_allocated_bytes >= self.peak_allocated_bytes else self).bytes_by_kind,
             self.num_alloc_retries + other.num_alloc_retries,
             self.num_ooms + other.num_ooms,

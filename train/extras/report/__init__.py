@@ -79,7 +79,7 @@ class Extra(extras.Extra):
         if kind == "train":
             from train.extras.report.machine import progress_text
 
-            run.outputs.bar.set_postfix_str(progress_text(values))
+            run.outputs.bar.set_postfix_str(progress_text(values), refresh=False)
         if run.accelerator.trackers:
             prefix = values.get("split", kind)
             run.accelerator.log({f"{prefix}/{k}": v for k, v in values.items() if isinstance(v, int | float)}, step)

@@ -1,6 +1,4 @@
-"""What evaluations are judged by, and which evaluated step is the best: its checkpoint stays, ``final/`` may be made
-of it, training may end early.
-"""
+"""Further metrics, and the best evaluated step: its checkpoint stays, for ``final/`` too; training may end early."""
 
 from __future__ import annotations
 
