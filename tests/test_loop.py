@@ -21,10 +21,10 @@ from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras
 from train.extras.endurance import Extra as Endurance
 from train.extras.selection import Extra as Selection
-from train.loop import Parts, fit
+from train.loop import fit
 from train.model import ModelWithLoss
 from train.outputs import Outputs
-from train.records import Evaluation, MicroBatch, Progress, Run, StepOutcome, UserError
+from train.records import Evaluation, MicroBatch, Parts, Progress, Run, StepOutcome, UserError
 from train.step import Engine, optimizer_step
 
 

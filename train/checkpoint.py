@@ -39,7 +39,7 @@ Written: TypeAlias = tuple[dict[str, dict[str, Any]], list[tuple[str, str, Seque
 def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] = lambda identity: None) -> Progress:
     """Loads this rank's part of a verified checkpoint into ``state``, whatever number of ranks wrote it.
 
-    ``check`` sees first which run it belongs to. Raises UserError for a checkpoint of another model.
+    ``check`` first gets the identity of the run that it belongs to. Raises UserError for one of another model.
     """
     try:
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))

@@ -48,7 +48,7 @@ class Outputs:
             self.notes.append(line)
 
     def prepare(self) -> None:
-        """Makes the folder; by one rank."""
+        """Makes the folder, so that one that cannot be written is noticed early; by one rank."""
         with figures.writable(self.folder / "config.yaml"):
             pass
 

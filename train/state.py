@@ -1,4 +1,4 @@
-"""What a checkpoint holds: weights, optimizer and loss scaler, in the blocks that each rank has, and of which run.
+"""What a checkpoint holds: weights, optimizer and loss scaler, as blocks that each rank has, and the run's identity.
 
 A rank hands out blocks of tensors and takes them back. However they were cut, a run may resume with another number of
 ranks, sharded or not.

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from train.config import Config
     from train.data import PreparedData
-    from train.loop import Parts
-    from train.records import Evaluation, Run
+    from train.records import Evaluation, Parts, Run
 
 
 def no_evaluation(run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
@@ -37,10 +36,10 @@ def fit_network(network: nn.Module, config: Config, tokens: Tensor, tick: Callab
     """
     from train.batching import arithmetic_of
     from train.launch import Launch
-    from train.loop import Parts, fit
+    from train.loop import fit
     from train.model import ModelWithLoss
     from train.optim import build_optimizer, count_steps, parameter_counts
-    from train.records import Progress
+    from train.records import Parts, Progress
     from train.state import TrainingState
     from train.step import Engine
 

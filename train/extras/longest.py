@@ -12,7 +12,7 @@ from train.records import BatchArithmetic, MicroBatch
 
 def longest_of(batches: Batches) -> MicroBatch:
     """The longest examples of all; loaded by this process."""
-    of_rounds = getattr(batches.loading.rounds, "longest", longest_ids)  # rounds of an extra know better
+    of_rounds = getattr(batches.loading.rounds, "longest", longest_ids)  # an extra's rounds may have their own
     loading = replace(batches.loading, num_workers=0, deliver=None)
     return next(load(batches.examples, loading, [of_rounds(batches.lengths, batches.arithmetic)], (batches.seed, 0)))
 

@@ -1,6 +1,6 @@
 """Mistakes found early, each told in one message with what is wrong, where, and what to do.
 
-Without this extra the same mistakes end in tracebacks of libraries, late, or make another run than was meant.
+Without this extra the same mistakes end in tracebacks of libraries, late, or train something other than was meant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Changes that would be refused."""
+    """What may differ from a checkpoint."""
 
     allow_changes_on_resume: bool = option(False, "Resume with other data, model or seed.")
 
@@ -68,7 +68,7 @@ class Extra(extras.Extra):
 
         from train.extras.checks import fit
 
-        if isinstance(tokenizer, transformers.PreTrainedTokenizerBase):  # else a stand-in, of a plan
+        if isinstance(tokenizer, transformers.PreTrainedTokenizerBase):  # a plan has a stand-in
             fit.check_tokenizer(task(run.config), tokenizer)
         if model_config is not None:
             known, own = getattr(transformers, task.auto_class)._model_mapping, getattr(model_config, "auto_map", None)

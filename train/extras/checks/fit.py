@@ -23,7 +23,7 @@ def check_tokenizer(task: Task, tokenizer: Tokenizer) -> None:
         raise UserError(f"{task.name}: the tokenizer has neither a padding nor an end token; choose another one.")
     for name in task.needed_tokens:
         if getattr(tokenizer, f"{name}_token_id", None) is None:
-            raise UserError(f"{task.name}: the tokenizer has no {name} token; choose one with it (bytes, train:8192).")
+            raise UserError(f"{task.name}: the tokenizer has no {name} token; take one that does (bytes, train:8192).")
 
 
 def check_sizes(config: PretrainedConfig, tokenizer: Any, max_length: int, skipped: int = 0) -> None:

@@ -46,7 +46,7 @@ class Extra(extras.Extra):
             raise UsageError("early_stopping_patience needs eval_every_steps.")
 
     def change_data(self, run: Run, data: PreparedData) -> PreparedData:
-        """Loads the further metrics, each once for all ranks of a host; raises UserError for one of no use."""
+        """Loads the further metrics, on the first rank of each host first; raises UserError for one of no use."""
         names = run.config.of(Options).metrics
         if names and not data.task.labelled:
             raise UserError(f"metrics: {', '.join(names)} would compare classes, and this task has none: leave it out.")
