@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from train.config import Config
 from train.records import IGNORE, BatchArithmetic, MicroBatch, UsageError, column
 
+POSITIONS_AT_ONCE = 4096  # of steps that are fetched together: asking the Arrow table takes longer than short rows do
 Collate = Callable[[Sequence[Mapping[str, Any]], Sequence[int]], MicroBatch]
 """Examples and a seed to a batch: a task's ``collate`` with its padding token filled in."""
 
@@ -123,29 +124,44 @@ def load(
 ) -> Iterator[MicroBatch]:
     """A batch for each list, by torch's DataLoader; of an empty one without targets: it keeps ranks in step."""
     fetch: Any = _Fetch(examples.with_format("arrow"), loading.collate, seed)  # numpy's takes four times as long
-    options: Any = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
-    loader = functools.partial(DataLoader, fetch, batch_size=None, **options)
-    return loading.deliver(loader, id_lists) if loading.deliver else iter(loader(sampler=id_lists))
+    options = {"num_workers": loading.num_workers, "pin_memory": loading.pin_memory}
+    loader: Any = functools.partial(DataLoader, fetch, batch_size=None, **options)
+    groups = grouped(id_lists, column(examples, "length"), 0 if loading.num_workers else POSITIONS_AT_ONCE)
+    return itertools.chain.from_iterable(loading.deliver(loader, groups) if loading.deliver else loader(sampler=groups))
+
+
+def grouped(id_lists: Iterable[list[int]], lengths: np.ndarray, positions: int) -> Iterator[list[list[int]]]:
+    """Consecutive lists of ids, together until they have so many ``positions``."""
+    group, size = list[list[int]](), 0
+    for ids in id_lists:
+        group, size = [*group, ids], size + lengths[ids].sum()
+        if size >= positions:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A dataset whose indices are lists of ids, and whose items are micro-batches."""
+    """A dataset whose indices are groups of lists of ids, and whose items are a micro-batch for each list."""
 
     table: datasets.Dataset
     collate: Collate
     seed: Sequence[int]
 
-    def __getitem__(self, ids: list[int]) -> MicroBatch:
-        """The examples ``ids`` of the Arrow-formatted table, lists as numpy arrays, collated."""
-        found: Any = self.table[ids or [0]]
-        rows: list[dict[str, Any]] = [{"id": i} for i in ids or [0]]
+    def __getitem__(self, group: list[list[int]]) -> list[MicroBatch]:
+        """The examples of the Arrow-formatted table, lists as numpy arrays, collated."""
+        ids = [i for ids in group for i in ids or [0]]
+        found: Any = self.table[ids]
+        rows: list[dict[str, Any]] = [{"id": i} for i in ids]
         for name in found.column_names:
             for row, value in zip(rows, found.column(name), strict=True):
                 is_list = pa.types.is_list(value.type)
                 row[name] = value.values.to_numpy(zero_copy_only=False) if is_list else value.as_py()
-        batch = self.collate(rows, self.seed)
-        return batch if ids else without_targets(batch)
+        of_lists = iter(rows)
+        batches = [self.collate(list(itertools.islice(of_lists, len(ids) or 1)), self.seed) for ids in group]
+        return [batch if ids else without_targets(batch) for ids, batch in zip(group, batches, strict=True)]
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -45,7 +45,7 @@ def restore(checkpoint: Path, state: TrainingState, check: Callable[[Any], Any] 
         stored = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         check(stored["identity"])
         state.restore(StoredBlocks(checkpoint), stored)
-        return Progress.of(stored["progress"])
+        return Progress(**{field.name: stored["progress"][field.name] for field in fields(Progress)})
     except torch.OutOfMemoryError:
         raise
     except OSError as error:  # it was intact a moment ago

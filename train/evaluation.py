@@ -29,7 +29,12 @@ def evaluate(run: Run, parts: Parts, split: str, step: int, may_stop: bool = Fal
     finally:
         reshard(parts.model)
         parts.model.train()
-    table = _gathered(run, rows)
+    # Ranks that share tensors have the same rows; those that share sequences each a part of an example's positions.
+    own = rows if run.launch.rank % run.launch.tp_size == 0 else []
+    everyone = np.array(sorted(row for rows in exchange(own) for row in rows), dtype=np.float64).reshape(-1, 6)
+    _, first = np.unique(everyone[:, 0], return_index=True)
+    table = everyone[first]
+    table[:, 1:4] = np.add.reduceat(everyone[:, 1:4], first)
     metrics = {**data.task.metrics(table, examples, data.examples.label_names), "examples": len(table)}
     metrics |= run.extras.merged("metrics", run, data, split, table)
     return Evaluation(split, step, metrics, time.perf_counter() - started)
@@ -57,15 +62,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _gathered(run: Run, rows: list[tuple[float, ...]]) -> np.ndarray:
-    """(examples, 6) all ranks' rows in the order of the examples, one for each."""
-    # The first of the ranks that share tensors has the same rows as the others.
-    own = rows if run.launch.rank % run.launch.tp_size == 0 else []
-    everyone = [row for rows in exchange(own) for row in rows]
-    table = np.array(sorted(everyone), dtype=np.float64).reshape(-1, 6)
-    _, first = np.unique(table[:, 0], return_index=True)
-    whole = table[first]
-    whole[:, 1:4] = np.add.reduceat(table[:, 1:4], first)  # each rank had a part of each example's positions
-    return whole

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -194,11 +194,6 @@ class Progress:
     training_seconds: float = 0.0
     usual_loss: float | None = None  # a moving mean over the logging intervals
     rollbacks: int = 0
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Progress:
-        """From what ``dataclasses.asdict`` made of one, of this version or an earlier one with more fields."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

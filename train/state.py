@@ -1,7 +1,6 @@
 """What a checkpoint holds: weights, optimizer and loss scaler, as blocks that each rank has, and the run's identity.
 
-A rank hands out blocks of tensors and takes them back. However they were cut, a run may resume with another number of
-ranks, sharded or not.
+Ranks hand out blocks of tensors and take them back; a run may resume with another number of ranks, sharded or not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ class Engine:
 
     def __init__(self, accelerator: Accelerator, config: Config, mark: Mark = lambda phase: None) -> None:
         self.accelerator, self.config, self.mark = accelerator, config, mark
+        self._clipped: tuple[nn.Module | None, list[nn.Parameter]] = None, []
 
     @property
     def loss_factor(self) -> float:
@@ -55,10 +57,13 @@ class Engine:
         """The norm of the whole gradient before it is clipped: the one moment at which a step waits for the device."""
         optim, accelerator = self.config.optimization, self.accelerator
         bound, order = math.inf if optim.max_grad_norm is None else optim.max_grad_norm, float(optim.grad_norm_type)
-        norm: Any = accelerator.clip_grad_norm_(model.parameters(), bound, norm_type=order)  # pyright: ignore
+        if self._clipped[0] is not model:  # looked up once: in a short step that shows
+            self._clipped = model, list(model.parameters())
+        parameters = self._clipped[1]
+        norm: Any = accelerator.clip_grad_norm_(parameters, bound, norm_type=order)  # pyright: ignore
         if optim.max_grad_value is not None:
             # torch's own: accelerate's refuses FSDP2, and would undo the loss scale a second time.
-            nn.utils.clip_grad_value_(model.parameters(), optim.max_grad_value)
+            nn.utils.clip_grad_value_(parameters, optim.max_grad_value)
         return getattr(norm, "full_tensor", lambda: norm)().item()  # without it FSDP2's inf norm is of one shard
 
     def update(self, optimizer: AcceleratedOptimizer, norm: float) -> tuple[float, bool]:
@@ -102,7 +107,7 @@ def optimizer_step(
                 part = part.to(accelerator.device)
                 loss = model(part.inputs, part.labels, num_targets=part.num_targets)
                 mark("backward")
-                engine.backward(loss, scale * (1 + 0 * loss.detach()))  # × 1, or NaN where it is not finite
+                engine.backward(loss, scale + 0 * loss.detach())  # + 0, or NaN where it is not finite
             # Nothing of the graph is held while the gradient is clipped and used.
             loss_sum.add_(loss.detach(), alpha=engine.loss_share)  # once weights are updated nothing is allocated
             del loss, part
@@ -136,7 +141,8 @@ def read_counts(totals: Counts) -> list[int]:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds all generators from (seed, step, rank), so that a step does not depend on what was drawn before it."""
-    seed_generators(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    seed_generators(int.from_bytes(digest, "big") >> 1)
 
 
 def seed_generators(value: int) -> None:

@@ -40,7 +40,6 @@ class Task(tasks.Task):
         draws = np.where(special, 1.0, random.random(len(tokens)))
         chosen = ~special & (draws <= max(self.data.mlm_probability, draws.min()))  # at least one, even in a short text
         how = random.random(len(tokens))
-        shown = np.where(chosen & (how < 0.8), int(example["mask_id"]), tokens)
-        replacement = random.integers(int(example["vocab_size"]), size=len(tokens))
-        shown = np.where(chosen & (how >= 0.8) & (how < 0.9), replacement, shown)
+        replacements = random.integers(int(example["vocab_size"]), size=len(tokens))
+        shown = np.select([chosen & (how < 0.8), chosen & (how < 0.9)], [int(example["mask_id"]), replacements], tokens)
         return torch.from_numpy(shown), torch.from_numpy(np.where(chosen, tokens, IGNORE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import os
 import platform
 from dataclasses import dataclass, replace
@@ -117,8 +118,10 @@ def set_up_device(device: torch.device, launch: Launch, config: Config) -> None:
     if own.cpu_threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":  # accelerate launch's, where nobody chose
         share = max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.set_num_threads(own.cpu_threads or share)
-    # accelerate's optimizer searches the disk for this package twice a step; once is enough.
+    # accelerate's optimizer searches the disk for a package twice a step, and inspects this method; once is enough.
     accelerate.optimizer.is_lomo_available = functools.cache(accelerate.utils.is_lomo_available)
+    zero_grad: Any = torch.optim.Optimizer.zero_grad
+    zero_grad.__signature__ = inspect.signature(zero_grad)
     if device.type != "cpu":
         return
     if platform.libc_ver()[0] == "glibc":  # keep what a step frees for the next one: some percent of a step's time

@@ -47,7 +47,9 @@ class Measured:
     num_ooms: int = 0
 
     def merged(self, other: Measured) -> Measured:
-        """The larger of each figure; counts are added."""
+        """The larger of each figure; counts are added, but a step that is said to be like one before has none."""
+        if self is NOTHING or self is other:
+            return other
         own, others = self.peak_bytes_by_phase, other.peak_bytes_by_phase
         return Measured(
             max(self.peak_allocated_bytes, other.peak_allocated_bytes),
@@ -61,6 +63,9 @@ class Measured:
     def figures(self) -> dict[str, Any]:
         """For a line of the log; figures that are zero or empty are left out, except the peak."""
         return {name: value for name, value in vars(self).items() if value or name == "peak_allocated_bytes"}
+
+
+NOTHING = Measured()
 
 
 class MemoryMeter:
@@ -83,7 +88,7 @@ class MemoryMeter:
         self.phase = ""  # the phase that is running, or failed
         self.shapes: Shapes = ()
         self._say, self._is_measuring = say, False
-        self._step = self._interval = self._run = Measured()
+        self._step = self._interval = self._run = NOTHING
 
     @property
     def last_shape(self) -> tuple[int, int] | None:
@@ -99,7 +104,7 @@ class MemoryMeter:
     def measure(self, phase: str, batches: Sequence[MicroBatch]) -> Iterator[None]:
         """Measures an optimizer step, which begins with the phase ``forward``, or the ``evaluation`` of one batch."""
         self.phase, self.shapes = phase, tuple(batch.shape for batch in batches)
-        self._step, known_leak = Measured(), self.leaks.leak
+        self._step, known_leak = NOTHING, self.leaks.leak
         self._begin(batches)
         self._is_measuring, completed = True, False
         try:
@@ -125,7 +130,7 @@ class MemoryMeter:
         large: exact where a step of the same shapes was followed, never too small.
         """
         self._between()
-        interval, self._interval, self._run = self._interval, Measured(), self._run.merged(self._interval)
+        interval, self._interval, self._run = self._interval, NOTHING, self._run.merged(self._interval)
         return interval.figures()
 
     def summary(self) -> dict[str, Any]:
