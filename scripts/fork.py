@@ -68,10 +68,8 @@ def asked_for(words: Sequence[str] | None) -> tuple[Path, list[str], list[str]]:
     lines = []
     for name in [name for name in here if name in keep]:
         if needed := set(here[name].needs) - keep:
-            keep = keep - {name} if asked.only is None else keep | needed
-            lines.append(
-                f"{name} needs {', '.join(sorted(needed))}: {'left out' if asked.only is None else 'kept'}, too"
-            )
+            keep, fate = (keep - {name}, "left out") if asked.only is None else (keep | needed, "kept")
+            lines.append(f"{name} needs {', '.join(sorted(needed))}: {fate}, too")
     return target, [name for name in here if name in keep], lines
 
 
@@ -151,9 +149,7 @@ class Fork:
 
     def _readme(self, starts: bool) -> str:
         pages = [f"[{page.stem}](docs/{page.name})" for page in sorted((self.target / "docs").glob("*.md"))]
-        first = (
-            "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" if starts else ""
-        )
+        first = "bash scripts/quickstart.sh      # trains a small model on text that is there already\n" * starts
         return f"""# {self.target.name}
 
 Made from a training template for 🤗 Accelerate. A run is `train/main.py`, its step `train/step.py`; a task is a file of

@@ -26,7 +26,6 @@ def test_nobody_launched() -> None:
     launch = read_launch({})
     assert launch == Launch()
     assert (launch.dp_size, launch.dp_rank, launch.copies, str(launch)) == (1, 0, 1, "")
-    assert launch.has_whole_weights
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,6 @@ def test_nobody_launched() -> None:
 def test_engine_of_two_processes(environment: dict[str, str], engine: str) -> None:
     launch = read_launch({**MEET, "WORLD_SIZE": "2", "RANK": "1", **environment})
     assert (launch.engine, str(launch), launch.dp_size, launch.dp_rank) == (engine, engine, 2, 1)
-    assert launch.has_whole_weights == (engine == "ddp")
 
 
 def test_ranks_that_share_examples_are_neighbours() -> None:

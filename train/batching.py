@@ -79,7 +79,7 @@ class Loading:
     num_workers: int = 0
     pin_memory: bool = False
     rounds: Rounds = field(default_factory=Rounds)
-    deliver: Callable[..., Iterator[MicroBatch]] | None = None  # of an extra that looks after the processes
+    deliver: Callable[..., Iterator[list[MicroBatch]]] | None = None  # of an extra that looks after the processes
 
 
 @dataclass

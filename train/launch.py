@@ -45,11 +45,6 @@ class Launch:
         """Which of the ``dp_size`` parts of a global batch is this rank's."""
         return self.rank // self.copies
 
-    @property
-    def has_whole_weights(self) -> bool:
-        """Whether every rank holds all weights, and can use the model by itself."""
-        return self.engine == "ddp" and self.tp_size == 1
-
     def __str__(self) -> str:
         parts = [self.engine] if self.world_size > 1 or self.engine != "ddp" else []
         sizes = (("tensor", self.tp_size), ("context", self.cp_size), ("sequence", self.sp_size))

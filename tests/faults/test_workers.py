@@ -133,10 +133,10 @@ def _workers_die(rank: int) -> None:
 
     plain, run_itself = _Fetch.__getitem__, os.getpid()
 
-    def fetch(self: Any, ids: Any) -> Any:
+    def fetch(self: Any, group: Any) -> Any:
         if os.getpid() != run_itself:
             die()
-        return plain(self, ids)
+        return plain(self, group)
 
     _Fetch.__getitem__ = fetch
 

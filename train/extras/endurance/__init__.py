@@ -55,12 +55,8 @@ class Options:
     )
     save_in_background: bool = option(True, "Copy the state to host memory, and train while the copy is written.")
     max_consecutive_nonfinite_steps: int = option(25, "Stop after this many steps without a finite gradient.", ge=1)
-    loss_spike_factor: float | None = option(
-        None, "Stop if the loss between two log lines is above this many times the usual.", gt=1
-    )
-    max_rollbacks: int = option(
-        0, "Instead of stopping a diverging run, go back to the last checkpoint and skip the data since.", ge=0
-    )
+    loss_spike_factor: float | None = option(None, "Stop if the logged loss is above this many times the usual.", gt=1)
+    max_rollbacks: int = option(0, "How often a diverging run goes back to a checkpoint, past the data since.", ge=0)
 
 
 class Extra(extras.Extra):
@@ -150,7 +146,7 @@ class Extra(extras.Extra):
     def ready(self, run: Run, parts: Parts) -> None:
         from train.extras.endurance.replicas import Replicas
 
-        if run.launch.world_size > 1 and run.launch.has_whole_weights:
+        if run.launch.world_size > 1 and run.launch.engine == "ddp" and run.launch.tp_size == 1:
             self._compare_replicas = Replicas(parts.state.model).compare
         gc.collect()
         gc.freeze()  # existing objects stay: looking through them again and again slows short steps

@@ -57,7 +57,7 @@ class Extra(extras.Extra):
             originals = "the host updates fp32 originals already: use nearest"
             not_bf16 = (f"dtype: {dtype}", dtype != "bfloat16", "use bfloat16, or nearest")
             extras.refuse(rounding, not_adamw, not_bf16, ("optimizer_offload", own.optimizer_offload, originals))
-        if not launch.has_whole_weights:
+        if launch.engine != "ddp" or launch.tp_size > 1:
             is_fp16 = (optim.mixed_precision or launch.precision) == "fp16"
             early = "the loss scaler would read its scale before it has arrived on the host. Use bf16, or no"
             whole = "it needs whole weights on every process. Use ddp.yaml, or adamw alone, whose state "

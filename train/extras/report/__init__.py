@@ -94,7 +94,7 @@ class Extra(extras.Extra):
 
         # What others have said of it, such as micro-batches that are formed by tokens, stays.
         summary |= {**what_was_run(run, parts), **summary, "hardware": hardware(), "versions": versions()}
-        sample = _sample(run, parts) if run.launch.has_whole_weights else None
+        sample = _sample(run, parts) if (run.launch.engine, run.launch.tp_size) == ("ddp", 1) else None
         summary["pushed_to"] = own.hub_model_id if own.push_to_hub else None
         task = type(parts.data.task)
         write_whole(outputs.final / "README.md", model_card(run.config, task, summary))
