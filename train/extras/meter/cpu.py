@@ -43,8 +43,8 @@ class CpuMeter(MemoryMeter):
         self.leaks = LeakWatch(self._left_bytes, self._list_left, on_cuda=False)
         self._followed: dict[bool, dict[Extent, Measured]] = {True: {}, False: {}}
         """By whether it was a step (not an evaluation), and by its extent."""
-        self._steps_since, self._track_every = 0, float(TRACK_EVERY_STEPS)
-        self._usual_seconds = 0.0  # per position, of a step that is not followed
+        self._steps_since = 0
+        self._seconds = {True: 0.0, False: 0.0}  # per position, of the last step that was followed, and that was not
         self._exit: ExitStack | None = None
 
     def summary(self) -> dict[str, Any]:
@@ -60,7 +60,9 @@ class CpuMeter(MemoryMeter):
             len(self.optimizer.state) > 0,
         )
         self._steps_since += self._is_step
-        is_due = self._is_step and (self._steps_since >= self._track_every or self.leaks.suspects(self.shapes))
+        followed, usual = self._seconds[True], self._seconds[False]
+        every = max(TRACK_EVERY_STEPS, (followed / usual - 1) / TRACKED_SHARE if usual else 0)
+        is_due = self._is_step and (self._steps_since >= every or self.leaks.suspects(self.shapes))
         if self._covering() and not is_due:
             return
         if self._is_step:
@@ -81,9 +83,9 @@ class CpuMeter(MemoryMeter):
 
     def _end(self, completed: bool) -> None:
         seconds = (time.perf_counter() - self._began) / max(1, sum(b * s for b, s in self.shapes))
+        if self._is_step:
+            self._seconds[self._exit is not None] = seconds
         if self._exit is None:
-            if self._is_step:
-                self._usual_seconds = seconds
             self._add(min(self._covering(), key=lambda measured: measured.peak_allocated_bytes))
             return
         self._exit.close()
@@ -96,9 +98,6 @@ class CpuMeter(MemoryMeter):
         followed = self._followed[self._is_step]
         before = followed.get(self._extent, measured)
         followed[self._extent] = max(before, measured, key=lambda each: each.peak_allocated_bytes)
-        if self._is_step and self._usual_seconds:
-            extra = (seconds - self._usual_seconds) / self._usual_seconds
-            self._track_every = max(TRACK_EVERY_STEPS, extra / TRACKED_SHARE)
         if self._is_step:
             tag_held(self._tracker, self.network, self.optimizer)  # a first update makes the optimizer's state
             self.leaks.see(self.shapes)
