@@ -70,10 +70,9 @@ class Costs:
         if func.is_view or func.namespace not in ("aten", "torch_attn"):
             return
         inputs, outputs = tensors_in(args), tensors_in(result)
-        if not outputs or outputs[0].device.type == "meta":
+        is_between_devices = func is aten.copy_.default and len({t.device.type for t in inputs}) > 1
+        if not outputs or outputs[0].device.type == "meta" or is_between_devices:  # the plan adds waiting for the host
             return
-        if func is torch.ops.aten.copy_.default and len({t.device.type for t in inputs}) > 1:
-            return  # between host and device: the plan adds the time that waits for it
         flops, formula = 0.0, flop_registry.get(func.overloadpacket)
         if func.namespace == "torch_attn" or (formula is not None and "_scaled_dot_product" in func._schema.name):
             names = [argument.name for argument in func._schema.arguments]
@@ -112,8 +111,7 @@ def attention_kernel(
 ) -> str:
     """The kernel that ``scaled_dot_product_attention`` runs on ``card``: cudnn, flash, efficient or math.
 
-    For query (B, H, S, D), key (B, H', T, D) and value (B, H', T, D'), as ``RELEASE`` of torch chooses; fewer heads of
-    keys and values come with ``enable_gqa``.
+    For query (B, H, S, D), key (B, H', T, D) and value (B, H', T, D'); H' below H: with ``enable_gqa``.
     """
     query, key, value = tensors
     sizes, capability = (query.shape[-1], value.shape[-1]), card.capability
@@ -141,13 +139,11 @@ def attention_kernel(
 
 def _cudnn_takes(sizes: tuple[int, int], capability: tuple[int, int], trains: bool) -> bool:
     """Whether torch lets cuDNN attend with heads of these sizes, of query and value, on a card that prefers it."""
-    if RELEASE < (2, 14) and capability == (9, 0):
-        wide = max(sizes) <= 256
-    elif RELEASE < (2, 14) or CUDNN <= 92200:
-        wide = sizes == (192, 128)  # DeepSeek's
-    else:
-        wide = sizes in ((192, 128), (256, 256)) if trains else max(sizes) <= 256
-    return (wide or max(sizes) <= 128) and all(size % 8 == 0 for size in sizes)
+    widest, is_new = max(sizes), RELEASE >= (2, 14)
+    always = widest <= 128 or sizes == (192, 128)  # the latter are DeepSeek's
+    on_hopper = not is_new and capability == (9, 0) and widest <= 256
+    since_then = is_new and CUDNN > 92200 and (sizes == (256, 256) or (widest <= 256 and not trains))
+    return (always or on_hopper or since_then) and all(size % 8 == 0 for size in sizes)
 
 
 @contextmanager
