@@ -482,6 +482,11 @@ def test_a_process_that_was_killed_is_a_lack_of_main_memory(message: str) -> Non
     assert text.index("--dataloader_num_workers 0") < text.index("--loss chunked")
 
 
+def test_shards_that_fsdp2_keeps_on_the_host_are_named_where_main_memory_is_full() -> None:
+    text = " ".join(explain(CPU_LINUX).split())
+    assert "with fsdp2_offload.yaml weights, gradients and optimizer state, which fsdp2.yaml keeps on the GPUs" in text
+
+
 def test_another_card_is_not_the_one_that_is_full() -> None:
     others = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.69 GiB of which 1.00 GiB is "

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import flop_registry
 
+from train.memory import kernels
+from train.memory.devices import this_device
 from train.memory.kernels import Costs, attention_kernel
 from train.memory.predict import Target
+from train.memory.question import target_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 BATCH, HEADS, QUERIES, KEYS, SIZE, VALUE_SIZE = 2, 8, 6, 10, 16, 24
 KERNELS = ("flash", "efficient", "cudnn")
@@ -48,62 +60,194 @@ def test_heads_that_share_keys_compute_as_much(kernel: str) -> None:
     assert attention(kernel, HEADS // 4)[0].flops == attention(kernel, HEADS)[0].flops
 
 
-T4, A100, RTX_4090, H100 = (7, 5), (8, 0), (8, 9), (9, 0)
-HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+V100, T4, A100, ORIN, RTX_4090, H100 = (7, 0), (7, 5), (8, 0), (8, 7), (8, 9), (9, 0)
+B200, B300, RTX_5090, SPARK, UNKNOWN = (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+OLDEST, TORCH_2_12, TORCH_2_13, NEWEST = (2, 11), (2, 12), (2, 13), (2, 14)
+CUDNN_OF = {OLDEST: 91900, TORCH_2_12: 92000, TORCH_2_13: 92000, NEWEST: 92400}  # of the wheels for CUDA 13
+ANY = tuple(CUDNN_OF)
+PREFERRING = (H100, B200, B300)
+
+
+def attended_by(
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    size: int | tuple[int, int] = 64,
+    *,
+    key_heads: int = 8,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    lengths: tuple[int, int] = (128, 128),
+    needs_grad: bool = True,
+    prefers_cudnn: bool | None = None,
+    is_causal: bool = False,
+) -> str:
+    """The kernel for 8 heads of queries of ``size``, or of that of queries and values, of ``lengths``."""
+    size, value_size = size if isinstance(size, tuple) else (size, size)
+    shapes = ((8, lengths[0], size), (key_heads, lengths[1], size), (key_heads, lengths[1], value_size))
+    tensors = [torch.empty(1, *shape, dtype=dtype, device="meta", requires_grad=needs_grad) for shape in shapes]
+    prefers = capability in PREFERRING if prefers_cudnn is None else prefers_cudnn
+    return attention_kernel(Target("cuda", capability, prefers), tensors, mask, dropout, is_causal)
+
+
+def a_mask(*shape: int, dtype: torch.dtype = FP16) -> Tensor:
+    return torch.empty(shape or (1, 1, 128, 128), dtype=dtype, device="meta")
+
+
+@pytest.fixture
+def in_release(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    def switch(release: tuple[int, int]) -> None:
+        monkeypatch.setattr(kernels, "RELEASE", release)
+        monkeypatch.setattr(kernels, "CUDNN", CUDNN_OF[release])
+        monkeypatch.setattr(kernels, "CUDNN_FIRST", True)
+
+    return switch
+
+
+Switch = Callable[[tuple[int, int]], None]
+SAME_IN_EVERY_RELEASE: list[tuple[str, list[dict[str, Any]]]] = [
+    # flash: half precision since Ampere, up to heads of 256, of any size below
+    ("flash", [{"dtype": d, "capability": c} for d in (FP16, BF16) for c in (A100, ORIN, RTX_4090, RTX_5090, SPARK)]),
+    ("flash", [{"dtype": BF16, "capability": A100, "size": s} for s in (20, 66, 128, 192, 200, 224, 232, 256)]),
+    ("flash", [{"dtype": BF16, "capability": A100, "key_heads": k} for k in (1, 2, 8)]),
+    ("flash", [{"dtype": BF16, "capability": A100, "dropout": p} for p in (0.1, 0.25)]),
+    ("flash", [{"dtype": BF16, "capability": A100, "size": 256, "dropout": 0.1}]),
+    # no room for the backward of wide heads in the shared memory of these cards
+    ("flash", [{"dtype": BF16, "capability": c, "size": s} for c in (RTX_4090, RTX_5090) for s in (192, 232, 256)]),
+    ("efficient", [{"dtype": BF16, "capability": c, "size": s} for c in (ORIN, RTX_4090, SPARK) for s in (200, 224)]),
+    ("efficient", [{"dtype": BF16, "capability": RTX_4090, "size": s, "dropout": 0.1} for s in (200, 232, 256)]),
+    ("flash", [{"dtype": BF16, "capability": RTX_4090, "size": s, "needs_grad": False} for s in (200, 224)]),
+    # what flash has not: wider heads, values of another size, a mask, causal rows and columns of different lengths
+    ("efficient", [{"dtype": BF16, "capability": A100, "size": s} for s in (264, 320, (192, 128), (64, 96))]),
+    ("efficient", [{"dtype": BF16, "capability": A100, "mask": a_mask(dtype=BF16), "dropout": p} for p in (0.0, 0.1)]),
+    ("efficient", [{"dtype": BF16, "capability": A100, "lengths": (64, 128), "is_causal": True}]),
+    ("flash", [{"dtype": BF16, "capability": A100, "lengths": (64, 128)}]),
+    # memory-efficient: any card, but bf16 from Ampere on; heads by what a load of its matrix products takes
+    ("efficient", [{"dtype": d, "capability": c} for d in (FP16, FP32) for c in (V100, T4)]),
+    ("efficient", [{"dtype": FP32, "capability": c} for c in (A100, RTX_4090, H100, B200, RTX_5090)]),
+    ("efficient", [{"dtype": FP16, "capability": T4, "size": s} for s in (72, 256, 512)]),
+    ("efficient", [{"dtype": FP32, "capability": A100, "size": s} for s in (20, 68, 320)]),
+    ("efficient", [{"dtype": FP32, "capability": T4, "size": s} for s in (20, 66, 67)]),
+    ("efficient", [{"dtype": FP32, "capability": T4, "mask": a_mask(dtype=FP32), "dropout": 0.1}]),
+    ("math", [{"dtype": FP16, "capability": T4, "size": s} for s in (20, 66, 68, (64, 68))]),
+    ("math", [{"dtype": FP32, "capability": A100, "size": s} for s in (66, 67, (64, 66))]),
+    ("math", [{"dtype": BF16, "capability": A100, "size": s, "mask": a_mask(dtype=BF16)} for s in (20, 66)]),
+    ("math", [{"dtype": BF16, "capability": c} for c in (V100, T4)]),
+    # no kernel at all
+    ("math", [{"dtype": FP64, "capability": c} for c in (T4, A100, H100)]),
+    ("math", [{"dtype": d, "capability": UNKNOWN} for d in (BF16, FP32)]),
+    ("math", [{"dtype": BF16, "capability": A100, "mask": a_mask(1, 1, 128, 1, dtype=BF16).expand(1, 1, 128, 128)}]),
+    # cuDNN: half precision, where it is preferred
+    ("cudnn", [{"dtype": d, "capability": c} for d in (FP16, BF16) for c in PREFERRING]),
+    ("cudnn", [{"dtype": BF16, "capability": H100, "key_heads": k, "size": 128} for k in (1, 2)]),
+    ("cudnn", [{"dtype": BF16, "capability": c, "mask": a_mask(dtype=BF16)} for c in PREFERRING]),
+    ("cudnn", [{"dtype": BF16, "capability": H100, "lengths": (64, 128), "is_causal": True}]),
+    ("cudnn", [{"dtype": BF16, "capability": H100, "dropout": p} for p in (0.0625, 0.125, 0.5)]),
+    ("cudnn", [{"dtype": BF16, "capability": c, "size": (192, 128)} for c in PREFERRING]),
+    ("flash", [{"dtype": BF16, "capability": c, "prefers_cudnn": False} for c in PREFERRING]),
+    ("flash", [{"dtype": BF16, "capability": H100, "size": s} for s in (20, 66, 132)]),
+    ("flash", [{"dtype": BF16, "capability": c, "size": s} for c in (B200, B300) for s in (136, 200, 248)]),
+    ("flash", [{"dtype": BF16, "capability": H100, "lengths": (1, 1)}]),
+    ("flash", [{"dtype": BF16, "capability": H100, "lengths": (1, 128), "dropout": 0.5}]),
+    ("cudnn", [{"dtype": BF16, "capability": H100, "lengths": (1, 128)}]),
+    ("efficient", [{"dtype": BF16, "capability": H100, "mask": a_mask(dtype=BF16).requires_grad_()}]),  # T5's positions
+    ("efficient", [{"dtype": BF16, "capability": H100, "mask": a_mask(1, 128, 128, dtype=BF16)}]),
+    ("efficient", [{"dtype": BF16, "capability": H100, "size": s} for s in (264, (64, 264))]),
+]
+
+
+@pytest.mark.parametrize("release", ANY)
+def test_the_kernel_of_a_card(release: tuple[int, int], in_release: Switch) -> None:
+    """By torch's ``sdp_utils.cpp`` and ``sdp_utils_cpp.h``."""
+    in_release(release)
+    cases = [(kernel, case) for kernel, group in SAME_IN_EVERY_RELEASE for case in group]
+    assert [(attended_by(**case), case) for _, case in cases] == cases
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "head_size", "has_mask", "shares_heads", "kernel"),
+    ("kernels_by_release", "case"),
     [
-        (HALF, T4, 64, False, False, "efficient"),
-        (HALF, T4, 64, False, True, "math"),  # no kernel before Ampere shares heads
-        (HALF, T4, 64, True, False, "efficient"),
-        (torch.bfloat16, T4, 64, False, False, "math"),
-        (SINGLE, A100, 64, False, False, "efficient"),
-        (SINGLE, A100, 64, False, True, "math"),
-        (SINGLE, H100, 64, False, True, "math"),
-        (SINGLE, A100, 66, False, False, "math"),
-        (HALF, A100, 64, False, True, "flash"),
-        (HALF, A100, 256, False, True, "flash"),
-        (HALF, A100, 320, False, False, "efficient"),
-        (HALF, A100, 64, True, False, "efficient"),
-        (HALF, A100, 64, True, True, "math"),
-        (HALF, RTX_4090, 192, False, True, "flash"),
-        (HALF, RTX_4090, 224, False, False, "efficient"),  # flash attention has no backward for it there
-        (HALF, RTX_4090, 224, False, True, "math"),
-        (DOUBLE, H100, 64, False, False, "math"),
+        # sixteenths alone, from 2.12 on: cuDNN would round the others
+        ("cudnn flash flash flash", {"dtype": BF16, "capability": H100, "dropout": 0.1}),
+        ("cudnn efficient efficient efficient", {"dtype": BF16, "capability": B200, "dropout": 0.1, "mask": a_mask()}),
+        # wide heads: on Hopper up to 2.13; from 2.14 on of 256, with cuDNN 9.23
+        ("cudnn cudnn cudnn flash", {"dtype": BF16, "capability": H100, "size": 136}),
+        ("cudnn cudnn cudnn flash", {"dtype": BF16, "capability": H100, "size": 192}),
+        ("cudnn cudnn cudnn cudnn", {"dtype": BF16, "capability": H100, "size": 256}),
+        ("cudnn cudnn cudnn cudnn", {"dtype": BF16, "capability": H100, "size": 192, "needs_grad": False}),
+        ("cudnn cudnn cudnn efficient", {"dtype": BF16, "capability": H100, "size": 192, "mask": a_mask()}),
+        ("flash flash flash cudnn", {"dtype": BF16, "capability": B200, "size": 256}),
+        ("flash flash flash cudnn", {"dtype": BF16, "capability": B300, "size": 200, "needs_grad": False}),
+        ("cudnn cudnn cudnn efficient", {"dtype": BF16, "capability": H100, "size": (128, 256)}),
+        # the memory-efficient kernel shares heads from 2.14 on
+        ("math math math efficient", {"dtype": FP16, "capability": T4, "key_heads": 2}),
+        ("math math math efficient", {"dtype": FP32, "capability": H100, "key_heads": 1}),
+        ("math math math efficient", {"dtype": BF16, "capability": A100, "key_heads": 2, "mask": a_mask()}),
+        ("math math math efficient", {"dtype": BF16, "capability": RTX_4090, "key_heads": 2, "size": 224}),
+        ("math math math math", {"dtype": BF16, "capability": A100, "key_heads": 2, "size": 66, "mask": a_mask()}),
     ],
 )
-def test_the_kernel_of_a_card(
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    head_size: int,
-    has_mask: bool,
-    shares_heads: bool,
-    kernel: str,
+def test_the_kernel_of_a_card_by_release(kernels_by_release: str, case: dict[str, Any], in_release: Switch) -> None:
+    found = []
+    for release in ANY:
+        in_release(release)
+        found.append(attended_by(**case))
+    assert found == kernels_by_release.split()
+
+
+def test_what_needs_no_gradient_now_needs_no_backward(in_release: Switch) -> None:
+    in_release(TORCH_2_13)
+    with torch.no_grad():
+        assert attended_by(BF16, RTX_4090, 224) == "flash"
+
+
+def test_heads_of_256_need_a_new_cudnn(in_release: Switch, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_release(NEWEST)
+    monkeypatch.setattr(kernels, "CUDNN", 92200)
+    sizes = (128, (192, 128), 192, 256)
+    assert [attended_by(BF16, H100, size) for size in sizes] == ["cudnn", "cudnn", "flash", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("version", "variable", "is_first"),
+    [(91500, "", False), (91501, "", True), (91501, "0", True), (92000, "1", False)],
+)
+def test_cudnn_comes_first_if_it_is_new_enough_and_not_switched_off(
+    version: int, variable: str, is_first: bool
 ) -> None:
-    query = torch.empty(1, 8, 128, head_size, dtype=dtype, device="meta", requires_grad=True)
-    mask = torch.empty(1, 1, 128, 128, device="meta") if has_mask else None
-    assert attention_kernel(query, mask, 0.0, Target("cuda", capability), shares_heads) == kernel
+    """``TORCH_CUDNN_SDPA_DEPRIORITIZED`` is torch's own."""
+    code = (
+        "import torch\n"
+        f"torch.backends.cudnn.version = lambda: {version}\n"
+        "from tests.memory.test_memory_kernels import BF16, H100, attended_by\n"
+        "print(attended_by(BF16, H100))\n"
+    )
+    environment = {**os.environ, "TORCH_CUDNN_SDPA_DEPRIORITIZED": variable, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.stdout.strip() == ("cudnn" if is_first else "flash"), done.stderr
 
 
 @pytest.mark.gpu
 def test_the_kernel_is_the_one_that_torch_chooses_on_this_card() -> None:
-    capability = torch.cuda.get_device_capability()
-    names = {SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "efficient"}
-    names[SDPBackend.CUDNN_ATTENTION] = "cudnn"
+    card = target_of(this_device())
     wrong = []
-    cases = itertools.product((HALF, torch.bfloat16, SINGLE), (32, 64, 128, 200, 224, 256), (False, True), (8, 2))
-    for dtype, head_size, has_mask, key_heads in cases:
-        query, key = (
-            torch.empty(1, heads, 128, head_size, dtype=dtype, device="cuda", requires_grad=True)
-            for heads in (8, key_heads)
-        )
-        mask = torch.zeros(1, 1, 128, 128, dtype=dtype, device="cuda") if has_mask else None
-        choice = torch._fused_sdp_choice(query, key, key, mask, 0.0, not has_mask, enable_gqa=key_heads != 8)
-        chosen = names[SDPBackend(choice)]
-        card = Target("cuda", capability, prefers_cudnn=chosen == "cudnn")
-        planned = attention_kernel(query, mask, 0.0, card, key_heads != 8)
-        if planned != chosen:
-            wrong.append((dtype, head_size, has_mask, key_heads, planned, chosen))
+    cases = itertools.product(
+        (FP16, BF16, FP32),
+        (20, 32, 64, 66, 128, 136, 192, 200, 224, 256, 320),
+        (8, 2, 1),
+        (0.0, 0.1, 0.125),
+        (True, False),
+    )
+    for dtype, size, key_heads, dropout, needs_grad in cases:
+        for mask_dtype in (None, dtype, torch.bool):
+            query, key = (
+                torch.empty(1, heads, 128, size, dtype=dtype, device="cuda", requires_grad=needs_grad)
+                for heads in (8, key_heads)
+            )
+            mask = None if mask_dtype is None else torch.ones(1, 1, 128, 128, dtype=mask_dtype, device="cuda")
+            choice = torch._fused_sdp_choice(query, key, key, mask, dropout, mask is None, enable_gqa=key_heads != 8)
+            chosen = SDPBackend(choice).name.lower().removesuffix("_attention")
+            planned = attention_kernel(card, (query, key, key), mask, dropout, mask is None)
+            if planned != chosen:
+                wrong.append((dtype, size, key_heads, dropout, needs_grad, mask_dtype, planned, chosen))
     assert not wrong

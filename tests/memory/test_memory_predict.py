@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import ROOT
 from torch import Tensor
 
 from train.config import Config, from_values, to_values
 from train.extras.activations.recompute import MIN_OFFLOADED_BYTES, PIECE_BYTES, OffloadedInputs, enable_checkpointing
+from train.extras.meter.flops import count_flops
 from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
@@ -26,6 +28,7 @@ from train.extras.meter.tracker import (
     tag_gradients,
     tag_held,
 )
+from train.memory.plan import host_bytes
 from train.memory.predict import Job, Prediction, Predictor, Target, random_batch
 from train.memory.trial import build, run_of
 from train.records import UserError
@@ -342,6 +345,36 @@ def test_sharding_divides_what_is_kept_and_ddp_adds_buckets(predictor: Predictor
     assert fsdp.num_parameters == alone.num_parameters
     for kind in (PARAMETERS, OPTIMIZER_STATE):
         assert alone.bytes_by_kind[kind] / 9 < fsdp.bytes_by_kind[kind] < alone.bytes_by_kind[kind] / 5
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_shards_on_the_host_are_not_on_the_card(world_size: int, predictor: Predictors) -> None:
+    one = replace(job(target=H100, mixed_precision="bf16"), world_size=world_size)
+    there, here = (predictor.predict(replace(one, sharding=s)) for s in ("fsdp2", "fsdp2_offload"))
+    shard = 4 * there.num_parameters / world_size
+    on_card = [found.bytes_by_kind[PARAMETERS] + found.bytes_by_kind[OPTIMIZER_STATE] for found in (there, here)]
+    assert on_card[0] >= 3 * shard  # weights and two moments
+    assert on_card[1] < 0.35 * on_card[0]  # buffers, and what one layer gathers
+    assert here.peak_bytes < there.peak_bytes - 2 * shard
+    assert host_bytes(replace(one, sharding="fsdp2_offload"), here) == pytest.approx(4 * shard, rel=0.001)
+    assert host_bytes(replace(one, sharding="fsdp2"), there) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_plan_and_a_run_count_the_same_operations(dtype: str, predictor: Predictors) -> None:
+    """Half of the square of causal attention, in both."""
+    length = 4096
+    settings: dict[str, Any] = {"length": length, "loss": "full", "target": H100, "mixed_precision": dtype}
+    planned = predictor.predict(job(LLAMA, **settings)).flops
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**LLAMA, vocab_size=600), attn_implementation="sdpa"
+    )
+    counted = count_flops(model, length, is_causal=True)
+    assert counted is not None
+    attention = 3 * 4 * 2 * length * length / 2 * 64  # forward and twice as much, two layers, half of the square
+    assert counted.of(length) > attention > 0.5 * counted.of(length)
+    # A flash kernel computes the scores once more in backward: five products instead of four.
+    assert planned == pytest.approx(2 * (counted.of(length) + attention / 6), rel=0.01)
 
 
 def test_zero_keeps_half_precision_weights_and_its_part_of_the_rest(predictor: Predictors) -> None:

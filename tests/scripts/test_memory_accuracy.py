@@ -164,17 +164,18 @@ def test_a_title_names_the_model() -> None:
 
 def test_the_truth_table_is_what_the_planner_expects() -> None:
     cases = attention_kernels.cases()
-    assert len(cases) == len(set(cases)) == 396
+    assert len(cases) == len(set(cases)) == 594
     expected = {case: attention_kernels.expected(case, Target("cuda", (7, 5))) for case in cases}
     assert {expected[case] for case in cases if case.dtype == "bfloat16"} == {"math"}
-    query = torch.empty(1, 8, 8, 64, dtype=torch.float16, device="meta", requires_grad=True)
+    query, key = (torch.empty(1, heads, 8, 64, dtype=torch.float16, device="meta") for heads in (8, 2))
     case = attention_kernels.Case("float16", 8, 2, 64, False, 0.0)
-    assert expected[case] == attention_kernel(query, None, 0.0, Target("cuda", (7, 5)), True)
+    assert expected[case] == attention_kernel(Target("cuda", (7, 5)), (query, key, key), is_causal=True)
 
 
 def test_where_torch_chooses_otherwise_is_shown_first_and_is_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("train.memory.kernels.RELEASE", (2, 13))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("train.memory.devices.this_device", lambda: find_device("h100"))
     monkeypatch.setattr(attention_kernels.building, "this_target", lambda: Target("cuda", (9, 0), True))
@@ -188,7 +189,7 @@ def test_where_torch_chooses_otherwise_is_shown_first_and_is_status_1(
     assert attention_kernels.main() == EXIT_ERROR
     said = capsys.readouterr().out
     assert said.index("## Where they differ") < said.index("## All")
-    assert "| bfloat16 | 8 on 2 | 32, 64, 72, 96, 128 | no | yes | cudnn | math |" in said
+    assert "| bfloat16 | 8 on 2 | 32, 64, 72, 96, 128, 192, 200, 224, 256 | no | 0.125 | cudnn | math |" in said
 
 
 @pytest.mark.gpu

@@ -72,7 +72,8 @@ def _diagnosis(oom: OutOfMemory, weights_fill: bool) -> tuple[str, str]:
     if oom.on_host:
         return "host", (
             "the machine's main memory (RAM) was full, not the GPU's. In a training on a GPU it holds the data, its "
-            "workers and the weights while they load; in a training on a CPU it holds everything."
+            "workers, the weights while they load, and what is offloaded: with fsdp2_offload.yaml weights, gradients "
+            "and optimizer state, which fsdp2.yaml keeps on the GPUs. In a training on a CPU it holds everything."
         )
     if not requested and not total:
         return "unknown", (

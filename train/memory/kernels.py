@@ -10,7 +10,8 @@ Cross-Entropy with gradients summed in fp32 (Triton ≥ 3.2), and Liger Kernel 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,6 +45,10 @@ def patched(module: Any, name: str, value: Any) -> AbstractContextManager[Any]:
 attention, fused = module_of("long_sequences", "attention"), module_of("losses", "fused")
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+CUDNN = torch.backends.cudnn.version() or (92400 if RELEASE >= (2, 14) else 91900)  # that of CUDA 13's wheels
+# Older ones are wrong for some lengths; the variable is torch's own.
+CUDNN_FIRST = CUDNN > 91500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.7, 0.8  # shares of the published rates that large kernels reach
 LAUNCH_SECONDS = 5e-6  # least time of an operator: launching its kernel
 
@@ -65,10 +70,9 @@ class Costs:
         if func.is_view or func.namespace not in ("aten", "torch_attn"):
             return
         inputs, outputs = tensors_in(args), tensors_in(result)
-        if not outputs or outputs[0].device.type == "meta":
+        is_between_devices = func is aten.copy_.default and len({t.device.type for t in inputs}) > 1
+        if not outputs or outputs[0].device.type == "meta" or is_between_devices:  # the plan adds waiting for the host
             return
-        if func is torch.ops.aten.copy_.default and len({t.device.type for t in inputs}) > 1:
-            return  # between host and device: the plan adds the time that waits for it
         flops, formula = 0.0, flop_registry.get(func.overloadpacket)
         if func.namespace == "torch_attn" or (formula is not None and "_scaled_dot_product" in func._schema.name):
             names = [argument.name for argument in func._schema.arguments]
@@ -103,25 +107,43 @@ def _attention_flops(name: str, given: dict[str, Any]) -> float:
 
 
 def attention_kernel(
-    query: Tensor, mask: Tensor | None, dropout: float, card: Target, shares_heads: bool = False
+    card: Target, tensors: Sequence[Tensor], mask: Tensor | None = None, dropout: float = 0.0, is_causal: bool = False
 ) -> str:
-    """The kernel that ``scaled_dot_product_attention`` runs on a card for ``query`` (B, H, S, D): cudnn, flash ...
+    """The kernel that ``scaled_dot_product_attention`` runs on ``card``: cudnn, flash, efficient or math.
 
-    A card ``prefers_cudnn`` on Hopper and data-centre Blackwell with a cuDNN newer than 9.15. The efficient kernel has
-    no ``shares_heads``: ``enable_gqa`` with fewer heads of keys and values.
+    For query (B, H, S, D), key (B, H', T, D) and value (B, H', T, D'); H' below H: with ``enable_gqa``.
     """
-    half, head_size = query.dtype in HALF, query.shape[-1]
-    if query.dtype not in (*HALF, torch.float32) or query.ndim != 4:
+    query, key, value = tensors
+    sizes, capability = (query.shape[-1], value.shape[-1]), card.capability
+    is_half, is_strided = query.dtype in HALF, any(t.stride(-1) != 1 for t in (*tensors, mask) if t is not None)
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if query.ndim != 4 or is_strided or not (is_half or query.dtype == torch.float32) or capability > (12, 1):
         return "math"
-    if card.prefers_cudnn and half and head_size % 8 == 0 and head_size <= 128:
-        return "cudnn"
-    wide = head_size > 192 and card.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-    banned = wide and query.requires_grad and (head_size <= 224 or dropout > 0)
-    if mask is None and half and head_size <= 256 and card.capability >= (8, 0) and not banned:
+    if is_half and card.prefers_cudnn and CUDNN_FIRST and _cudnn_takes(sizes, capability, trains):
+        is_known_dropout = RELEASE < (2, 12) or dropout * 16 % 1 == 0  # cuDNN counts in sixteenths
+        is_single = key.shape[2] == 1 or (dropout > 0 and query.shape[2] == 1)
+        is_known_mask = mask is None or (mask.ndim in (2, 4) and not mask.requires_grad)
+        if is_known_dropout and is_known_mask and not is_single:
+            return "cudnn"
+    is_narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # no room for the backward of wide heads
+    lacks_backward = is_narrow and trains and sizes[0] > 192 and (sizes[0] <= 224 or dropout > 0)
+    is_plain = mask is None and not (is_causal and query.shape[2] != key.shape[2])
+    if is_half and capability >= (8, 0) and sizes[0] == sizes[1] <= 256 and is_plain and not lacks_backward:
         return "flash"
-    if card.capability < (8, 0) and query.dtype == torch.bfloat16:
-        return "math"
-    return "efficient" if (half or head_size % 4 == 0) and not shares_heads else "math"
+    has_tensor_cores = capability >= ((7, 0) if is_half else (8, 0))
+    is_aligned = not has_tensor_cores or all(size % (8 if is_half else 4) == 0 for size in sizes)
+    lacks_type = query.dtype == torch.bfloat16 and capability < (8, 0)
+    lacks_heads = query.shape[1] != key.shape[1] and RELEASE < (2, 14)
+    return "efficient" if is_aligned and not lacks_type and not lacks_heads else "math"
+
+
+def _cudnn_takes(sizes: tuple[int, int], capability: tuple[int, int], trains: bool) -> bool:
+    """Whether torch lets cuDNN attend with heads of these sizes, of query and value, on a card that prefers it."""
+    widest, is_new = max(sizes), RELEASE >= (2, 14)
+    always = widest <= 128 or sizes == (192, 128)  # the latter are DeepSeek's
+    on_hopper = not is_new and capability == (9, 0) and widest <= 256
+    since_then = is_new and CUDNN > 92200 and (sizes == (256, 256) or (widest <= 256 and not trains))
+    return (always or on_hopper or since_then) and all(size % 8 == 0 for size in sizes)
 
 
 @contextmanager
@@ -146,18 +168,17 @@ def card_attention(card: Target) -> Iterator[set[str]]:
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             query, key, value, attn_mask = _cast((query, key, value, attn_mask), device, dtype)  # pyright: ignore
-        scale, shares_heads = options.get("scale"), options.get("enable_gqa", False) and query.shape[1] != key.shape[1]
-        kernel = "math"  # MPS has no other that trains
+        scale, tensors, kernel = options.get("scale"), (query, key, value), "math"  # MPS has no other that trains
         if device == "cuda":
-            kernel = attention_kernel(query, attn_mask, dropout_p, card, shares_heads)
+            kernel = attention_kernel(card, tensors, attn_mask, dropout_p, is_causal)
         used.add(kernel)
         if kernel == "math":
             run = aten._scaled_dot_product_attention_math
             return run(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
-        head_size = query.shape[-1]
-        if head_size % 8:
+        head_size, value_size = query.shape[-1], value.shape[-1]
+        if kernel == "flash" and head_size % 8:
             scale = head_size**-0.5 if scale is None else scale
-            query, key, value = (F.pad(t, (0, 8 - head_size % 8)) for t in (query, key, value))
+            query, key, value = (F.pad(t, (0, 8 - head_size % 8)) for t in tensors)
         if attn_mask is not None:
             if attn_mask.dtype == torch.bool:  # torch turns it into one to add, of the query's type
                 zero, never = (torch.full((), x, dtype=query.dtype, device=query.device) for x in (0.0, -torch.inf))
@@ -166,7 +187,7 @@ def card_attention(card: Target) -> Iterator[set[str]]:
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         own = [] if kernel == "flash" else [attn_mask, grad]  # flash knows no mask
         run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
-        return run(query, key, value, *own, dropout_p, is_causal, scale=scale)[0][..., :head_size]
+        return run(query, key, value, *own, dropout_p, is_causal, scale=scale)[0][..., :value_size]
 
     with patch.object(F, "scaled_dot_product_attention", attend), patched(attention, "_attend_at_once", attend_at_once):
         yield used

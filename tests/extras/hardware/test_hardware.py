@@ -55,7 +55,14 @@ def test_a_cpu_computes_in_fp32_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("local_world_size", "asked", "chosen", "threads"),
-    [("1", None, "1", 8), ("2", None, "1", 4), ("16", None, "1", 1), ("2", 3, "1", 3), ("2", None, "5", None)],
+    [
+        ("1", None, "1", 8),
+        ("2", None, "1", 4),
+        ("16", None, "1", 1),
+        ("2", 3, "1", 3),
+        ("2", 3, "5", 3),
+        ("2", None, "5", None),
+    ],
 )
 def test_a_process_takes_its_share_of_the_cores(
     local_world_size: str,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from train import checkpoint, extras, optim
 from train.config import Config, fields, from_values
 from train.extras.activations.recompute import enable_checkpointing
-from train.extras.optimizers import Extra
+from train.extras.optimizers import Extra, offload
 from train.extras.optimizers.few_bits import ADDED, Bf16AdamW, random_halves, round_at_random_
 from train.extras.optimizers.in_backward import InBackward
 from train.extras.optimizers.offload import MASTER, Link, OffloadedAdamW
@@ -256,6 +256,46 @@ def test_the_next_gradient_is_under_way_while_one_is_used() -> None:
         offloaded.step(batch)
     assert (link.in_flight, link.most_in_flight) == (0, 2)
     assert_same(offloaded.weights, plain.weights)
+
+
+class AtOnce:
+    """Stands for copies to and from a card, which here are over when they are begun; notes the host's buffers."""
+
+    def __init__(self) -> None:
+        self.buffer_bytes: list[int] = []
+        self.places: set[int] = set()  # where gradients arrived
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        self.buffer_bytes.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+        for target, source in pairs:
+            target.copy_(source)
+            self.places.add(target.data_ptr())
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def wait(self, event: Any) -> None: ...
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_two_page_locked_buffers_of_the_largest_weight_serve_every_step(
+    in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's allocator of page-locked memory would round each gradient up to a power of two, and keep them all."""
+    config, transfers = settings(learning_rate=0.01, max_grad_norm=None), AtOnce()
+    monkeypatch.setattr(offload, "StreamTransfers", lambda device: transfers)
+    monkeypatch.setattr(offload, "Link", lambda device, num_bytes: Link(DEVICE, num_bytes))
+    offloaded = config.changed(optimizer_offload=True, optimizer_in_backward=in_backward)
+    plain, found = (Training(each, llama()) for each in (config, offloaded))
+    largest = max(p.nbytes for p in found.network.parameters())
+    for batch in batches(3):
+        plain.step(batch)
+        found.step(batch)
+    assert transfers.buffer_bytes == [largest, largest]
+    weights = {p.data_ptr() for p in found.network.parameters()}
+    assert len(transfers.places - weights) == (1 if in_backward else 2)  # one weight a step: the first slot
+    assert_same(found.weights, plain.weights)
 
 
 # ---- in backward -----------------------------------------------------------------------------------------------------

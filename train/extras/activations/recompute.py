@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,11 +49,10 @@ def enable_checkpointing(model: nn.Module, mode: str, every_n_layers: int = 1, o
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every_n_layers == 0
-    offloaded = None
+    offloaded = cache(OffloadedInputs)  # one for all layers, which share the function
     for module in model.modules() if offload else ():  # where transformers' own switch puts it
         if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
-            offloaded = offloaded or OffloadedInputs(checkpoint)
-            vars(module)["_gradient_checkpointing_func"] = offloaded
+            vars(module)["_gradient_checkpointing_func"] = offloaded(checkpoint)
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

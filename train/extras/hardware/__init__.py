@@ -35,9 +35,7 @@ class Options:
 
 class Extra(extras.Extra):
     Options = Options
-
-    def __init__(self) -> None:
-        self._precision_line: str | None = None
+    _precision_line: str | None = None
 
     def change_launch(self, config: Config, launch: Launch) -> Launch:
         """``launch`` with the precision that will be used; the device is set up, and CPU processes are connected."""

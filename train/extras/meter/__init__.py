@@ -32,12 +32,10 @@ class Options:
 
 class Extra(extras.Extra):
     Options = Options
-
-    def __init__(self) -> None:
-        self.meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
-        self.snapshot: Path | None = None  # torch's record of allocations, if asked for
-        self._flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
-        self._work = [0.0, 0.0]  # FLOPs and tokens of this rank since the last line of the log
+    meter: Any = None  # :class:`train.extras.meter.memory.MemoryMeter`, once the model is there
+    snapshot: Path | None = None  # torch's record of allocations, if asked for
+    _flops: Any = None  # :class:`train.extras.meter.flops.ModelFlops`, where the device's rate is known
+    _work = (0.0, 0.0)  # FLOPs and tokens of this rank since the last line of the log
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         if not run.is_planned:
@@ -81,7 +79,7 @@ class Extra(extras.Extra):
             from train.extras.meter.flops import text_lengths
 
             lengths = [length for batch in micro_batches for length in text_lengths(batch) if length]
-            self._work = [self._work[0] + sum(map(self._flops.of, lengths)), self._work[1] + sum(lengths)]
+            self._work = self._work[0] + sum(map(self._flops.of, lengths)), self._work[1] + sum(lengths)
         return self.meter.measure(phase, micro_batches) if self.meter is not None else nullcontext()
 
     def mark(self, phase: str) -> None:
@@ -92,7 +90,7 @@ class Extra(extras.Extra):
         values["mfu"] = None
         if self._flops is not None:  # of all ranks: the first has the longest texts
             flops, tokens = map(sum, zip(*exchange(self._work), strict=True))
-            self._work = [0.0, 0.0]
+            self._work = 0.0, 0.0
             if tokens:
                 values["mfu"] = values["tokens_per_second"] * flops / tokens / self._peak_flops_per_second
         values.update(self.meter.interval() if self.meter is not None else _highest(run))

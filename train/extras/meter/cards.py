@@ -90,7 +90,7 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
 
     None for a device that is not known, and for a type that it cannot multiply.
     """
-    field = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "tf32": "bf16"}.get(precision)
-    rate = getattr(find_card(device_name), field, None) if field else None
+    field = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "tf32": "bf16"}.get(precision, "")
+    rate = getattr(find_card(device_name), field, None)
     # half of bf16's rate in the data sheet of every card above that has both
     return rate / 2 if rate and precision == "tf32" else rate

@@ -58,8 +58,7 @@ class CudaMeter(MemoryMeter):
             self._count_held()
 
     def _end(self, completed: bool) -> None:
-        trained = completed and self.phase != "evaluation"
-        if trained:  # the first step made the optimizer's state
+        if trained := (completed and self.phase != "evaluation"):  # the first step made the optimizer's state
             self._count_held()
         self._mark(ELSEWHERE)
         if trained:
@@ -90,8 +89,7 @@ class CudaMeter(MemoryMeter):
 
     def _kinds(self, peak_bytes: int) -> dict[str, int]:
         sizes = {**self._held, ACTIVATIONS: self._activations, LOGITS: self._logits, WORKSPACE: peak_bytes}
-        if not self._has_gradients:
-            sizes[GRADIENTS] = 0
+        sizes[GRADIENTS] *= self._has_gradients
         for kind in KINDS:  # in this order; the last, workspace, is the rest
             sizes[kind] = min(sizes[kind], peak_bytes)
             peak_bytes -= sizes[kind]

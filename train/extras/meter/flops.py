@@ -57,8 +57,7 @@ def text_lengths(batch: MicroBatch) -> list[float]:
         return [length for row in documents.lengths for length in row]
     if (mask := batch.inputs.get("attention_mask")) is not None:
         return mask.sum(1).tolist()
-    rows = batch.shape[0]
-    return [batch.num_tokens / rows] * rows
+    return [batch.num_tokens / batch.shape[0]] * batch.shape[0]
 
 
 def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> ModelFlops | None:
@@ -95,9 +94,7 @@ def count_flops(model: nn.Module, longest: int, is_causal: bool = False) -> Mode
 class _FlopCounter(TorchDispatchMode):
     """Adds up torch's formulas without operators that backward repeats, which ``FlopCounterMode`` cannot tell apart."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = self._num_operators = 0
+    flops = _num_operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -124,11 +124,7 @@ class MemoryMeter:
             self._mark(phase)
 
     def interval(self) -> dict[str, Any]:
-        """Bytes since the last call; names as of :meth:`summary`.
-
-        On a CPU the peak of a step that was not followed is the smallest that was measured of a step at least as
-        large: exact where a step of the same shapes was followed, never too small.
-        """
+        """Bytes since the last call; names as of :meth:`summary`."""
         self._between()
         interval, self._interval, self._run = self._interval, NOTHING, self._run.merged(self._interval)
         return interval.figures()

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
@@ -182,11 +183,9 @@ class StorageTracker(TorchDispatchMode):
 
     def see_all(self, result: Any) -> None:
         """Counts every tensor of an operator's result."""
-        if isinstance(result, Tensor):
-            self.see(result)
-        elif isinstance(result, tuple | list):
-            for part in result:
-                self.see_all(part)
+        for part in tree_leaves(result):
+            if isinstance(part, Tensor):
+                self.see(part)
 
 
 def num_classes_of(network: nn.Module, num_labels: int, vocabulary: int) -> int:

@@ -88,6 +88,7 @@ class Extra(extras.Extra):
     def build_optimizer(self, config: Config, groups: list[dict[str, Any]], device: torch.device) -> Any:
         from torch.optim import SGD, Adafactor
 
+        from train.extras.optimizers import few_bits, offload
         from train.optim import adam_settings
 
         own, optim, settings = config.of(Options), config.optimization, adam_settings(config.optimization)
@@ -96,17 +97,11 @@ class Extra(extras.Extra):
         if optim.optimizer == "sgd":
             return SGD(groups, lr=optim.learning_rate, momentum=own.sgd_momentum)
         if optim.optimizer == "adamw_8bit":
-            from train.extras.optimizers.few_bits import eight_bit_adamw
-
-            return eight_bit_adamw(groups, **settings)
+            return few_bits.eight_bit_adamw(groups, **settings)
         if own.bf16_update != "nearest":
-            from train.extras.optimizers.few_bits import Bf16AdamW
-
-            return Bf16AdamW(groups, own.bf16_update, optim.seed, **settings)
+            return few_bits.Bf16AdamW(groups, own.bf16_update, optim.seed, **settings)
         if own.optimizer_offload and (device.type != "cpu" or config.architecture.dtype == "bfloat16"):  # originals
-            from train.extras.optimizers.offload import OffloadedAdamW
-
-            return OffloadedAdamW(groups, **settings)
+            return offload.OffloadedAdamW(groups, **settings)
         return None
 
     def wrap_step(self, run: Run, engine: Engine) -> Engine:

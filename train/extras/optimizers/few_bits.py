@@ -33,10 +33,9 @@ class Bf16AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Updates every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_of(parameter, group)
+        work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, group in work:
+            self._step_of(parameter, group)
 
     def _step_of(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, names = self.state[parameter], ["exp_avg", "exp_avg_sq"]

@@ -82,8 +82,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         work = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not work:
             return
-        if self._link is None:
-            self._link = Link(work[0][1].device, self._largest_bytes)
+        self._link = self._link or Link(work[0][1].device, self._largest_bytes)
         self._link.fetch(0, work[0][1].grad)
         for number, (group, parameter) in enumerate(work):
             slot = number % 2
