@@ -15,7 +15,7 @@ from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.memory.predict import Predictor
-from train.records import Run, UserError
+from train.records import Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +72,7 @@ class Extra(extras.Extra):
             return  # real numbers next to a plan's fake ones have damaged the heap (torch 2.13)
         obstacle = obstacle_to_batches(network, task, run.config, sizes)
         if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
-            raise UserError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
+            raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
 
     def ready(self, run: Run, parts: Parts) -> None:
         if not run.outputs.is_complete(parts.total_steps):

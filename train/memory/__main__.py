@@ -7,6 +7,8 @@ import itertools
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -107,8 +109,7 @@ def run_plan(arguments: list[str]) -> None:
         show_grid(request)
         return
     question, command = request.question, None
-    with Predictor() as predictor:
-        predictions = Predictions(predictor, announce)
+    with predictions_of(question) as predictions:
         if "max_length" in request.open:
             length, setting = longest_length(question, predictions)
             if not length:
@@ -132,8 +133,8 @@ def show_grid(request: Namespace) -> None:
     from train.memory.grid import draw, grid_text, make_grid
 
     question = request.question
-    with Predictor() as predictor:
-        grid = make_grid(question, Predictions(predictor, announce), request.lengths, request.micro_batch_sizes)
+    with predictions_of(question) as predictions:
+        grid = make_grid(question, predictions, request.lengths, request.micro_batch_sizes)
     cells = [advice.outcome_values(question, cell) for row in grid for cell in row]
     show(request, grid_text(question, grid), {"device": asdict(question.device), "cells": cells})
     if request.picture is not None:
@@ -143,8 +144,8 @@ def show_grid(request: Namespace) -> None:
 def run_predict(arguments: list[str]) -> None:
     """``predict``: the configuration as it stands."""
     request = read_request("predict", arguments)
-    with Predictor() as predictor:
-        outcome = predicted(request.question, Predictions(predictor, announce))
+    with predictions_of(request.question) as predictions:
+        outcome = predicted(request.question, predictions)
     show(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
 
 
@@ -154,6 +155,17 @@ def run_explain(arguments: list[str]) -> None:
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
     piped = arguments in ([], ["-"])  # a log may hold bytes of any kind
     print(explain(sys.stdin.buffer.read().decode(errors="replace") if piped else " ".join(arguments)))
+
+
+@contextmanager
+def predictions_of(question: Question) -> Iterator[Predictions]:
+    """Predictions; while their process starts, the model is tried: UsageError if a run would refuse it."""
+    from train.memory.trial import try_model  # here: --help does not wait for torch
+
+    with Predictor() as predictor:
+        predictor.start()
+        try_model(question)
+        yield Predictions(predictor, announce)
 
 
 def read_request(command: str, arguments: list[str]) -> Namespace:

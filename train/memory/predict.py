@@ -59,6 +59,14 @@ class Job:
     world_size: int = 1
     sharding: str = "none"  # none, ddp, fsdp2, fsdp2_offload, zero2 or zero3
 
+    @property
+    def tokenizer_and_labels(self) -> tuple[Any, list[str]]:
+        """Stand-ins for the tokenizer, of which a model is told length and marks, and for the names of the classes."""
+        names = [f"{name}_token_id" for name in ("bos", "eos", "pad", "cls", "sep")]
+        known = dict(zip(names, (*self.special_tokens, None, None), strict=True))
+        tokenizer = type("Tokenizer", (), {**known, "__len__": lambda _: self.vocab_size})()
+        return tokenizer, [str(number) for number in range(self.num_labels)]
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -52,7 +52,8 @@ class MemorySession:
         run, tokenizer = self._run, self._data.tokenizer
         num_labels = len(self._data.examples.label_names)
         job = job_of(config, target_of(this_device()), len(tokenizer), num_labels, world_size=run.launch.world_size)
-        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        _, end = self._data.task.marks(tokenizer)
+        ids = (tokenizer.bos_token_id, *(end or [None]), tokenizer.pad_token_id)
         return replace(
             job,
             values={**job.values, "mixed_precision": job.values["mixed_precision"] or run.launch.precision},

@@ -29,11 +29,12 @@ from train.memory.allocator import replay
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.predict import HALF, STAGE, Job, Prediction, Target, random_batch
+from train.memory.question import Question, job_of, replace_length
 from train.memory.session import make_optimizer_state
-from train.model import build_model
+from train.model import build_model, build_network
 from train.optim import build_optimizer, parameter_counts, parameter_groups
 from train.outputs import Outputs
-from train.records import Run
+from train.records import Run, UserError
 from train.step import Engine
 from train.tasks import load_task
 
@@ -194,20 +195,35 @@ def run_of(job: Job, config: Config) -> Run:
     return Run(config.changed(max_length=longest), launch, accelerator, extras.join(), outputs, [], is_planned=True)
 
 
+def try_model(question: Question) -> None:
+    """Raises UsageError for a model that a run would refuse because of what a small copy of it does.
+
+    Not in the process that predicts, which has no real numbers. A function's model would have to be built whole.
+    """
+    if question.config.architecture.is_function:
+        return
+    config = replace_length(question, min(12, question.config.data.max_length)).config  # a copy gets no more tokens
+    job = job_of(config, Target("cpu"), question.vocab_size, question.num_labels, question.world_size)
+    run, task = replace(run_of(job, config), is_planned=False), load_task(job.task)
+    try:
+        with torch.device("meta"):
+            network = build_network(run, task, *job.tokenizer_and_labels, has_weights=False)
+    except UserError:
+        return  # the prediction says why it cannot be built
+    run.extras.each("check_model", run, network, task, (job.vocab_size, job.num_labels))
+
+
 def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """Prepared model, prepared optimizer, and the network inside the model.
 
     If ``initialised``, with real weights; not for fake ones, as some initialisations repeat until the data is right.
     """
-    labels = [str(number) for number in range(job.num_labels)]
-    names = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), job.special_tokens, strict=True))
-    tokenizer: Any = type("Tokenizer", (), {**names, "__len__": lambda _: job.vocab_size})()
     with ExitStack() as stack:
         if not initialised:
             stack.enter_context(run.accelerator.device)
             stack.enter_context(no_init_weights())
             stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
-        with_loss = build_model(run, load_task(job.task), tokenizer, labels, has_weights=False)
+        with_loss = build_model(run, load_task(job.task), *job.tokenizer_and_labels, has_weights=False)
         with_loss.tie_weights()  # left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
     optim = run.config.optimization

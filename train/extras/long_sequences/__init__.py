@@ -117,11 +117,15 @@ class Extra(extras.Extra):
                 slide(model_config, own.sliding_window)
         return {}
 
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+        if run.config.of(Options).packing and not run.is_planned:
+            from train.extras.long_sequences.attention import check_documents
+
+            check_documents(network)
+
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention
 
-        packing = run.config.of(Options).packing
-        if packing and not run.is_planned:
-            attention.check_documents(network)
-        if packing or attention.can_slide_without_mask(network, run.config.data.max_length, run.is_planned):
+        packing, length = run.config.of(Options).packing, run.config.data.max_length
+        if packing or attention.can_slide_without_mask(network, length, run.is_planned):
             attention.set_document_boundaries(network)
