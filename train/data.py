@@ -72,11 +72,10 @@ def prepare_data(run: Run) -> PreparedData:
 def load_corpus(run: Run, labelled: bool) -> Corpus:
     """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
     name = run.config.data.dataset
-    if (corpus := run.extras.first("documents", run.config, labelled)) is not None:
-        return corpus
-    if ":" not in name:
+    corpus = run.extras.first("documents", run.config, labelled)
+    if corpus is None and ":" not in name:
         raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
-    return corpus_of(call_function(name, "dataset", run.config), run.config)
+    return corpus or corpus_of(call_function(name, "dataset", run.config), run.config)
 
 
 def call_function(spec: str, flag: str, config: Config) -> Any:

@@ -15,14 +15,13 @@ from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.memory.predict import Predictor
-from train.records import Run, UsageError
+from train.records import Parts, Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.batching import Batches
     from train.data import PreparedData
-    from train.records import Parts
     from train.tasks import Task
 
 
@@ -81,12 +80,11 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         from train.extras.host_memory import is_out_of_memory
 
-        if self._session is None or not (hasattr(error, "fault") or is_out_of_memory(error)):
-            return None
-        return self._session.explain(error)
+        is_known = self._session is not None and (hasattr(error, "fault") or is_out_of_memory(error))
+        return self._session.explain(error) if is_known else None
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
-        summary |= self._session.summary()
+        summary |= self._session.figures
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -7,8 +7,6 @@ import itertools
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,7 +107,8 @@ def run_plan(arguments: list[str]) -> None:
         show_grid(request)
         return
     question, command = request.question, None
-    with predictions_of(question) as predictions:
+    with Predictor() as predictor:
+        predictions = Predictions(predictor, announce)
         if "max_length" in request.open:
             length, setting = longest_length(question, predictions)
             if not length:
@@ -133,8 +132,8 @@ def show_grid(request: Namespace) -> None:
     from train.memory.grid import draw, grid_text, make_grid
 
     question = request.question
-    with predictions_of(question) as predictions:
-        grid = make_grid(question, predictions, request.lengths, request.micro_batch_sizes)
+    with Predictor() as predictor:
+        grid = make_grid(question, Predictions(predictor, announce), request.lengths, request.micro_batch_sizes)
     cells = [advice.outcome_values(question, cell) for row in grid for cell in row]
     show(request, grid_text(question, grid), {"device": asdict(question.device), "cells": cells})
     if request.picture is not None:
@@ -144,8 +143,8 @@ def show_grid(request: Namespace) -> None:
 def run_predict(arguments: list[str]) -> None:
     """``predict``: the configuration as it stands."""
     request = read_request("predict", arguments)
-    with predictions_of(request.question) as predictions:
-        outcome = predicted(request.question, predictions)
+    with Predictor() as predictor:
+        outcome = predicted(request.question, Predictions(predictor, announce))
     show(request, advice.outcome_text(request.question, outcome), advice.outcome_values(request.question, outcome))
 
 
@@ -155,17 +154,6 @@ def run_explain(arguments: list[str]) -> None:
         raise UsageError("explain: give the message in quotes, or pipe the log into it.")
     piped = arguments in ([], ["-"])  # a log may hold bytes of any kind
     print(explain(sys.stdin.buffer.read().decode(errors="replace") if piped else " ".join(arguments)))
-
-
-@contextmanager
-def predictions_of(question: Question) -> Iterator[Predictions]:
-    """Predictions; while their process starts, the model is tried: UsageError if a run would refuse it."""
-    from train.memory.trial import try_model  # here: --help does not wait for torch
-
-    with Predictor() as predictor:
-        predictor.start()
-        try_model(question)
-        yield Predictions(predictor, announce)
 
 
 def read_request(command: str, arguments: list[str]) -> Namespace:
@@ -188,13 +176,15 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
         config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)
     if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
         raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
-    from train.tasks import load_task  # here: --help does not wait for torch
+    from train.memory.trial import try_model  # here: --help does not wait for torch
+    from train.tasks import load_task
 
     device = find_device(request.device) if request.device else this_device()
     num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
     vocab_size = request.vocab_size or vocabulary_size(config)
     request.question = Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
     request.words, request.open = tuple(words), frozenset(left_open)
+    try_model(request.question)
     return request
 
 

@@ -62,9 +62,8 @@ class Job:
     @property
     def tokenizer_and_labels(self) -> tuple[Any, list[str]]:
         """Stand-ins for the tokenizer, of which a model is told length and marks, and for the names of the classes."""
-        names = [f"{name}_token_id" for name in ("bos", "eos", "pad", "cls", "sep")]
-        known = dict(zip(names, (*self.special_tokens, None, None), strict=True))
-        tokenizer = type("Tokenizer", (), {**known, "__len__": lambda _: self.vocab_size})()
+        ids = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), self.special_tokens, strict=True))
+        tokenizer = type("Tokenizer", (), {**ids, "__len__": lambda _: self.vocab_size})()
         return tokenizer, [str(number) for number in range(self.num_labels)]
 
 

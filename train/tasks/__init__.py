@@ -161,7 +161,7 @@ class Task:
         """The tokenizer's marks for the start and the end of a sequence, one each or none."""
         instead = ("eos", "pad") if self.is_causal else ()  # without a start nothing would predict the first token
         kinds = ("cls", "bos", *instead), ("sep", "eos")
-        ids = [[getattr(tokenizer, f"{name}_token_id") for name in names] for names in kinds]
+        ids = [[getattr(tokenizer, f"{name}_token_id", None) for name in names] for names in kinds]
         start, end = ([i for i in found if isinstance(i, int)][:1] for found in ids)
         return start, end
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Run, UsageError
+from train.records import MicroBatch, Parts, Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.data import PreparedData
-    from train.records import Parts
     from train.tasks import Task
 
 
@@ -118,10 +117,10 @@ class Extra(extras.Extra):
         return {}
 
     def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
-        if run.config.of(Options).packing and not run.is_planned:
-            from train.extras.long_sequences.attention import check_documents
+        from train.extras.long_sequences import attention
 
-            check_documents(network)
+        if run.config.of(Options).packing and not run.is_planned:
+            attention.check_documents(network)
 
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention
