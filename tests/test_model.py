@@ -162,7 +162,8 @@ def test_classifier_of_an_encoder_and_decoder_looks_at_the_end_mark_of_the_token
         "pad_token_id": PAD,
     }
     like_bert = type("Tokenizer", (), {**marked, "__len__": lambda _: 259})()
-    for tokenizer, start, end in ((BYTES, END, END), (like_bert, 2, 9)):
+    tokenizers: Any = (BYTES, END, END), (like_bert, 2, 9)
+    for tokenizer, start, end in tokenizers:
         torch.manual_seed(0)
         config = Config().changed(task=CLASSES.name, max_length=32, **source)
         model: Any = build_model(run_for(config), CLASSES, tokenizer, ("a", "b"), has_weights=False).model.eval()
