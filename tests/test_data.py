@@ -8,9 +8,11 @@ from typing import Any
 
 import datasets
 import pytest
+from support import run_for
+from transformers import AutoTokenizer
 
 from train.config import Config
-from train.data import corpus_of, load_function
+from train.data import corpus_of, load_function, prepare_data
 from train.records import UserError
 
 
@@ -111,3 +113,33 @@ def test_a_function_that_is_not_there_is_refused_in_one_line(spec: str) -> None:
     with pytest.raises(UserError, match=f"dataset '{spec}': .*Give module:function, .* or file.py:function") as caught:
         load_function(spec, "dataset")
     assert "\n" not in str(caught.value)
+
+
+MARKED = """
+import datasets
+
+def documents():
+    texts = ["plain", "with <|end|> in it", "<|end|><|end|>", "the last"]
+    return datasets.Dataset.from_dict({"text": texts, "label": ["a", "b"] * 2})
+"""
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
+def test_an_end_mark_in_a_text_is_text_to_a_classifier_that_looks_for_the_last(tmp_path: Path, tokenizer: str) -> None:
+    """Bart's and T5's refuse a batch whose examples have different numbers of it; to others it is a mark as before."""
+    (tmp_path / "marked.py").write_text(MARKED)
+    own = {"dataset": f"{tmp_path}/marked.py:documents", "tokenizer": tokenizer, "validation_fraction": 0.25}
+    for model_type, is_text in ("t5", True), ("bert", False):
+        config = Config().changed(
+            task="sequence_classification", model_config={"model_type": model_type}, max_length=64, **own
+        )
+        data = prepare_data(run_for(config))
+        splits = (data.examples.train, data.examples.validation)
+        rows = {tuple(row) for split in splits for row in split["tokens"]}
+        end = data.tokenizer.eos_token_id
+        assert {row.count(end) for row in rows} == ({2} if is_text else {2, 3, 4})
+        assert len(rows) == 4
+        # As final/ has it, alone: the figures of the run are those of a pipeline.
+        data.task.stand_alone(data.tokenizer).save_pretrained(tmp_path / model_type)
+        alone = AutoTokenizer.from_pretrained(tmp_path / model_type)
+        assert tuple(alone("with <|end|> in it")["input_ids"]) in rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,48 @@ def test_classifier_of_a_causal_model_looks_at_the_last_token_of_each_row(
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
     together = model(padded, attention_mask=mask).logits[0]
     torch.testing.assert_close(together, model(short).logits[0])
+
+
+ENDING = {
+    "bart": {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
+    | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16},
+    "t5": {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
+}
+"""Whose classifiers take the state at the last end of each text; the second's file says nothing of a first token."""
+
+
+@pytest.mark.parametrize("name", ENDING)
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_classifier_of_an_encoder_and_decoder_looks_at_the_end_mark_of_the_tokenizer(
+    tmp_path: Path, name: str, is_stored: bool
+) -> None:
+    """Which is another one than that of the model's own tokenizer, or none by that name."""
+    (tmp_path / "config.json").write_text(json.dumps({**ENDING[name], "vocab_size": 300}))
+    source = {"model": str(tmp_path)} if is_stored else {"model_config": ENDING[name]}
+    marked: Any = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "cls_token_id": 2,
+        "sep_token_id": 9,
+        "pad_token_id": PAD,
+    }
+    like_bert = type("Tokenizer", (), {**marked, "__len__": lambda _: 259})()
+    tokenizers: Any = (BYTES, END, END), (like_bert, 2, 9)
+    for tokenizer, start, end in tokenizers:
+        torch.manual_seed(0)
+        config = Config().changed(task=CLASSES.name, max_length=32, **source)
+        model: Any = build_model(run_for(config), CLASSES, tokenizer, ("a", "b"), has_weights=False).model.eval()
+        assert model.config.eos_token_id == end
+        padded = torch.tensor([[start, 40, 7, end, PAD, PAD], [start, 50, 50, 50, 50, end]])
+        mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+        together = model(padded, attention_mask=mask).logits
+        torch.testing.assert_close(together[0], model(padded[:1, :4]).logits[0])
+        if name == "bart":
+            states = model.model(padded, attention_mask=mask)
+        else:
+            states = model.transformer(padded, attention_mask=mask, decoder_input_ids=model._shift_right(padded))
+        at_ends = states.last_hidden_state[[0, 1], [3, 5]]
+        torch.testing.assert_close(together, model.classification_head(at_ends))
 
 
 def test_a_model_that_is_nowhere_is_refused_in_one_line() -> None:

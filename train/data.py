@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from train.batching import Batches, Loading, Rounds, load
 from train.config import Config
 from train.records import BatchArithmetic, Corpus, Examples, MicroBatch, Run, UserError, column
-from train.tasks import Task, load_task, load_tokenizer, pad_token_id, tokenize
+from train.tasks import Task, load_task, load_tokenizer, model_config_of, pad_token_id, tokenize
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,13 @@ class PreparedData:
 
     def training_batches(self, run: Run, arithmetic: BatchArithmetic) -> Batches:
         """This rank's part of every step."""
-        rank, seed = run.launch.dp_rank, run.config.optimization.seed
-        return Batches(self.examples.train, self.loading, arithmetic, rank, seed)
+        return Batches(self.examples.train, self.loading, arithmetic, run.launch.dp_rank, run.config.optimization.seed)
 
     def evaluation_batches(self, run: Run, examples: datasets.Dataset) -> Iterator[MicroBatch]:
         """This rank's part of a held-out split: every example once over all ranks, as many batches on each."""
-        optim, asked = run.config.optimization, run.config.output.eval_batch_size
+        asked = run.config.output.eval_batch_size
         sharing = run.launch.tp_size * run.launch.cp_size  # ranks; with Ulysses each evaluates whole sequences
-        size = asked or optim.micro_batch_size
-        assert size != "auto"  # a number was chosen before anything is evaluated
+        size = int(asked or run.config.optimization.micro_batch_size)  # a number was chosen in place of auto
         arithmetic = BatchArithmetic(size, 1, run.launch.world_size // sharing)
         loading = self.loading if asked is None else replace(self.loading, rounds=Rounds())
         rounds = loading.rounds.form(range(len(examples)), column(examples, "length").tolist(), arithmetic)
@@ -50,18 +48,17 @@ class PreparedData:
 
 def prepare_data(run: Run) -> PreparedData:
     """Loads and tokenises the data, or raises UserError."""
-    from train.model import model_config_of  # here: it needs this module
-
-    config = run.config
+    config, own = run.config, run.config.architecture
     task = load_task(config.data.task)(config)
     corpus = run.extras.pipe("change_corpus", task, load_corpus(run, task.labelled))
     run.outputs.note(f"data: {corpus.name}: {_sizes(corpus, 'documents')}", *corpus.notes)
 
-    spec = config.data.tokenizer or config.architecture.model
-    assert spec is not None
-    known = run.extras.first("tokenizer", run, spec, corpus)
-    tokenizer = known or load_tokenizer(spec, config.architecture.trust_remote_code)
-    model_config_of(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
+    spec = str(config.data.tokenizer or own.model)
+    tokenizer = run.extras.first("tokenizer", run, spec, corpus) or load_tokenizer(spec, own.trust_remote_code)
+    found, _ = model_config_of(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising
+    if task.labelled and getattr(found, "is_encoder_decoder", False):
+        # Bart's and T5's classifiers want as many end marks in each example: one in a text stays text, in final/ too.
+        tokenizer.init_kwargs["split_special_tokens"] = tokenizer.split_special_tokens = True
 
     examples = tokenize(corpus, task, tokenizer, partial(run.extras.pipe, "change_caching", run))
     run.outputs.note(f"tokenizer: {spec}, {len(tokenizer):,} entries; {_sizes(examples, 'examples')}")
@@ -75,11 +72,10 @@ def prepare_data(run: Run) -> PreparedData:
 def load_corpus(run: Run, labelled: bool) -> Corpus:
     """The documents that ``--dataset`` names: by a function, or as an extra reads them."""
     name = run.config.data.dataset
-    if (corpus := run.extras.first("documents", run.config, labelled)) is not None:
-        return corpus
-    if ":" not in name:
+    corpus = run.extras.first("documents", run.config, labelled)
+    if corpus is None and ":" not in name:
         raise UserError(f"dataset: {name!r} cannot be read without train/extras/readers/. Give module:function.")
-    return corpus_of(call_function(name, "dataset", run.config), run.config)
+    return corpus or corpus_of(call_function(name, "dataset", run.config), run.config)
 
 
 def call_function(spec: str, flag: str, config: Config) -> Any:

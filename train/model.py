@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from train.config import Architecture
 from train.data import call_function
 from train.records import IGNORE, Run, UserError, one_line
-from train.tasks import Scores, Task, pad_token_id, stored_config
+from train.tasks import Scores, Task, model_config_of, pad_token_id
 
 
 class ModelWithLoss(nn.Module):
@@ -77,20 +76,7 @@ def build_model(
     Without ``has_weights`` a pretrained model's configuration is enough. Raises UserError if the model cannot be found
     or built, or where an extra finds that it does not fit tokenizer, length or task.
     """
-    own = run.config.architecture
-    # The network: a function's, or one of transformers from a configuration that extras may change.
-    model_config, arguments = model_config_of(run, task, tokenizer)
-    network: Any = call_function(own.name, "model", run.config) if own.is_function else None
-    if isinstance(found := getattr(network, "config", None), PretrainedConfig):
-        model_config = found
-    is_free = not own.is_function or getattr(model_config, "num_labels", 0) == len(label_names)  # else checks refuse it
-    if label_names and model_config is not None and is_free:
-        model_config.id2label = dict(enumerate(label_names))
-        model_config.label2id = {name: number for number, name in enumerate(label_names)}
-        for part in (model_config, model_config.get_text_config()):
-            part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
-    if not own.is_function:
-        network = _from_transformers(own, task, model_config, arguments, has_weights)
+    network = build_network(run, task, tokenizer, label_names, has_weights)
     # In evaluation, nn.TransformerEncoder's fast path reads weights past the adapters that surround them.
     torch.backends.mha.set_fastpath_enabled(False)
     run.extras.each("check_model", run, network, task, (len(tokenizer), len(label_names)))
@@ -104,30 +90,34 @@ def build_model(
     return model
 
 
-def _from_transformers(
-    own: Architecture, task: type[Task], model_config: Any, arguments: dict[str, Any], has_weights: bool
+def build_network(
+    run: Run, task: type[Task], tokenizer: Tokenizer, label_names: Sequence[str], has_weights: bool = True
 ) -> nn.Module:
-    stored, factory = own.model is not None, getattr(transformers, task.auto_class)
+    """A function's network, or one of transformers from a configuration that extras may change; nobody checked it."""
+    own = run.config.architecture
+    model_config, arguments = model_config_of(run, task, tokenizer)
+    network: Any = call_function(own.name, "model", run.config) if own.is_function else None
+    if isinstance(found := getattr(network, "config", None), PretrainedConfig):
+        model_config = found
+    is_free = not own.is_function or getattr(model_config, "num_labels", 0) == len(label_names)  # else checks refuse it
+    if label_names and model_config is not None and is_free:
+        model_config.id2label = dict(enumerate(label_names))
+        model_config.label2id = {name: number for number, name in enumerate(label_names)}
+        for part in (model_config, model_config.get_text_config()):
+            part.pad_token_id = pad_token_id(tokenizer)  # by it the last token of each row is found
+        if model_config.is_encoder_decoder and (end := task(run.config).marks(tokenizer)[1]):
+            model_config.eos_token_id = end[0]  # by it the classifiers of Bart and T5 find theirs
+    if own.is_function:
+        return network
+    factory = getattr(transformers, task.auto_class)
     options: dict[str, Any] = {"dtype": getattr(torch, own.dtype), "trust_remote_code": own.trust_remote_code}
     options |= {"attn_implementation": own.attn_implementation} if own.attn_implementation else {}
     try:
-        if stored and has_weights:
-            model = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
+        if own.model is not None and has_weights:
+            network = factory.from_pretrained(own.model, config=model_config, **options, **arguments)
         else:
-            model = factory.from_config(model_config, **options)
+            network = factory.from_config(model_config, **options)
     except Exception as why:  # transformers, and what it reads weights with, raise exceptions of all kinds
         raise UserError(f"model {own.name!r} cannot be built: {one_line(why)}") from None
-    model.config.use_cache = False
-    return model
-
-
-def model_config_of(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
-    """transformers' configuration (None: a function's model), and further arguments of ``from_pretrained``."""
-    own = run.config.architecture
-    if own.model is None:
-        config = run.extras.first("new_model_config", run, task, tokenizer)
-    else:
-        config = None if own.is_function else stored_config(own)
-    changes = run.extras.merged("change_model_config", run, config)
-    run.extras.each("check_model_config", run, config, task, tokenizer)
-    return config, changes
+    network.config.use_cache = False
+    return network

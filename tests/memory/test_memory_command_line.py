@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support import ROOT, printed_and_imported
+from support import ROOT, Run, printed_and_imported
 
 from train.memory.__main__ import main, read_request
 
@@ -108,6 +109,52 @@ def test_a_size_that_is_no_number_is_told_by_the_model(field: str, capsys: pytes
     assert main(["predict", "--device", "cpu", *MODEL[2:], *model]) == 1
     error = capsys.readouterr().err
     assert f"'{field}' expected int, got str" in error and "Traceback" not in error
+
+
+BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}  # fmt: skip
+T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+ENCODER = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "is_decoder": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "said"),
+    [
+        (BART, ["--packing"], "packing: bart cannot keep documents apart that share a row"),
+        (ENCODER, [], "model 'bert': its tokens see those that follow"),
+    ],
+    ids=["packing", "task"],
+)
+def test_a_model_that_training_refuses_is_not_planned(
+    model: dict[str, Any], flags: list[str], said: str, recipe: Path, run_main: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--config", str(recipe), "--model_config", json.dumps(model), *flags]
+    trained = run_main(*flags, "--output_dir", recipe.parent / "out")
+    told = trained.stderr.splitlines()[-1]
+    assert trained.returncode == 2 and told.startswith(f"error: {said}")
+    auto = ["--max_length", "auto"]
+    for words in (["predict"], ["plan"], ["plan", *auto], ["plan", "--grid", "--lengths", "64"]):
+        assert main([*words[:1], "--device", "l4", *flags, *words[1:]]) == 2
+        out, error = capsys.readouterr()
+        assert error.splitlines()[-1] == told and "predicting" not in error and not out
+
+
+def test_a_model_that_is_not_checked_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model_config", json.dumps(ENCODER), "--tokenizer", "bytes", "--max_length", "32", "--device", "l4"]
+    assert main(["predict", *words, "--check_model", "False"]) == 0
+    assert capsys.readouterr().out.startswith("Fits: bert")
+
+
+@pytest.mark.parametrize("model", [BART, T5], ids=["bart", "t5"])
+def test_classifiers_that_look_for_the_end_of_a_text_are_planned(
+    model: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**model, "vocab_size": 300, "eos_token_id": 7}))
+    stored = ["--model", str(tmp_path), "--tokenizer", "bytes", "--task", "sequence_classification"]
+    for command in ("predict", "plan"):
+        assert main([command, *stored, "--device", "l4", "--max_length", "64", "--global_batch_size", "2"]) == 0
+        assert "Fits: " in capsys.readouterr().out
 
 
 def test_a_flag_that_neither_side_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from train.memory.advice import command, launcher_words
 from train.memory.devices import Device
 from train.memory.grid import Grid, draw, grid_text, make_grid
 from train.memory.ladder import Recompute, largest_fitting
-from train.memory.plan import Predictions, longest_length, make_plan, outcome_of
+from train.memory.plan import Predictions, longest_length, make_plan, predicted
 from train.memory.predict import Job, Prediction, Predictor, Target
 from train.memory.question import (
     CHECKPOINTING,
@@ -274,11 +274,13 @@ def test_inputs_of_layers_go_to_the_host_only_where_nothing_else_fits() -> None:
 
 def test_copies_that_outlast_the_computation_are_waited_for() -> None:
     asked = question(24, gradient_checkpointing="full", gradient_checkpointing_offload=True, micro_batch_size=1)
-    predictor = Synthetic(offloadable=19e3, launch_seconds=0)
-    job = asked.job(asked.asked)
-    assert job.values["gradient_checkpointing_offload"] is True
-    prediction = replace(predictor.predict(job), offloaded_bytes=10**9, seconds=0.04)
-    outcome = outcome_of(asked, asked.asked, job, prediction)
+
+    class Copying(Synthetic):
+        def predict(self, job: Job) -> Prediction:
+            assert job.values["gradient_checkpointing_offload"] is True
+            return replace(super().predict(job), offloaded_bytes=10**9, seconds=0.04)
+
+    outcome = predicted(asked, Predictions(Copying(offloadable=19e3, launch_seconds=0)))
     assert outcome.link_seconds == pytest.approx((0.05 - 0.01) + (0.05 - 0.03))
     assert outcome.host_bytes == 10**9
 

@@ -21,6 +21,7 @@ from train.extras.meter.tracker import (
     ACTIVATIONS,
     GRADIENTS,
     KINDS,
+    LOGITS,
     OPTIMIZER_STATE,
     PARAMETERS,
     WORKSPACE,
@@ -259,6 +260,18 @@ def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictors)
     assert found.reserved_bytes >= found.peak_bytes == max(found.peak_bytes_by_phase.values())
     assert found.attention_kernels == ("flash",)
     assert found.flops and found.seconds and found.seconds > found.flops / 9.9e14
+
+
+def test_what_the_loss_makes_of_the_head_is_no_activation(predictor: Predictors) -> None:
+    """The gradient of its weight, which a loss in chunks makes in forward, and the weight in autocast's type."""
+    shape = {**LLAMA, "hidden_size": 256, "vocab_size": 64_000}
+    plain, cast = (
+        predictor.predict(job(shape, H100, loss="chunked", length=1024, mixed_precision=precision)).bytes_by_kind
+        for precision in ("no", "bf16")
+    )
+    gradient = 4 * 256 * 64_000
+    assert plain[GRADIENTS] == 0 and plain[LOGITS] > 2 * gradient  # at the peak, in forward: it, and a chunk's logits
+    assert cast[ACTIVATIONS] < plain[ACTIVATIONS] < gradient
 
 
 def test_what_a_card_would_do_depends_on_the_card(predictor: Predictors) -> None:

@@ -15,14 +15,13 @@ from train import extras
 from train.config import Config, option
 from train.launch import Launch
 from train.memory.predict import Predictor
-from train.records import Run, UserError
+from train.records import Parts, Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.batching import Batches
     from train.data import PreparedData
-    from train.records import Parts
     from train.tasks import Task
 
 
@@ -72,7 +71,7 @@ class Extra(extras.Extra):
             return  # real numbers next to a plan's fake ones have damaged the heap (torch 2.13)
         obstacle = obstacle_to_batches(network, task, run.config, sizes)
         if obstacle := obstacle or obstacle_to_task(network, task, run.config, sizes[0]):
-            raise UserError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
+            raise UsageError(f"model {run.config.architecture.name!r}: {obstacle}. --check_model False tries it.")
 
     def ready(self, run: Run, parts: Parts) -> None:
         if not run.outputs.is_complete(parts.total_steps):
@@ -81,12 +80,11 @@ class Extra(extras.Extra):
     def failed(self, run: Run | None, error: Exception) -> str | None:
         from train.extras.host_memory import is_out_of_memory
 
-        if self._session is None or not (hasattr(error, "fault") or is_out_of_memory(error)):
-            return None
-        return self._session.explain(error)
+        is_known = hasattr(error, "fault") or is_out_of_memory(error)
+        return self._session.explain(error) if self._session is not None and is_known else None
 
     def finished(self, run: Run, parts: Parts, summary: dict[str, Any]) -> None:
-        summary |= self._session.summary()
+        summary |= self._session.figures
 
 
 def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:

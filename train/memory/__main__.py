@@ -176,13 +176,15 @@ def read_request(command: str, arguments: list[str]) -> Namespace:
         config = config.changed(gradient_checkpointing="none", gradient_checkpointing_offload=False)
     if request.sharding not in (None, OFFLOAD) and request.world_size == 1:
         raise UsageError(f"--sharding {request.sharding} needs several devices: give --world_size too.")
-    from train.tasks import load_task  # here: --help does not wait for torch
+    from train.memory.trial import try_model  # here: --help does not wait for torch
+    from train.tasks import load_task
 
     device = find_device(request.device) if request.device else this_device()
     num_labels = (request.num_labels or 2) if load_task(config.data.task).labelled else 0
     vocab_size = request.vocab_size or vocabulary_size(config)
     request.question = Question(config, device, vocab_size, num_labels, request.world_size, request.sharding)
     request.words, request.open = tuple(words), frozenset(left_open)
+    try_model(request.question)
     return request
 
 

@@ -66,8 +66,10 @@ class Outcome:
         return (self.prediction.seconds + self.link_seconds) / (self.job.micro_batch_size * self.job.length)
 
 
-def outcome_of(question: Question, setting: Setting, job: Job, prediction: Prediction) -> Outcome:
-    """``prediction`` compared with the device."""
+def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
+    """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
+    setting = setting or question.asked
+    prediction = predictions.of(job := question.job(setting))
     needed = prediction.reserved_bytes + question.device.context_bytes + question.nccl_bytes
     # Inputs of layers go out in forward and come back in backward, which recomputes: three quarters of the time.
     copying, seconds = prediction.offloaded_bytes / HOST_LINK_BYTES_PER_SECOND, prediction.seconds or 0.0
@@ -92,13 +94,6 @@ def _fp32_shard_bytes(job: Job, prediction: Prediction) -> tuple[int, int]:
     """Bytes in fp32 of a rank's shard of all weights, and of those that are trained."""
     ranks = job.world_size if job.sharding == OFFLOAD else 1
     return 4 * -(-prediction.num_parameters // ranks), 4 * -(-prediction.num_trained_parameters // ranks)
-
-
-def predicted(question: Question, predictions: Predictions, setting: Setting | None = None) -> Outcome:
-    """What is predicted of ``setting``, None: of the configuration as it stands; raises UserError if it cannot run."""
-    setting = setting or question.asked
-    job = question.job(setting)
-    return outcome_of(question, setting, job, predictions.of(job))
 
 
 @dataclass(frozen=True)

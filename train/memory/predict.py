@@ -59,6 +59,13 @@ class Job:
     world_size: int = 1
     sharding: str = "none"  # none, ddp, fsdp2, fsdp2_offload, zero2 or zero3
 
+    @property
+    def tokenizer_and_labels(self) -> tuple[Any, list[str]]:
+        """Stand-ins for the tokenizer, of which a model is told length and marks, and for the names of the classes."""
+        ids = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), self.special_tokens, strict=True))
+        tokenizer = type("Tokenizer", (), {**ids, "__len__": lambda _: self.vocab_size})()
+        return tokenizer, [str(number) for number in range(self.num_labels)]
+
 
 @dataclass(frozen=True)
 class Prediction:

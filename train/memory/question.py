@@ -21,8 +21,7 @@ BYTE_VOCABULARY = 259  # entries of the tokenizer ``bytes``
 MARGIN = 0.02  # share of the device left free: for the display, other processes, and kernels that are loaded later
 OFFLOAD = "fsdp2_offload"  # tried only where nothing else fits: its copies nearly always take longest
 STAND_IN = "a100-80"  # its rates and kernels rank settings for a card of which only the memory is known
-CHECKPOINTING = (Recompute(), Recompute("selective", 2), Recompute("selective"), Recompute("full"))
-"""The ways to recompute that are tried for any device."""
+CHECKPOINTING = (Recompute(), Recompute("selective", 2), Recompute("selective"), Recompute("full"))  # on any device
 PRECISIONS = ("no", "fp16", "bf16")
 
 

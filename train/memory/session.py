@@ -42,7 +42,7 @@ class MemorySession:
         self._run, self._data, self._predictor = run, data, predictor
         self._own, self._device = run.config.of(Options), run.accelerator.device
         self._asked: Job | None = None
-        self._prediction: Prediction | None = None
+        self.figures: dict[str, int] = {}  # for ``summary.json``
         # A rank's share of a layer or a sequence is not predicted.
         self._is_predictable = run.launch.copies == 1 and self._device.type in ("cpu", "cuda", "mps")
         self._predicts = self._is_predictable and run.accelerator.is_main_process and self._own.predict_memory
@@ -52,7 +52,7 @@ class MemorySession:
         run, tokenizer = self._run, self._data.tokenizer
         num_labels = len(self._data.examples.label_names)
         job = job_of(config, target_of(this_device()), len(tokenizer), num_labels, world_size=run.launch.world_size)
-        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        ids = (tokenizer.bos_token_id, *(self._data.task.marks(tokenizer)[1] or [None]), tokenizer.pad_token_id)
         return replace(
             job,
             values={**job.values, "mixed_precision": job.values["mixed_precision"] or run.launch.precision},
@@ -120,7 +120,6 @@ class MemorySession:
         in_this_process = replace(self._data, loading=replace(self._data.loading, num_workers=0, deliver=None))
         evaluated = next(in_this_process.evaluation_batches(self._run, self._data.examples.validation), None)
         documents = longest.inputs.get("documents")
-        not_shaped = ("attention_mask", "position_ids", "documents")
         self._asked = self._job(
             self._run.config,
             micro_batch_size=size,
@@ -128,7 +127,7 @@ class MemorySession:
             accumulates=arithmetic_of(self._run.config, self._run.launch.dp_size).accumulation_steps > 1,
             padded="attention_mask" in longest.inputs,
             num_targets=longest.num_targets or None,
-            input_names=tuple(name for name in longest.inputs if name not in not_shaped),
+            input_names=tuple(n for n in longest.inputs if n not in ("attention_mask", "position_ids", "documents")),
             documents=documents.lengths if documents is not None else (),
             eval_batch_size=evaluated.shape[0] if evaluated else size,
             eval_length=evaluated and evaluated.shape[1],
@@ -150,28 +149,22 @@ class MemorySession:
                 said += f" allocated, {gib(figures['peak_reserved_bytes'])} reserved"
         if self._predicts:
             try:
-                self._prediction = self._predictor.answer()
-                said += f", predicted {gib(self._prediction.peak_bytes)}"
-                if self._device.type == "cuda":
-                    said += f" allocated, {gib(self._prediction.reserved_bytes)} reserved"
+                found = self._predictor.answer()
+                peak, reserved = found.peak_bytes, found.reserved_bytes
+                self.figures = {"predicted_peak_bytes": peak, "predicted_reserved_bytes": reserved}
+                on_card = f" allocated, {gib(reserved)} reserved" if self._device.type == "cuda" else ""
+                said += f", predicted {gib(peak)}{on_card}"
             except UserError as error:
                 said += f", not predicted: {error}"
         self._predictor.close()
         run.outputs.say(said)
-
-    def summary(self) -> dict[str, Any]:
-        """Figures for ``summary.json``."""
-        if (found := self._prediction) is None:
-            return {}
-        return {"predicted_peak_bytes": found.peak_bytes, "predicted_reserved_bytes": found.reserved_bytes}
 
     def explain(self, error: Any) -> str:
         """The post-mortem of a run that ended with ``error``: its ``fault``, if any, says phase, shape and message."""
         metering: Any = self._run.extras.by_name["meter"]
         meter, fault = metering.meter, getattr(error, "fault", None)
         words = fault.error if fault else str(error)
-        oom = parse_oom(words)
-        if self._device.type != "cpu" and oom is not None and oom.on_host:  # not a matter of the card
+        if self._device.type != "cpu" and (oom := parse_oom(words)) and oom.on_host:  # not a matter of the card
             return explain(words)
         shape = fault.shape if fault else getattr(meter, "last_shape", None)
         phase = fault.phase if fault else getattr(meter, "phase", "")

@@ -29,8 +29,9 @@ from train.memory.allocator import replay
 from train.memory.fakes import FakeTracker, fake_adapters, fake_tensors, few_pieces
 from train.memory.kernels import Costs, card_attention, library_losses, library_workspace_bytes
 from train.memory.predict import HALF, STAGE, Job, Prediction, Target, random_batch
+from train.memory.question import Question, job_of, position_limit, replace_length
 from train.memory.session import make_optimizer_state
-from train.model import build_model
+from train.model import build_model, build_network
 from train.optim import build_optimizer, parameter_counts, parameter_groups
 from train.outputs import Outputs
 from train.records import Run
@@ -49,7 +50,9 @@ def predict(job: Job) -> Prediction:
         fake_cuda.install(job.target.device_type, job.target.capability)
         if config.get("gradient_checkpointing_offload") and not torch.cuda.is_initialized():
             ranks.still_streams()
-    run, costs = run_of(job, config), _costs_on(job.target)
+    run, rates = run_of(job, config), job.target.flops_per_second
+    known = {getattr(torch, HALF.get(precision, "float32")): rate for precision, rate in rates.items()}
+    costs = Costs(known, job.target.bytes_per_second) if known and job.target.bytes_per_second else None
     with ExitStack() as stack:
         stack.enter_context(fake_tensors())
         tracker = stack.enter_context(FakeTracker(job.target.device_type, costs))
@@ -77,9 +80,8 @@ def predict(job: Job) -> Prediction:
                 evaluated = evaluated.to(run.accelerator.device)
                 model(evaluated.inputs, evaluated.labels, scored=True)
 
-        peak, reserved = tracker.peak, tracker.peak.num_bytes
-        if tracker.trace is not None:
-            reserved = replay(tracker.trace, expandable_segments=uses_expandable_segments()).reserved_bytes
+        peak, grows = tracker.peak, uses_expandable_segments()
+        reserved = replay(tracker.trace, grows).reserved_bytes if tracker.trace is not None else peak.num_bytes
         return Prediction(
             peak_bytes=peak.num_bytes,
             phase=peak.phase,
@@ -114,12 +116,6 @@ def _known(job: Job) -> tuple[Config, list[str]]:
     if config.get("compile"):
         notes.append("compile: the uncompiled step is predicted; compiled layers may keep other tensors")
     return config, notes
-
-
-def _costs_on(target: Target) -> Costs | None:
-    """A counter of operations on ``target``; None where its rates are unknown."""
-    rates = {getattr(torch, HALF.get(p, "float32")): rate for p, rate in target.flops_per_second.items() if rate}
-    return Costs(rates, target.bytes_per_second) if rates and target.bytes_per_second else None
 
 
 def _built(job: Job, run: Run, tracker: FakeTracker) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
@@ -185,8 +181,7 @@ def run_of(job: Job, config: Config) -> Run:
     shards = job.sharding in ranks.SHARDED_WEIGHTS
     if shards:
         ranks.join(job.world_size, device.type, precision, offloads=job.sharding == "fsdp2_offload")
-    world_size, engine = (job.world_size, "fsdp2") if shards else (1, "ddp")
-    launch = Launch(world_size, engine=engine, precision=precision)
+    launch = Launch(job.world_size, engine="fsdp2", precision=precision) if shards else Launch(precision=precision)
     if device.type == "cpu":
         init_gloo(launch)
     accelerator = Accelerator(mixed_precision=precision, **accelerator_options(launch, device))
@@ -194,20 +189,30 @@ def run_of(job: Job, config: Config) -> Run:
     return Run(config.changed(max_length=longest), launch, accelerator, extras.join(), outputs, [], is_planned=True)
 
 
+def try_model(question: Question) -> None:
+    """Raises UsageError where a run would refuse the model by a small copy's numbers, which no prediction has."""
+    if question.config.architecture.is_function:
+        return  # whose weights would all have to be made
+    length = question.config.data.max_length
+    config = replace_length(question, min(length, position_limit(question.config) or length)).config
+    job = job_of(config, Target("cpu"), question.vocab_size, question.num_labels, question.world_size)
+    run, task = replace(run_of(job, config), is_planned=False), load_task(job.task)
+    with torch.device("meta"):
+        network = build_network(run, task, *job.tokenizer_and_labels, has_weights=False)
+    run.extras.each("check_model", run, network, task, (job.vocab_size, job.num_labels))
+
+
 def build(job: Job, run: Run, initialised: bool = False) -> tuple[nn.Module, AcceleratedOptimizer, nn.Module]:
     """Prepared model, prepared optimizer, and the network inside the model.
 
     If ``initialised``, with real weights; not for fake ones, as some initialisations repeat until the data is right.
     """
-    labels = [str(number) for number in range(job.num_labels)]
-    names = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), job.special_tokens, strict=True))
-    tokenizer: Any = type("Tokenizer", (), {**names, "__len__": lambda _: job.vocab_size})()
     with ExitStack() as stack:
         if not initialised:
             stack.enter_context(run.accelerator.device)
             stack.enter_context(no_init_weights())
             stack.enter_context(fake_adapters(run.config.get("adapter", "none")))
-        with_loss = build_model(run, load_task(job.task), tokenizer, labels, has_weights=False)
+        with_loss = build_model(run, load_task(job.task), *job.tokenizer_and_labels, has_weights=False)
         with_loss.tie_weights()  # left out with the initialisation
     shard_by_layer(run.accelerator, with_loss.model)
     optim = run.config.optimization

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from train.config import Architecture, Config
 from train.records import IGNORE, Corpus, Examples, MicroBatch, UsageError, UserError, column, num_cores, one_line
+
+if TYPE_CHECKING:
+    from train.records import Run
 
 # Text that a tokenizer gets in one call, or one document: until the call ends it holds some 100 bytes a token.
 BYTES_AT_ONCE = 2**20
@@ -146,7 +149,7 @@ class Task:
 
     def token_ids(self, texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Token ids of each text, without any special token; texts are tokenised as their ids are asked for."""
-        if ids_of := getattr(tokenizer, "ids_of", None):  # a quick way that an extra knows
+        if (ids_of := getattr(tokenizer, "ids_of", None)) and not tokenizer.split_special_tokens:  # quick, by an extra
             yield from map(ids_of, texts)
             return
         is_much = sum(len(text.encode()) for text in texts) > BYTES_AT_ONCE
@@ -158,7 +161,7 @@ class Task:
         """The tokenizer's marks for the start and the end of a sequence, one each or none."""
         instead = ("eos", "pad") if self.is_causal else ()  # without a start nothing would predict the first token
         kinds = ("cls", "bos", *instead), ("sep", "eos")
-        ids = [[getattr(tokenizer, f"{name}_token_id") for name in names] for names in kinds]
+        ids = [[getattr(tokenizer, f"{name}_token_id", None) for name in names] for names in kinds]
         start, end = ([i for i in found if isinstance(i, int)][:1] for found in ids)
         return start, end
 
@@ -187,8 +190,6 @@ class Task:
 
 def pad(rows: Sequence[Tensor], value: int) -> Tensor:
     """Rows of different lengths as one (B, S) tensor, filled up at the end."""
-    if len(rows) == 1:
-        return rows[0][None]
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
@@ -228,6 +229,18 @@ def stored_config(config: Architecture) -> PretrainedConfig:
     """transformers' configuration of the model that ``config`` names; raises UserError if it cannot be loaded."""
     other = "module:function, or a model_config for a new one"
     return from_pretrained(AutoConfig, "model", str(config.model), config.trust_remote_code, other)
+
+
+def model_config_of(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[PretrainedConfig | None, dict[str, Any]]:
+    """transformers' configuration (None: a function's model), and further arguments of ``from_pretrained``."""
+    own, config = run.config.architecture, None
+    if not own.is_function:
+        config = stored_config(own) if own.model else run.extras.first("new_model_config", run, task, tokenizer)
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = pad_token_id(tokenizer)  # as T5 was trained
+    changes = run.extras.merged("change_model_config", run, config)
+    run.extras.each("check_model_config", run, config, task, tokenizer)
+    return config, changes
 
 
 def load_tokenizer(spec: str, trust_remote_code: bool = False) -> Tokenizer:

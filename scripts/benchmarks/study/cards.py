@@ -27,7 +27,8 @@ from scripts.benchmarks.study.cards_page import SHOWN_SIZES, SIZES, Cell, Speed,
 from train.config import argument
 from train.memory.__main__ import Parser, numbers
 from train.memory.devices import Device, find_device
-from train.memory.plan import Predictions, outcome_of
+from train.memory.plan import Predictions
+from train.memory.plan import predicted as outcome_of
 from train.memory.predict import Predictor
 from train.memory.question import Question, replace_length, vocabulary_size
 from train.records import UsageError, UserError
@@ -152,11 +153,10 @@ def predicted(
             key = hashlib.sha256(json.dumps([asdict(job), versions], sort_keys=True).encode()).hexdigest()[:16]
             if key not in known:
                 try:
-                    result = predictions.of(job)
+                    outcome = outcome_of(question, predictions)
                 except UserError as error:  # not kept: tried again next time
                     return {"reason": str(error)}
-                outcome = outcome_of(question, question.asked, job, result)
-                value = {"reserved_bytes": result.reserved_bytes, "seconds": outcome.seconds_per_token}
+                value = {"reserved_bytes": outcome.prediction.reserved_bytes, "seconds": outcome.seconds_per_token}
                 known[key] = value
                 kept.write(json.dumps({"key": key, "value": value}) + "\n")
                 kept.flush()

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from train import extras
 from train.config import Config, option
 from train.launch import Launch
-from train.records import MicroBatch, Run, UsageError
+from train.records import MicroBatch, Parts, Run, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from train.data import PreparedData
-    from train.records import Parts
     from train.tasks import Task
 
 
@@ -117,11 +116,15 @@ class Extra(extras.Extra):
                 slide(model_config, own.sliding_window)
         return {}
 
+    def check_model(self, run: Run, network: nn.Module, task: type[Task], sizes: tuple[int, int]) -> None:
+        from train.extras.long_sequences import attention
+
+        if run.config.of(Options).packing and not run.is_planned:
+            attention.check_documents(network)
+
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention
 
-        packing = run.config.of(Options).packing
-        if packing and not run.is_planned:
-            attention.check_documents(network)
-        if packing or attention.can_slide_without_mask(network, run.config.data.max_length, run.is_planned):
+        packing, length = run.config.of(Options).packing, run.config.data.max_length
+        if packing or attention.can_slide_without_mask(network, length, run.is_planned):
             attention.set_document_boundaries(network)

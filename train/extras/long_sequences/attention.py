@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from train.extras.long_sequences.documents import Documents
 from train.extras.small_copy import differ, logits_on_trial, tokens_on_trial, tried_on_small_copies
-from train.records import UserError, one_line
+from train.records import UsageError, one_line
 
 Tensors = Sequence[Tensor]  # query (B, H, S, D), key and value (B, H', S, D)
 MIN_QUERIES = 256  # computed together where a window slides: with fewer, launching would take longer than computing
@@ -198,10 +198,10 @@ def can_slide_without_mask(model: Any, max_length: int, is_assumed: bool = False
 
 
 def check_documents(model: nn.Module) -> None:
-    """Raises UserError, naming the obstacle, if :func:`set_document_boundaries` would not keep documents apart."""
+    """Raises UsageError, naming the obstacle, if :func:`set_document_boundaries` would not keep documents apart."""
     if obstacle := obstacle_to_documents(model):
         name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise UserError(
+        raise UsageError(
             f"packing: {name} cannot keep documents apart that share a row: {obstacle}. Leave packing out, or take "
             "another model (llama, qwen3, gpt2, bert, modernbert ...)."
         )

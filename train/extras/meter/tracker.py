@@ -144,7 +144,8 @@ class StorageTracker(TorchDispatchMode):
         return -(-storage.nbytes() // self.granule_bytes) * self.granule_bytes
 
     def _kind_of(self, tensor: Tensor) -> str:
-        if tensor.ndim > 1 and tensor.shape[-1] == self.num_classes and self.phase != "build":
+        of_head = self.phase == "forward" and tensor.ndim == 2 and len(tensor) == self.num_classes  # gradient or cast
+        if (of_head or (tensor.ndim > 1 and tensor.shape[-1] == self.num_classes)) and self.phase != "build":
             return LOGITS if self.phase in ("forward", "backward", "evaluation") else WORKSPACE
         # in backward only what is recomputed records gradients
         recomputed = self.phase == "backward" and torch.is_grad_enabled()

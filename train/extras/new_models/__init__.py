@@ -36,7 +36,6 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
     from transformers import AutoConfig, AutoModel
 
     from train.extras.positions import LIMIT, skipped_positions
-    from train.tasks import pad_token_id
 
     known = AutoConfig.for_model(model_type)
     if unknown := fields.keys() - read_fields(known, task):
@@ -48,8 +47,6 @@ def completed(model_type: str, fields: dict[str, Any], task: type[Task], tokeniz
             ids[name] = getattr(tokenizer, instead if getattr(tokenizer, name, None) is None else name)
     if is_free := getattr(known, LIMIT, -1) != -1 and not {LIMIT, known.attribute_map.get(LIMIT)} & set(fields):
         fields[LIMIT] = max_length
-    if known.is_encoder_decoder and getattr(known, "decoder_start_token_id", None) is None:
-        fields.setdefault("decoder_start_token_id", pad_token_id(tokenizer))  # as T5 was trained
     if task.is_causal and getattr(known, "is_decoder", None) is False:
         fields.setdefault("is_decoder", True)  # else models such as bert attend to both sides
     config = AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), **ids, **fields})
