@@ -141,8 +141,7 @@ def read_counts(totals: Counts) -> list[int]:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds all generators from (seed, step, rank), so that a step does not depend on what was drawn before it."""
-    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
-    seed_generators(int.from_bytes(digest, "big") >> 1)
+    seed_generators(int(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).hexdigest(), 16))
 
 
 def seed_generators(value: int) -> None:

@@ -190,6 +190,8 @@ class Task:
 
 def pad(rows: Sequence[Tensor], value: int) -> Tensor:
     """Rows of different lengths as one (B, S) tensor, filled up at the end."""
+    if len(rows) == 1:
+        return rows[0][None]
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
@@ -236,7 +238,7 @@ def model_config_of(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[P
     own, config = run.config.architecture, None
     if not own.is_function:
         config = stored_config(own) if own.model else run.extras.first("new_model_config", run, task, tokenizer)
-        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = pad_token_id(tokenizer)  # as T5 was trained
     changes = run.extras.merged("change_model_config", run, config)
     run.extras.each("check_model_config", run, config, task, tokenizer)
