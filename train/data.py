@@ -57,8 +57,7 @@ def prepare_data(run: Run) -> PreparedData:
     corpus = run.extras.pipe("change_corpus", task, load_corpus(run, task.labelled))
     run.outputs.note(f"data: {corpus.name}: {_sizes(corpus, 'documents')}", *corpus.notes)
 
-    spec = config.data.tokenizer or config.architecture.model
-    assert spec is not None
+    spec = config.data.tokenizer or config.architecture.model or ""
     known = run.extras.first("tokenizer", run, spec, corpus)
     tokenizer = known or load_tokenizer(spec, config.architecture.trust_remote_code)
     model_config_of(run, type(task), tokenizer)  # what does not fit is told before hours of tokenising

@@ -63,8 +63,7 @@ def _gathered(run: Run, rows: list[tuple[float, ...]]) -> np.ndarray:
     """(examples, 6) all ranks' rows in the order of the examples, one for each."""
     # The first of the ranks that share tensors has the same rows as the others.
     own = rows if run.launch.rank % run.launch.tp_size == 0 else []
-    everyone = [row for rows in exchange(own) for row in rows]
-    table = np.array(sorted(everyone), dtype=np.float64).reshape(-1, 6)
+    table = np.array(sorted(row for rows in exchange(own) for row in rows), dtype=np.float64).reshape(-1, 6)
     _, first = np.unique(table[:, 0], return_index=True)
     whole = table[first]
     whole[:, 1:4] = np.add.reduceat(table[:, 1:4], first)  # each rank had a part of each example's positions
