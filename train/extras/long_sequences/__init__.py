@@ -120,8 +120,12 @@ class Extra(extras.Extra):
     def change_model(self, run: Run, network: nn.Module, task: type[Task]) -> None:
         from train.extras.long_sequences import attention
 
-        packing = run.config.of(Options).packing
+        packing, length = run.config.of(Options).packing, run.config.data.max_length
         if packing and not run.is_planned:
             attention.check_documents(network)
-        if packing or attention.can_slide_without_mask(network, run.config.data.max_length, run.is_planned):
+        slides = not packing and attention.has_short_windows(network, length)
+        if packing or (slides and (run.is_planned or not attention.obstacle_to_documents(network, shared=False))):
             attention.set_document_boundaries(network)
+        elif slides:
+            why = "a small copy gave other results without a mask"
+            run.outputs.note(f"WARNING: windows take a mask of {length:,} × {length:,} in this model: {why}")
