@@ -177,7 +177,8 @@ def test_a_balancing_loss_of_a_model_without_a_configuration_counts(as_dict: boo
 def test_padding_counts_in_the_balancing_loss_of_a_causal_mixture() -> None:
     """As docs/loop.md says: a causal batch has no mask by which transformers would leave it out."""
     torch.manual_seed(0)
-    own = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    balance: Any = load_balancing_loss_func
+    own: dict[str, Any] = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
     model = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(vocab_size=300, num_key_value_heads=1, **SIZES, **own)
     )
@@ -188,9 +189,7 @@ def test_padding_counts_in_the_balancing_loss_of_a_causal_mixture() -> None:
     with torch.no_grad():
         outputs = model(batch.inputs["input_ids"])
         terms = cross_entropy_sum(outputs.logits, batch.labels).item()
-        with_padding, without = (
-            load_balancing_loss_func(outputs.router_logits, 4, 2, given).item() for given in (None, mask)
-        )
+        with_padding, without = (balance(outputs.router_logits, 4, 2, given).item() for given in (None, mask))
     assert batch.num_targets == 14 and abs(with_padding - without) > 1e-3
     assert found == pytest.approx(terms + 14 * 0.5 * with_padding, rel=1e-6)
 

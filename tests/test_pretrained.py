@@ -21,8 +21,8 @@ IN_BACKWARD = ("--optimizer_in_backward", True, "--max_grad_norm", None)
 def stored(folder: Path, dropout: float) -> Path:
     """A GPT-2 as a person has it, with its tokenizer."""
     torch.manual_seed(0)
-    rates = {f"{name}_pdrop": dropout for name in ("resid", "embd", "attn")}
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
+    rates: dict[str, Any] = {f"{name}_pdrop": dropout for name in ("resid", "embd", "attn")}
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
     config = transformers.GPT2Config(vocab_size=259, **sizes, **rates)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer_of("bytes").save_pretrained(folder)
