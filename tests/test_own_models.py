@@ -11,13 +11,14 @@ import torch
 import transformers
 from support import run_for
 from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from train.config import Config
 from train.extras.readers.own_tokenizers import build_tokenizer
 from train.model import ModelWithLoss, build_model
-from train.records import UserError
+from train.records import IGNORE, UserError
 from train.state import TrainingState
-from train.tasks import load_task
+from train.tasks import cross_entropy_sum, load_task
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 MODELS = f"""
@@ -171,6 +172,26 @@ def test_a_balancing_loss_of_a_model_without_a_configuration_counts(as_dict: boo
     ids = torch.zeros(1, 3, dtype=torch.long)
     loss = ModelWithLoss(Balanced(as_dict))({"input_ids": ids}, ids)
     assert loss.item() == pytest.approx(3 * (torch.log(torch.tensor(4.0)).item() + 0.5))
+
+
+def test_padding_counts_in_the_balancing_loss_of_a_causal_mixture() -> None:
+    """As docs/loop.md says: a causal batch has no mask by which transformers would leave it out."""
+    torch.manual_seed(0)
+    balance: Any = load_balancing_loss_func
+    own: dict[str, Any] = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(vocab_size=300, num_key_value_heads=1, **SIZES, **own)
+    )
+    examples = [{"id": number, "tokens": torch.arange(3, 4 + n).numpy()} for number, n in enumerate((12, 2))]
+    batch = load_task("causal_lm")(Config()).collate(examples, (0, 0), pad_id=1)
+    found = ModelWithLoss(model)(batch.inputs, batch.labels).item()
+    mask = (batch.labels != IGNORE).long()
+    with torch.no_grad():
+        outputs = model(batch.inputs["input_ids"])
+        terms = cross_entropy_sum(outputs.logits, batch.labels).item()
+        with_padding, without = (balance(outputs.router_logits, 4, 2, given).item() for given in (None, mask))
+    assert batch.num_targets == 14 and abs(with_padding - without) > 1e-3
+    assert found == pytest.approx(terms + 14 * 0.5 * with_padding, rel=1e-6)
 
 
 def test_adapters_count_in_evaluation_where_torch_has_a_fast_path() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import linecache
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from made_tokenizers import tokenizer_of
 from support import run_for
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from train import extras
 from train.config import Config
@@ -285,6 +286,21 @@ def test_where_the_hub_has_no_address_a_run_works_offline(
 def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert", "t5", "xlnet", "qwen2", "mbart"])
+def test_model_folder_without_the_files_of_its_tokenizer_is_refused(model_type: str, tmp_path: Path) -> None:
+    """transformers makes one without a vocabulary of it: every word would be unknown, or nothing at all."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    said = f"tokenizer '{tmp_path}' has no vocabulary: its files are missing. Give --tokenizer: bytes, words or "
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["canine", "perceiver"])
+def test_tokenizer_that_needs_no_files_is_taken(model_type: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    assert len(ids_of(load_tokenizer(str(tmp_path)), "a rose")) == len("a rose")
 
 
 def test_digest_is_that_of_the_ids_a_tokenizer_gives() -> None:

@@ -26,12 +26,11 @@ class Outputs:
 
     def __init__(self, config: Config, accelerator: Accelerator, is_silent: bool = False) -> None:
         self.config, self._is_first = config, accelerator.is_main_process
-        self.folder = Path(config.output.output_dir)
-        self.checkpoints, self.final = self.folder / "checkpoints", self.folder / "final"
+        folder = self.folder = Path(config.output.output_dir)
+        self.checkpoints, self.final, self.metrics = folder / "checkpoints", folder / "final", folder / "metrics.jsonl"
         self.notes: list[str] = []
         self.is_main = self._is_first and not is_silent
         self.bar: tqdm[Any] = tqdm(disable=True)
-        self.metrics = self.folder / "metrics.jsonl"
         self.seconds_to_first_step: float | None = None
         self.validations: dict[int, Evaluation] = {}  # those that this process made, by step
 

@@ -14,8 +14,9 @@ from scripts.benchmarks import architectures, harness
     ("task", "model_types"),
     [
         ("causal_lm", ("llama", "mixtral", "falcon_h1", "bart", "doge")),
-        ("masked_lm", ("modernbert", "albert", "fnet", "mbart")),
-        ("sequence_classification", ("bert", "gpt2", "canine")),
+        ("causal_lm", ("bigbird_pegasus", "bloom", "ctrl", "prophetnet")),
+        ("masked_lm", ("modernbert", "albert", "fnet", "mbart", "convbert", "roberta", "yoso")),
+        ("sequence_classification", ("bert", "gpt2", "canine", "xlm")),
         *(pytest.param(task, (), marks=pytest.mark.slow) for task in architectures.TASKS),
     ],
 )
@@ -31,3 +32,15 @@ def test_architectures_are_equal_to_themselves_or_refused_as_the_table_says(
         if committed["versions"]["transformers"] == transformers.__version__:
             kinds = [{c: cell.split(":")[0] for c, cell in found.items()} for found in (row, known[model_type])]
             assert kinds[0] == kinds[1], model_type
+
+
+@pytest.mark.parametrize("task", architectures.TASKS)
+def test_the_committed_table_has_every_model_type_and_no_fourth_kind(task: str) -> None:
+    committed = json.loads((harness.RESULTS / "architectures.json").read_text(encoding="utf-8"))
+    rows = [row for row in committed["rows"] if row["task"] == task]
+    kinds = {row["built"].split(":")[0] for row in rows}
+    assert kinds == {"yes", "refused", "not by its defaults"}
+    cells = {row[column].split(":")[0] for row in rows if row["built"] == "yes" for column in architectures.COLUMNS}
+    assert {"equal", "refused"} <= cells <= {"equal", "refused", "–"}
+    if committed["versions"]["transformers"] == transformers.__version__:
+        assert [row["model_type"] for row in rows] == architectures.names_of(task)

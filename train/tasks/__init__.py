@@ -246,9 +246,12 @@ def model_config_of(run: Run, task: type[Task], tokenizer: Tokenizer) -> tuple[P
 
 
 def load_tokenizer(spec: str, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read."""
+    """The tokenizer in a folder or on the Hub; raises UserError if it cannot be found or read, or is empty."""
     other = "bytes, words or train:8192 (train/extras/readers/)"
-    return from_pretrained(AutoTokenizer, "tokenizer", spec, trust_remote_code, other)
+    found = from_pretrained(AutoTokenizer, "tokenizer", spec, trust_remote_code, other)
+    if len(found) < 256 and len({*found.get_vocab()} - {*found.get_added_vocab(), *found.all_special_tokens}) < 2:
+        raise UserError(f"tokenizer {spec!r} has no vocabulary: its files are missing. Give --tokenizer: {other}.")
+    return found
 
 
 def from_pretrained(loader: Any, what: str, name: str, trust_remote_code: bool, other: str) -> Any:

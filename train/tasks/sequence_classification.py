@@ -54,8 +54,7 @@ class Task(tasks.Task):
         """Loss, accuracy, macro F1 and confusions."""
         metrics = super().metrics(table, examples, label_names)
         del metrics["perplexity"]
-        predictions, references = table[:, 4:].T.astype(int)
-        return metrics | class_metrics(predictions, references, len(label_names))
+        return metrics | class_metrics(table[:, 4].astype(int), table[:, 5].astype(int), len(label_names))
 
 
 def class_metrics(predictions: np.ndarray, references: np.ndarray, num_classes: int) -> dict[str, Any]:

@@ -339,6 +339,6 @@ def test_a_classifier_whose_windows_slide_pools_what_it_pooled(pooling: str) -> 
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
     ids = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(1))
     expected = model.eval()(input_ids=ids).logits
-    assert attention.can_slide_without_mask(model, 16)
+    assert attention.has_short_windows(model, 16) and attention.obstacle_to_documents(model, shared=False) is None
     attention.set_document_boundaries(model)
     torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-12, atol=1e-14)

@@ -126,5 +126,9 @@ class Extra(extras.Extra):
         from train.extras.long_sequences import attention
 
         packing, length = run.config.of(Options).packing, run.config.data.max_length
-        if packing or attention.can_slide_without_mask(network, length, run.is_planned):
+        slides = not packing and attention.has_short_windows(network, length)
+        if packing or (slides and (run.is_planned or not attention.obstacle_to_documents(network, shared=False))):
             attention.set_document_boundaries(network)
+        elif slides:
+            why = "a small copy gave other results without a mask"
+            run.outputs.note(f"WARNING: windows take a mask of {length:,} × {length:,} in this model: {why}")

@@ -185,16 +185,13 @@ def flash_over_lengths() -> Callable[..., Any]:
 # Whether a model takes document boundaries
 
 
-def can_slide_without_mask(model: Any, max_length: int, is_assumed: bool = False) -> bool:
-    """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S and
-    :func:`set_document_boundaries` avoids it."""
+def has_short_windows(model: Any, max_length: int) -> bool:
+    """Whether ``model`` has windows shorter than ``max_length``, for which ``sdpa`` would make a mask of S × S."""
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return False
-    window = None
     with suppress(Exception):  # of configurations whose layers each have their own
-        window = getattr(model.config.get_text_config(), "sliding_window", None)
-    needs_mask = bool(window) and window < max_length
-    return needs_mask and (is_assumed or obstacle_to_documents(model, shared=False) is None)
+        return (getattr(model.config.get_text_config(), "sliding_window", None) or max_length) < max_length
+    return False
 
 
 def check_documents(model: nn.Module) -> None:

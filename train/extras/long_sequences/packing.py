@@ -33,12 +33,11 @@ def packed(data: PreparedData, max_length: int) -> PreparedData:
     splits: dict[str, Any] = {}
     notes = list(data.examples.notes)
     for name in ("train", "validation", "test"):
-        if (split := getattr(data.examples, name)) is None:
-            continue
-        rows = splits[name] = pack_split(split, max_length)
-        empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
-        size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
-        notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
+        if (split := getattr(data.examples, name)) is not None:
+            rows = splits[name] = pack_split(split, max_length)
+            empty = 1 - int(column(rows, "length").sum()) / (len(rows) * max_length)
+            size = f"{several(len(rows), 'row')} of {max_length:,} tokens"
+            notes.append(f"packing: {several(len(split), f'{name} example')} in {size}, {empty:.1%} empty")
     pad_id = data.loading.collate.keywords["pad_id"]  # pyright: ignore[reportFunctionMemberAccess]
     collate = partial(collate_packed, pad_id=pad_id, collate=data.task.collate)
     examples = replace(data.examples, **splits, notes=tuple(notes))

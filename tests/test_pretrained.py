@@ -1,0 +1,73 @@
+"""A model that ``from_pretrained`` returns, which is in evaluation mode, is trained with its dropout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from made_tokenizers import tokenizer_of
+from test_main import _own_signals, stopping_after, train, trained_losses  # noqa: F401
+
+from train.records import EXIT_DONE, EXIT_STOPPED
+
+FLAGS = ("--model_config", "None", "--global_batch_size", 2, "--eval_every_steps", 2, "--mixed_precision", "no")
+IN_BACKWARD = ("--optimizer_in_backward", True, "--max_grad_norm", None)
+
+
+def stored(folder: Path, dropout: float) -> Path:
+    """A GPT-2 as a person has it, with its tokenizer."""
+    torch.manual_seed(0)
+    rates: dict[str, Any] = {f"{name}_pdrop": dropout for name in ("resid", "embd", "attn")}
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
+    config = transformers.GPT2Config(vocab_size=259, **sizes, **rates)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer_of("bytes").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> dict[bool, list[bool]]:
+    """Whether the modules were in training mode, by whether gradients were wanted, in each forward of a GPT-2."""
+    plain, found = transformers.GPT2LMHeadModel.forward, dict[bool, list[bool]]({True: [], False: []})
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found[torch.is_grad_enabled()] += [module.training for module in self.modules()]
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", forward)
+    return found
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+@pytest.mark.parametrize("own", [(), IN_BACKWARD, ("--on_oom", "split")], ids=["plain", "in backward", "recovery"])
+def test_all_modules_are_in_training_mode_in_every_step_and_in_none_of_an_evaluation(
+    own: tuple[Any, ...], rehearse: bool, recipe: Path, tmp_path: Path, modes: dict[bool, list[bool]]
+) -> None:
+    flags = (*FLAGS, *own, "--rehearse", rehearse, "--max_steps", 4, "--model", stored(tmp_path / "gpt2", 0.1))
+    assert train(recipe, tmp_path / "run", *flags, *stopping_after(2)) == EXIT_STOPPED
+    before = len(modes[True])
+    assert train(recipe, tmp_path / "run", *flags) == EXIT_DONE
+    assert 0 < before < len(modes[True]) and all(modes[True])
+    assert modes[False] and not any(modes[False])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4
+
+
+@pytest.mark.parametrize("own", [(), IN_BACKWARD], ids=["plain", "in backward"])
+def test_dropout_counts_and_is_not_lost_by_a_resume(own: tuple[Any, ...], recipe: Path, tmp_path: Path) -> None:
+    found = {}
+    for dropout in (0.0, 0.5):
+        model = stored(tmp_path / f"gpt2-{dropout}", dropout)
+        flags = (*FLAGS, *own, "--rehearse", False, "--max_steps", 4, "--model", model)
+        whole, pieces = (tmp_path / f"{name}-{dropout}" for name in ("whole", "pieces"))
+        assert train(recipe, whole, *flags) == EXIT_DONE
+        assert train(recipe, pieces, *flags, *stopping_after(2)) == EXIT_STOPPED
+        assert train(recipe, pieces, *flags) == EXIT_DONE
+        found[dropout] = trained_losses(whole)
+        assert sorted(found[dropout]) == [1, 2, 3, 4]
+        assert trained_losses(pieces) == found[dropout]
+    assert all(abs(found[0.5][step] - found[0.0][step]) > 1e-3 for step in found[0.0])
