@@ -10,6 +10,7 @@ export PATH="$PWD/$bin:$PATH" # where DeepSpeed looks for ninja
 if [ "${1:-}" = "--all" ]; then
     shift
     set -- -m "not gpu" "$@"
+    [ ! -f tests/extras/losses/kernels.sh ] || bash tests/extras/losses/kernels.sh
     export FUZZ_INPUTS=${FUZZ_INPUTS:-1000} FLIPPED_BYTES=${FLIPPED_BYTES:-2000}
 fi
 $bin/ruff check .
