@@ -23,7 +23,7 @@ _NUMBERS = {"CUDA": 1, "MPS": 13}  # of c10::DeviceType
 _NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70  # more than the classes have virtual functions
 _DEVICE_COUNT = 15  # position in c10::impl::DeviceGuardImplInterface; before it are questions for a device or a stream
 _TABLE_HEADER = 2  # words before the first entry of a C++ table of virtual functions: offset to top, type information
-_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # positions in at::AcceleratorHooksInterface, after its two destructors
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 4, 6  # in the table of at::AcceleratorHooksInterface, its header included
 
 _kept: list[Any] = []  # memory that C++ points to from now on
 
@@ -82,8 +82,7 @@ def _install_tables(kind: str) -> None:
         kind_of_table = ctypes.c_void_p * (_TABLE_HEADER + _NUM_HOOK_METHODS)
         header_bytes = _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p)
         table = kind_of_table(*kind_of_table.from_address((hooks.value or 0) - header_bytes))
-        table[_TABLE_HEADER + _IS_BUILT] = one if name == kind else zero
-        table[_TABLE_HEADER + _HAS_PRIMARY_CONTEXT] = zero
+        table[_IS_BUILT], table[_HAS_PRIMARY_CONTEXT] = one if name == kind else zero, zero
         _kept.append(table)
         hooks.value = ctypes.addressof(table) + header_bytes
 
