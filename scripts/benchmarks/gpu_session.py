@@ -209,7 +209,8 @@ class Session:
         """Seconds that ``piece`` may still take."""
         if self._options.more and piece.resumes:
             return float("inf")
-        return piece.seconds - self.done.get(piece.name, {}).get("seconds", 0.0)
+        seconds = piece.seconds * (10 if self._options.small else 1)  # what takes seconds may take long on a busy CPU
+        return seconds - self.done.get(piece.name, {}).get("seconds", 0.0)
 
     def obstacle(self, piece: Piece) -> str | None:
         """Why a piece is not run here; None: it is."""

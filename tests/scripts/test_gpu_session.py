@@ -40,8 +40,7 @@ def others(*packages: str) -> set[str]:
                 needed = [requirement for requirement in metadata.requires(name) or [] if "extra ==" not in requirement]
                 waiting += needed
     owners_of = metadata.packages_distributions()
-    owners_of.pop("train", None)
-    return {module for module, owners in owners_of.items() if there.isdisjoint(map(named, owners))}
+    return {module for module, owners in owners_of.items() if there.isdisjoint(map(named, owners))} - {"train"}
 
 
 def named(package: str) -> str:
