@@ -36,6 +36,7 @@ ONE_PASS = ("--global_batch_size", 2, "--max_grad_norm", "None", "--max_steps", 
 NO_DROPOUT = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 PIECES_REPEAT = ("--model_config", json.dumps({**NO_DROPOUT, "attn_pdrop": 0.0}))
 """A step that is made again in pieces draws other dropout."""
+ON_CARD = {"ACCELERATE_USE_CPU": "false"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def train(tmp_path: Path) -> Train:
             [ended] = processes.run(arguments, tmp_path / "logs", environment=common)
         else:
             work = partial(run_main, arguments, settings, report, before)
-            environment = {**common, "ACCELERATE_USE_CPU": "false"}
+            environment = {**common, **ON_CARD}
             [ended] = processes.start_work(work, tmp_path / "logs", 1, environment).end()
         seen = json.loads(report.read_text()) if report.exists() else {}
         assert ends in (ended.status, None), ended.said

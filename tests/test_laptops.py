@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from faults.processes import script
 from support import ROOT, log_of, write_recipe
 from torch import Tensor, nn
@@ -42,6 +43,16 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     options = {"cwd": ROOT, "env": {**os.environ, **texts, **paths}, "stderr": subprocess.STDOUT, "encoding": "cp1252"}
     return {**options, "stdout": subprocess.PIPE}
+
+
+def test_the_workflow_tests_each_python_and_each_system() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
+    matrix = workflow["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python"] == ["3.10", "3.11", "3.12", "3.13", "3.14"]
+    assert {*matrix["os"], *(row["os"] for row in matrix["include"])} == {
+        "ubuntu-latest", "macos-latest", "windows-latest"
+    }  # fmt: skip
+    assert workflow["jobs"]["test"]["steps"][-1]["run"] == "bash scripts/test.sh"
 
 
 def test_every_module_of_the_extras_can_be_loaded_as_on_windows(windows: dict[str, Any]) -> None:

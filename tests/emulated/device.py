@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from emulated.card import Settings, card
+from emulated.card import Seen, Settings, card
 from emulated.streams import Event, Stream, streams, synchronize, within
 from emulated.tensors import CardTensor, OperatorsOfTheCard, off_card, pin
 
@@ -159,3 +159,22 @@ def run_main(
         return 71 if card.seen.races else status
     finally:
         report.write_text(json.dumps({**vars(card.seen), "attention": sorted(card.kernels)}))
+
+
+def run_several(
+    runs: dict[str, tuple[list[str], Settings]], report: Path, before: Callable[[], None], rank: int = 0
+) -> int:
+    """``train.main.main`` by the arguments of each, one after the other on the card; ``report`` says how each ended."""
+    from train.main import main
+
+    install(Settings())
+    before()
+    ended = {}
+    for name, (arguments, settings) in runs.items():
+        card.settings, card.seen, card.num_ooms = settings, Seen(), 0
+        card.times.clear()
+        print(f"== {name}", flush=True)
+        ended[name] = {"status": main(arguments), **vars(card.seen)}
+        print(flush=True)
+    report.write_text(json.dumps(ended))
+    return 0

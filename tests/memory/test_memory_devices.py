@@ -80,13 +80,34 @@ def test_a_size_below_the_context_is_refused(text: str) -> None:
         find_device(text)
 
 
-@pytest.mark.parametrize("text", ["a100", "v100", "rtx-4091", "h2000"])
+@pytest.mark.parametrize(
+    ("start", "name"), [("mi300", "mi300x"), ("MI3", "mi300x"), ("rtx 5", "rtx-5090"), ("gh", "gh200")]
+)
+def test_the_start_of_one_name_is_enough(start: str, name: str) -> None:
+    assert find_device(start) == find_device(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "candidates"),
+    [
+        ("a100", "a100-80 or a100-40"),
+        ("V100", "v100-32 or v100-16"),
+        ("rtx 4060 ti", "rtx-4060-ti-16 or rtx-4060-ti-8"),
+        ("h2", "h200-nvl or h200"),
+    ],
+)
+def test_a_start_of_several_names_lists_them(text: str, candidates: str) -> None:
+    with pytest.raises(UsageError, match=f"^device {text!r} may be {candidates}. Say which.$"):
+        find_device(text)
+
+
+@pytest.mark.parametrize("text", ["rtx-4091", "h2000", "m2-max", "rtx"])
 def test_an_unknown_name_names_all(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         find_device(text)
     message = str(caught.value)
     assert f"unknown device {text!r}. Known are " in message
-    for name in (*CARDS, "cpu", "24GiB"):
+    for name in (*CARDS, "cpu", "'24GiB'", "'mps 16GiB'"):
         assert name in message
 
 

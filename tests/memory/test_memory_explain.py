@@ -474,6 +474,11 @@ def test_torchs_own_error_on_a_cpu_is_recognised() -> None:
         "dataloader's workers are out of shared memory.",
         "worker process exited with exit code 137",
         "  exitcode  : -9 (pid: 4711)",
+        "Killed",  # what shells say of a program that the kernel has ended
+        "step 3/10  loss 2.31\nKilled\n",
+        "train.sh: line 3:  4242 Killed                  python train/main.py --config recipe.yaml",
+        "zsh: killed     python train/main.py",
+        "[1]    4242 killed     python train/main.py",
     ],
 )
 def test_a_process_that_was_killed_is_a_lack_of_main_memory(message: str) -> None:
@@ -485,6 +490,11 @@ def test_a_process_that_was_killed_is_a_lack_of_main_memory(message: str) -> Non
 def test_shards_that_fsdp2_keeps_on_the_host_are_named_where_main_memory_is_full() -> None:
     text = " ".join(explain(CPU_LINUX).split())
     assert "with fsdp2_offload.yaml weights, gradients and optimizer state, which fsdp2.yaml keeps on the GPUs" in text
+
+
+@pytest.mark.parametrize("text", ["killed", "Killed by the user", "the runs that were killed"])
+def test_talk_of_killing_is_not_a_message_about_memory(text: str) -> None:
+    assert parse_oom(text) is None
 
 
 def test_another_card_is_not_the_one_that_is_full() -> None:

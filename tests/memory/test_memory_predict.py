@@ -452,8 +452,33 @@ def test_a_torch_of_another_layout_is_said_plainly() -> None:
         "except fake_cuda.CannotStandInError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "cannot be made to plan for a CUDA device" in done.stdout, done.stderr
+    assert "cannot be made to plan for a device of type cuda" in done.stdout, done.stderr
     assert "--device cpu" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac has the other kind of device")
+def test_mps_is_planned_for_also_by_a_torch_that_is_built_for_cuda_and_has_a_card() -> None:
+    """Torch's core stops where it sees both kinds of device."""
+    with_a_card = (
+        "from torch._subclasses import fake_tensor\n"
+        "own = fake_tensor.init_gpu_context, fake_tensor.FakeTensorMode.avoid_device_init\n"
+        "fake_cuda.install('cuda', (9, 0))\n"
+        "assert torch.cuda.is_available() and torch.accelerator.current_accelerator().type == 'cuda'\n"
+        "fake_tensor.init_gpu_context, fake_tensor.FakeTensorMode.avoid_device_init = own\n"
+        "held, fake_cuda._kept = fake_cuda._kept, []\n"
+    )
+    found = []
+    for before in ("", with_a_card):
+        code = (
+            "import torch\n"
+            "from test_memory_predict import Target, job\n"
+            "from train.memory import fake_cuda, trial\n"
+            f"{before}print('peak', trial.predict(job(target=Target('mps'))).peak_bytes)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert "peak " in done.stdout, done.stderr
+        found.append(done.stdout.split("peak ")[1])
+    assert found[0] == found[1]
 
 
 def test_losses_of_libraries_are_predicted_for_cards(predictor: Predictors) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import time
 from dataclasses import replace
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,27 @@ from scripts.benchmarks import building, gpu_session, harness
 from train.records import EXIT_DONE, EXIT_ERROR, EXIT_STOPPED
 
 SESSION = ROOT / "scripts" / "gpu_session.sh"
-HIDDEN = ("datasets", "evaluate", "multiprocess", "dill", "tyro", "typeguard", "docstring_parser", "liger_kernel")
-"""Packages that a machine with a card may be without."""
+ENOUGH = ("torch", "transformers", "accelerate", "numpy")
+"""Packages that a machine with a card has, and what they need."""
+
+
+def others(*packages: str) -> set[str]:
+    """Modules of all packages that are installed here, except ``ENOUGH`` and what they need, and ``packages``."""
+    there, waiting = {named(package) for package in packages}, list(ENOUGH)
+    while waiting:
+        name = named(waiting.pop())
+        if name not in there:
+            there.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                needed = [requirement for requirement in metadata.requires(name) or [] if "extra ==" not in requirement]
+                waiting += needed
+    owners_of = metadata.packages_distributions()
+    return {module for module, owners in owners_of.items() if there.isdisjoint(map(named, owners))} - {"train"}
+
+
+def named(package: str) -> str:
+    """A package's name without version and as the index spells it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", package)[0].lower())
 
 
 class Card:
@@ -206,7 +228,7 @@ def test_what_a_command_started_ends_with_it(tmp_path: Path) -> None:
 def test_wheels_are_those_of_the_constraints() -> None:
     command = gpu_session.Download(Path("wheels"), ("bitsandbytes",)).command()
     assert "--no-deps" in command and "--python-version" in command
-    assert command[-6:] == ["datasets", "evaluate", "dill", "multiprocess", "liger-kernel>=0.8,<0.9", "bitsandbytes"]
+    assert command[-2:] == ["liger-kernel>=0.8,<0.9", "bitsandbytes"]
     header = SESSION.read_text().split("\nset ")[0].replace("\n#", "")
     for name in gpu_session.WHEELS:
         assert name.split(">")[0] in header
@@ -215,15 +237,13 @@ def test_wheels_are_those_of_the_constraints() -> None:
 # ---- a machine without these packages --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without(tmp_path: Path) -> dict[str, str]:
-    """Variables of a Python without the packages of ``HIDDEN``."""
-    folder = tmp_path / "hides"
+def python_without(hidden: set[str], folder: Path) -> dict[str, str]:
+    """Variables of a Python that lacks the modules ``hidden``."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         f"""
 import importlib.abc, importlib.machinery, sys
-HIDDEN = {HIDDEN!r}
+HIDDEN = {hidden!r}
 
 class Without(importlib.machinery.PathFinder):
     @classmethod
@@ -237,6 +257,16 @@ sys.meta_path[:] = [Without if finder is importlib.machinery.PathFinder else fin
     )
     known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**known, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def without(tmp_path: Path) -> dict[str, str]:
+    """Variables of a Python that has torch, transformers, accelerate, numpy and what these need, and nothing else."""
+    hidden = others()
+    lacks = {"datasets", "evaluate", "pyarrow", "xxhash", "multiprocess", "dill", "matplotlib", "pytest", "pandas"}
+    assert hidden.issuperset(lacks)
+    assert hidden.isdisjoint({"torch", "transformers", "accelerate", "numpy", "yaml", "tqdm", "psutil", "filelock"})
+    return python_without(hidden, tmp_path / "hides")
 
 
 def small(name: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -289,7 +319,9 @@ print("real", [name for name, module in found.items() if "stand_ins" not in modu
 
 @pytest.mark.slow
 def test_real_runs_are_killed_resumed_and_split(tmp_path: Path) -> None:
-    done = small("runs", tmp_path / "kept", dict(os.environ))
+    """With what the wheels bring and nothing else: reports are written without charts."""
+    environment = python_without(others(*gpu_session.WHEELS), tmp_path / "hides")
+    done = small("runs", tmp_path / "kept", environment)
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = (tmp_path / "kept").glob("real_runs-*.json")
     checks = json.loads(path.read_text())["checks"]

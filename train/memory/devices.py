@@ -43,7 +43,7 @@ def find_device(text: str) -> Device:
 
     Also the name that torch gives a card. A size is taken as the memory that is reported (GiB: 2^30 bytes, GB: 10^9),
     on a card whose speed is unknown. ``mps 16GiB`` is Apple's, with what Metal recommends to take at most. ``cpu`` and
-    ``mps`` are this machine's. Raises UsageError for any other.
+    ``mps`` are this machine's. The start of a name is enough where no other begins so. Raises UsageError for any other.
     """
     given = text.strip().lower()
     if size := re.fullmatch(r"(mps[\s:-]*)?(\d+(?:\.\d+)?)\s*g(i?)b", given):
@@ -51,10 +51,9 @@ def find_device(text: str) -> Device:
         name, total_bytes = f"{float(size[2]):g}{unit}", int(float(size[2]) * unit_bytes)
         if size[1]:
             return Device(f"mps {name}", total_bytes)
-        if total_bytes <= (context_bytes := _context_bytes()):
-            alone = f"the CUDA context alone takes about {context_bytes // _MIB} MiB"
-            raise UsageError(f"device {name!r}: {alone}. Give the memory of a whole card, such as 24GiB.")
-        return Device(name, total_bytes, context_bytes)
+        if total_bytes <= _context_bytes():
+            raise UsageError(f"device {name!r}: a CUDA context alone takes that. Give a whole card's memory, as 24GiB.")
+        return Device(name, total_bytes, _context_bytes())
     if given == "cpu":
         return Device(name="cpu", total_bytes=psutil.virtual_memory().total)
     if given.startswith("mps"):
@@ -63,13 +62,17 @@ def find_device(text: str) -> Device:
         if given == "mps" and torch.backends.mps.is_available():
             return Device("mps", torch.mps.recommended_max_memory())
         raise UsageError(f"device {text!r}: Apple's GPUs take part of the machine's memory. Say how much: 'mps 16GiB'.")
-    card = find_card(given) or find_card(f"rtx {given.removeprefix('rtx')}")
-    if card is None or card.memory_gib is None:
-        known = ", ".join([*(name for name, card in CARDS.items() if card.memory_gib), "cpu"])
-        raise UsageError(f"unknown device {text!r}. Known are {known}; for any other card say '24GiB' or the like.")
-    name = next(name for name, known in CARDS.items() if known is card)
-    context_bytes = _context_bytes(card.compute_capability)
-    return Device(name, int(card.memory_gib * _GIB), context_bytes, card.compute_capability, card.bytes_per_second)
+    short, names = given.removeprefix("rtx"), [name for name, card in CARDS.items() if card.memory_gib]
+    card, start = find_card(given) or find_card(f"rtx {short}"), "-".join(re.findall(r"[a-z0-9]+", short)) or "?"
+    meant = [n for n in names if CARDS[n] is card] or [n for n in names if n.removeprefix("rtx-").startswith(start)]
+    if len(meant) > 1:
+        raise UsageError(f"device {text!r} may be {' or '.join(meant)}. Say which.")
+    if not meant:
+        others = "For any other card say '24GiB' or the like, for Apple's chips 'mps 16GiB'."
+        raise UsageError(f"unknown device {text!r}. Known are {', '.join([*names, 'cpu'])}. {others}")
+    card = CARDS[meant[0]]
+    total_bytes, context_bytes = int((card.memory_gib or 0) * _GIB), _context_bytes(card.compute_capability)
+    return Device(meant[0], total_bytes, context_bytes, card.compute_capability, card.bytes_per_second)
 
 
 def this_device() -> Device:

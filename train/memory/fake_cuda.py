@@ -23,7 +23,7 @@ _NUMBERS = {"CUDA": 1, "MPS": 13}  # of c10::DeviceType
 _NUM_GUARD_METHODS, _NUM_HOOK_METHODS = 64, 70  # more than the classes have virtual functions
 _DEVICE_COUNT = 15  # position in c10::impl::DeviceGuardImplInterface; before it are questions for a device or a stream
 _TABLE_HEADER = 2  # words before the first entry of a C++ table of virtual functions: offset to top, type information
-_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # positions in at::AcceleratorHooksInterface, after its two destructors
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 4, 6  # in the table of at::AcceleratorHooksInterface, its header included
 
 _kept: list[Any] = []  # memory that C++ points to from now on
 
@@ -47,7 +47,7 @@ def install(device_type: str, capability: tuple[int, int]) -> None:
     except Exception as error:  # a symbol that is not there, an operator that refuses, a table of another shape
         where, why = f"torch {torch.__version__} on {sys.platform}", f"{type(error).__name__}: {one_line(error, 200)}"
         raise CannotStandInError(
-            f"{where} cannot be made to plan for a {device_type.upper()} device that is not there ({why}). Plan on a "
+            f"{where} cannot be made to plan for a device of type {device_type} that is not there ({why}). Plan on a "
             "machine with such a device, or for the CPU with --device cpu."
         ) from None
 
@@ -57,39 +57,34 @@ def _library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.{suffix}"))
 
 
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
 def _install_tables(kind: str) -> None:
     answer = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
-    zero, one, device = answer(lambda this: 0), answer(lambda this: 1), answer(lambda this: _NUMBERS[kind])
-    _kept.extend([zero, one, device])
+    functions = [answer(lambda this: 0), answer(lambda this: 1), answer(lambda this: _NUMBERS[kind])]
+    zero, one, device = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    _kept.extend(functions)
     if not getattr(torch.backends, kind.lower()).is_built():
         # FakeTensorMode exchanges a guard that counts no device for one that does nothing; a CPU build has none at
         # all, so this one comes first. Of MPS it stays, and says which device it is for and that there is one.
         answers = [zero] * _NUM_GUARD_METHODS
         if kind == "MPS":
             answers[:_DEVICE_COUNT], answers[_DEVICE_COUNT] = [device] * _DEVICE_COUNT, one
-        table = (ctypes.c_void_p * _NUM_GUARD_METHODS)(*map(_address, answers))
+        table = (ctypes.c_void_p * _NUM_GUARD_METHODS)(*answers)
         guard = (ctypes.c_void_p * 4)(ctypes.addressof(table))
         _kept.extend([table, guard])
         register = _library("c10")._ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
-        register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
-        register(_NUMBERS[kind], ctypes.addressof(guard))
+        register(ctypes.c_int8(_NUMBERS[kind]), ctypes.c_void_p(ctypes.addressof(guard)))
     if kind == "CUDA":
         torch._C._ensureCUDADeviceGuardSet()
-    name = f"get{kind}Hooks"
-    hooks_of = getattr(_library("torch_cpu"), f"_ZN2at6detail{len(name)}{name}Ev")
-    hooks_of.argtypes, hooks_of.restype = [], ctypes.c_void_p
-    hooks = ctypes.cast(hooks_of(), ctypes.POINTER(ctypes.c_void_p))
-    old = ctypes.cast(hooks[0], ctypes.POINTER(ctypes.c_void_p))  # pyright: ignore[reportArgumentType]
-    words = [old[i - _TABLE_HEADER] for i in range(_TABLE_HEADER + _NUM_HOOK_METHODS)]
-    words[_TABLE_HEADER + _IS_BUILT] = _address(one)
-    words[_TABLE_HEADER + _HAS_PRIMARY_CONTEXT] = _address(zero)
-    new = (ctypes.c_void_p * len(words))(*words)
-    _kept.append(new)
-    hooks[0] = ctypes.addressof(new) + _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p)
+    for name in _NUMBERS:  # torch stops where two kinds are built: a build for CUDA, say, and MPS
+        hooks_of = getattr(_library("torch_cpu"), f"_ZN2at6detail{len(f'get{name}Hooks')}get{name}HooksEv")
+        hooks_of.restype = ctypes.c_void_p
+        hooks = ctypes.c_void_p.from_address(hooks_of())
+        kind_of_table = ctypes.c_void_p * (_TABLE_HEADER + _NUM_HOOK_METHODS)
+        header_bytes = _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p)
+        table = kind_of_table(*kind_of_table.from_address((hooks.value or 0) - header_bytes))
+        table[_IS_BUILT], table[_HAS_PRIMARY_CONTEXT] = one if name == kind else zero, zero
+        _kept.append(table)
+        hooks.value = ctypes.addressof(table) + header_bytes
 
 
 def _install_answers(capability: tuple[int, int]) -> None:

@@ -24,6 +24,7 @@ _TORCH = "outofmemory.Triedtoallocate"
 _HOST = (
     r"DefaultCPUAllocator|(?<!OutOf)MemoryError|bad_alloc|(?i:cannotallocatememory|oom[-_]kill|killedprocess)"
     r"|DataLoaderworker\(pid\S{3,40}bysignal:(?:Killed|Bus)|(?i:exit(?:edwith(?:exit)?)?(?:code|status):?(?:137|-9))"
+    r"|(?:\d|zsh:)[Kk]illed|Killed$"  # all that a shell says
 )
 _ANY = (  # not the bare words: advice about memory is not a message about it
     rf"{_HOST}|(?:^|[A-Z.:\])]|backend|(?i:error|failure))(?i:outofmemory)(?![a-z])"

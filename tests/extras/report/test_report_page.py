@@ -185,6 +185,15 @@ def test_charts_are_the_same_each_time_and_valid_xml():
         assert root.attrib["role"] == "img" and root.attrib["aria-label"].startswith(chart.title)
 
 
+def test_without_matplotlib_a_page_says_what_it_would_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for chart in charts(METRICS, SUMMARY):
+        said = re.fullmatch("<p>(.+) Not drawn: matplotlib is not installed.</p>", chart.svg)
+        assert said is not None and said[1].startswith(chart.title)
+    outline = _Outline(_page(SUMMARY, METRICS))
+    assert "Not drawn" in outline.text and "svg" not in outline.tags
+
+
 def test_the_gradient_chart_marks_threshold_and_skipped_steps():
     chart = next(chart for chart in charts(METRICS, SUMMARY) if chart.title == "Gradient norm")
     assert "clipped to 1" in chart.svg and "not finite, skipped (1)" in chart.svg

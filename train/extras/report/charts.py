@@ -136,18 +136,19 @@ def svg(title: str, label: str, draw: Callable[[Axes], None], columns: int = 4, 
 
     The ``<svg>`` element alone: as wide as its place, and with ids of its own.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots()
+    try:
+        from matplotlib import figure, rc_context
+    except ImportError:  # as on a machine with a card that has little more than torch
+        return f"<p>{escape(label)} Not drawn: matplotlib is not installed.</p>"
+    with rc_context({**_STYLE, "svg.hashsalt": title}):
+        canvas = figure.Figure(figsize=size, layout="constrained")
+        axes = canvas.subplots()
         draw(axes)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
         text = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
+        canvas.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     prefix = re.sub(r"\W+", "-", title.lower())
     drawn = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text.getvalue())
     head, tail = drawn[drawn.index("<svg") :].strip().split(">", 1)

@@ -1,24 +1,6 @@
-"""Stands in for 🤗 evaluate where that is not installed: names to import and compare with, none to use.
+"""Stands in for evaluate where that is not installed."""
 
-Benchmarks that make their own batches need no metrics, but the modules that they call import it. See
-``harness.stand_in_for_missing``.
-"""
-
-from __future__ import annotations
-
-import functools
-from typing import Any
+from scripts.benchmarks.stand_in import classes_of
 
 __version__ = "0"
-
-
-@functools.cache
-def __getattr__(name: str) -> Any:
-    """A class of that name, without instances."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise ImportError(f"{name} needs the package {__name__}, which is not installed: pip install {__name__}")
-
-    return type(name, (), {"__new__": refuse})
+__getattr__ = classes_of(__name__)
