@@ -31,7 +31,7 @@ TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
-FORMAT = 7  # part of every cache key: raise it when a reader or a check gives other rows
+FORMAT = 8  # part of every cache key: raise it when a reader or a check gives other rows
 FEATURES = Features({name: Value("string") for name in ("text", "label", "source", "problem")})
 _UNREADABLE = re.compile("[\0\ud800-\udfff]")  # NUL, half a surrogate pair, or a byte that could not be decoded
 
@@ -168,23 +168,38 @@ def _open(path: Path, encoding: str) -> TextIO:
 
 
 def _read_json(path: Path, encoding: str) -> Found:
-    """One object a line, or an array of objects; blank lines are passed over."""
+    """One object a line, objects over several lines, or an array of objects; blank lines are passed over."""
     with _open(path, encoding) as file:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
         if not first.lstrip().startswith("["):
-            yield from ((number, _parsed(line)) for number, line in enumerate(file, start=1) if line.strip())
+            runs_on = first.startswith("{") and isinstance(_parsed(first), RecordError)  # or that line is damaged
+            lines = enumerate(file, start=1)
+            pieces = _objects(lines) if runs_on else lines
+            yield from ((number, _parsed(piece)) for number, piece in pieces if piece.strip())
         elif isinstance(array := _parsed(file.read()), list):
             yield from ((f"[{index}]", item) for index, item in enumerate(array))
         else:
             yield None, array
 
 
+def _objects(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Numbered ``lines`` joined to objects, each from a line that begins with its brace: further ones are indented."""
+    begun, held = 1, list[str]()
+    for number, line in lines:
+        if line.startswith("{"):
+            yield begun, "".join(held)
+            begun, held = number, []
+        held.append(line)
+    yield begun, "".join(held)
+
+
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return RecordError(f"not JSON ({error})".replace(": line 1 column", " at column"))
+        several = ". An object begins at the start of a line; `jq -c . FILE` puts each on one" * ("{" in text)
+        return RecordError(f"not JSON ({error}){several}".replace(": line 1 column", " at column"))
 
 
 def _read_csv(path: Path, columns: Sequence[str], encoding: str, quoting: Literal[0, 3]) -> Found:
