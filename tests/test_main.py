@@ -306,10 +306,10 @@ def test_best_checkpoint_is_kept_and_loaded_at_the_end(recipe: Path, tmp_path: P
         (["--micro_batch_size", "3"], EXIT_USAGE, "not a multiple"),
         (["--max_grad_value", "1", "--max_grad_norm", "1"], EXIT_USAGE, "max_grad_norm and max_grad_value"),
         (["--config", "nowhere.yaml"], EXIT_USAGE, "nowhere.yaml"),
-        (["--dataset", "nowhere.jsonl"], EXIT_ERROR, "nowhere.jsonl"),
+        (["--dataset", "nowhere.jsonl"], EXIT_USAGE, "nowhere.jsonl"),
         (["--text_column", "body"], EXIT_ERROR, "--text_column"),
-        (["--model", "nowhere/at-all", "--tokenizer", "bytes"], EXIT_ERROR, "nowhere/at-all"),
-        (["--tokenizer", "nowhere/at-all"], EXIT_ERROR, "nowhere/at-all"),
+        (["--model", "nowhere/at-all", "--tokenizer", "bytes"], EXIT_USAGE, "nowhere/at-all"),
+        (["--tokenizer", "nowhere/at-all"], EXIT_USAGE, "nowhere/at-all"),
         (
             ["--model_config", '{"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_head": 1}'],
             EXIT_ERROR,

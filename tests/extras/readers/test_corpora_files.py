@@ -13,12 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import config
+from huggingface_hub import constants
+from support import ROOT
 
-from train.config import check, from_values
+from train.config import Config, check, from_values
 from train.extras.cache import ROWS_IN_MEMORY
-from train.extras.readers import Source, readers
+from train.extras.readers import Source, readers, refuse_what_is_nowhere
 from train.extras.readers.corpus import load_corpus
-from train.records import UsageError, UserError
+from train.main import main
+from train.records import EXIT_USAGE, UsageError, UserError
 
 Write = Callable[..., str]
 
@@ -612,9 +615,53 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     assert "cannot tell what it is" in message(tmp_path / "d.bin")
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c", "~no.such.user/x"])
-def test_a_path_that_is_not_there_is_not_asked_from_the_hub(name: str) -> None:
-    assert message(name) == f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name)."
+def refused(capsys: pytest.CaptureFixture[str], **names: str) -> str:
+    """What a run with these flags is told before its libraries are imported."""
+    flags = {"dataset": "stdlib", "model": "bytes", **names}  # nothing is asked of the Hub for these two
+    assert main([word for flag, name in flags.items() for word in (f"--{flag}", name)]) == EXIT_USAGE
+    return capsys.readouterr().err.strip()
+
+
+MISSING = ["./missing", "../missing", "/no/such/folder", "a/b/c", "~no.such.user/x", "tests/x", "two words", "?"]
+
+
+@pytest.mark.parametrize("flag", ["dataset", "model", "tokenizer"])
+@pytest.mark.parametrize("name", MISSING)
+def test_a_path_that_is_not_there_is_told_at_once(flag: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # where there is a folder tests
+        said = refused(capsys, **{flag: name})
+    assert said == f"error: --{flag} {name}: no such file or folder, and not a name on the Hub (user/name)."
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "data/missing.CSV", "my/notes.md"])
+def test_a_file_that_is_not_there_is_not_asked_from_the_hub(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = f"error: --dataset {name}: no such file or folder, and not a name on the Hub (user/name)."
+    assert refused(capsys, dataset=name) == said
+
+
+@pytest.mark.parametrize("flag", ["dataset", "model", "tokenizer"])
+def test_offline_a_hub_name_that_is_not_cached_is_told_at_once(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    where = f"offline (HF_HUB_OFFLINE) the Hub is only what is in {hub}, where nothing has that name"
+    said = f"error: --{flag} data/nope: no such file or folder, and {where}. Give a path, or connect."
+    assert refused(capsys, **{flag: "data/nope"}) == said
+    (hub / "datasets--data--other").mkdir(parents=True)
+    assert refused(capsys, **{flag: "data/nope"}) == said
+    config = Config().changed(**{flag: "data/No_pe"})
+    for cached in (hub / "models--data--No_pe", tmp_path / "datasets" / "data___nope"):
+        cached.mkdir(parents=True)
+        refuse_what_is_nowhere(config)
+        cached.rmdir()
+        with pytest.raises(UsageError, match="data/No_pe: no such file"):
+            refuse_what_is_nowhere(config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    refuse_what_is_nowhere(config)
 
 
 def test_unreadable_file_keeps_its_own_error(jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,8 +156,3 @@ def test_offline_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
     assert "HF_HUB_OFFLINE is set: unset it" in message()
-
-
-@pytest.mark.parametrize("name", ["two words", "user/na:me", "?"])
-def test_a_name_that_cannot_be_on_the_hub(name: str) -> None:
-    assert "not a name on the Hub" in message(dataset=name)

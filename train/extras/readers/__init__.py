@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from train.data import PreparedData
 
 logger = logging.getLogger(__name__)
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_MARKUP = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".log", ".html", ".htm", ".xml")
+_CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", ".rb", ".rs", ".sh", ".sql")
+TEXT_SUFFIXES = _MARKUP + _CODE
+SUFFIXES = RECORD_SUFFIXES + TEXT_SUFFIXES
 Encoding = Literal["utf-8", "latin-1", "cp1250", "cp1251", "cp1252", "gb18030", "big5", "shift_jis", "euc_kr"]
 
 
@@ -64,10 +70,16 @@ def _is_function(config: Config) -> bool:
     return ":" in config.data.dataset and not Path(config.data.dataset).exists()
 
 
+def _not_here(config: Config) -> dict[str, str]:
+    """What is named by path or Hub name and is not a path here, by flag."""
+    named = {"dataset": config.data.dataset, "tokenizer": config.data.tokenizer, "model": config.architecture.model}
+    own = (None, "stdlib", "bytes", "words")
+    return {flag: n for flag, n in named.items() if n not in own and ":" not in n and not Path(n).exists()}
+
+
 def _work_offline_without_an_address(config: Config) -> None:
     """Where the Hub's host has no address, its libraries would ask again and again for half a minute."""
-    names = {config.data.dataset, config.data.tokenizer, config.architecture.model} - {"stdlib", "bytes", "words"}
-    asks = any(name and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() for name in names)
+    asks = any(not is_path(name) for name in _not_here(config).values())
     if asks and not getproxies() and "HF_HUB_OFFLINE" not in os.environ:
         host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
         try:
@@ -75,6 +87,27 @@ def _work_offline_without_an_address(config: Config) -> None:
         except OSError:
             logger.warning("%s has no address here: only what is cached of the Hub can be used", host)
             os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def is_path(name: str) -> bool:
+    """Whether ``name`` cannot be on the Hub, or begins with a folder that is here."""
+    parts = Path(name).parts
+    return not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) or (len(parts) == 2 and Path(parts[0]).is_dir())
+
+
+def refuse_what_is_nowhere(config: Config) -> None:
+    """Raises UsageError for a path that is not there and, offline, for a Hub name that is not cached."""
+    for flag, name in _not_here(config).items():
+        if is_path(name) or (flag == "dataset" and name.lower().endswith(SUFFIXES)):
+            raise UsageError(f"--{flag} {name}: no such file or folder, and not a name on the Hub (user/name).")
+        from huggingface_hub import constants  # here: it costs a little, and is seldom needed
+
+        caches = constants.HF_HUB_CACHE, os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")
+        known = [p.name for cache in caches for p in Path(cache).glob("*")]
+        plain = name.rpartition("/")[2].lower().replace("_", "")  # datasets writes some names in another way
+        if constants.HF_HUB_OFFLINE and not any(plain in entry.lower().replace("_", "") for entry in known):
+            where = f"no such file or folder, and offline (HF_HUB_OFFLINE) the Hub is only what is in {caches[0]}"
+            raise UsageError(f"--{flag} {name}: {where}, where nothing has that name. Give a path, or connect.")
 
 
 class Extra(extras.Extra):
@@ -95,6 +128,11 @@ class Extra(extras.Extra):
         if Path(name).is_dir() and Path(name).resolve() in Path(config.output.output_dir).resolve().parents:
             raise UsageError(f"output_dir: it lies in the dataset {name}: its files would be read as documents.")
         _work_offline_without_an_address(config)  # here: other checks import libraries that read the variable
+
+    @contextmanager
+    def open(self, config: Config, launch: Launch, stop: list[str]) -> Iterator[None]:
+        refuse_what_is_nowhere(config)  # not in check: a run can be planned where its data is not
+        yield
 
     def documents(self, config: Config, labelled: bool) -> Corpus | None:
         core = {name: getattr(config.data, name) for name in ("dataset", "dataset_options", "validation_fraction")}

@@ -17,12 +17,10 @@ from datasets import Dataset, Features, Value
 
 from train.config import Config
 from train.data import call_function, corpus_of
-from train.extras.readers import Source, readers, tables
-from train.extras.readers.readers import RECORD_SUFFIXES, TEXT_SUFFIXES
+from train.extras.readers import RECORD_SUFFIXES, SUFFIXES, TEXT_SUFFIXES, Source, readers, tables
 from train.figures import several
 from train.records import Corpus, UserError
 
-SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
@@ -55,9 +53,6 @@ def _load(data: Source) -> dict[str, Dataset]:
         return {"train": _load_stdlib(data)}
     if path.exists():
         return _load_path(path, data)
-    is_path = path.suffix.lower() in SUFFIXES or (len(path.parts) == 2 and path.parent.is_dir())
-    if is_path or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        raise UserError(f"--dataset {name}: no such file or folder, and not a name on the Hub (user/name).")
     return tables.load_named(data)
 
 

@@ -20,14 +20,9 @@ from datasets import Dataset, Features, Value
 from datasets.fingerprint import Hasher
 
 from train.extras.cache import ROWS_IN_MEMORY, file_digest, generated
-from train.extras.readers import Source
+from train.extras.readers import RECORD_SUFFIXES, Source
 from train.figures import several, without_secrets
 from train.records import UserError, one_line
-
-RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-_MARKUP = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".log", ".html", ".htm", ".xml")
-_CODE = (".py", ".pyi", ".c", ".h", ".cpp", ".go", ".java", ".js", ".ts", ".r", ".rb", ".rs", ".sh", ".sql")
-TEXT_SUFFIXES = _MARKUP + _CODE
 
 EMPTY = "empty document"
 NAME_COLUMNS = "Name the right ones with --text_column and --label_column; those of a CSV file stand in its first line"
