@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from train.batching import Loading
 from train.config import Config
 from train.data import PreparedData
 from train.evaluation import evaluate, score
+from train.extras import Extra, Extras
 from train.launch import Launch
 from train.model import ModelWithLoss, build_model
 from train.records import IGNORE, Corpus, MicroBatch, Run, StopAtOnce
@@ -100,7 +101,16 @@ def test_token_metrics_without_bytes_have_no_bits_per_byte() -> None:
 
 
 def test_perplexity_of_a_hopeless_model_is_finite() -> None:
-    assert math.isfinite(metrics_of([[1e6, 1.0, 0.0]], length=[1])["perplexity"])
+    assert metrics_of([[1e6, 1.0, 0.0]], length=[1])["perplexity"] == math.exp(700)
+    assert metrics_of([[699.0, 1.0, 0.0]], length=[1])["perplexity"] == math.exp(699)
+
+
+def test_bits_per_byte_are_of_the_examples_that_were_scored() -> None:
+    """A rank's rows, or a task that leaves examples out, need not be the first of the split."""
+    table = np.array([[2, 3.0, 2, 1, 0, 0], [0, 1.0, 4, 2, 0, 0]])
+    columns = datasets.Dataset.from_dict({"num_bytes": [8.0, 100.0, 0.5], "length": [4, 7, 2]})
+    found = load_task("causal_lm")(Config()).metrics(table, columns, ())
+    assert found["bits_per_byte"] == pytest.approx(4 / math.log(2) / 8.5, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +270,45 @@ def test_only_an_evaluation_that_may_stop_heeds_a_request_to_stop() -> None:
     with pytest.raises(StopAtOnce):
         evaluate(run, parts, "validation", 1, may_stop=True)
     assert parts.model.training
+
+
+class Listener(Extra):
+    """Hears what is computed, and whether the model is in evaluation then."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, list[tuple[int, ...]]]] = []
+        self.open = 0
+
+    @contextmanager
+    def computing(self, phase: str, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        self.heard.append((phase, [batch.example_ids for batch in micro_batches]))
+        self.open += 1
+        yield
+        self.open -= 1
+
+
+def test_extras_hear_of_each_batch_of_an_evaluation_while_it_is_computed() -> None:
+    config = configured("causal_lm", 2)
+    prepared, listener, at_work = prepared_data(config, TEXTS), Listener(), list[int]()
+    run, parts = run_and_parts(config, prepared, network(config, prepared))
+    run.extras = Extras({"listener": listener})
+    parts.model.register_forward_hook(lambda *_: at_work.append(listener.open))
+    evaluate(run, parts, "validation", 1)
+    expected = [("evaluation", [batch.example_ids]) for batch in prepared.evaluation_batches(run, split_of(prepared))]
+    assert listener.heard == expected and len(expected) > 2
+    assert sorted(i for _, [ids] in expected for i in ids) == list(range(len(split_of(prepared))))
+    assert at_work == [1] * len(expected)
+
+
+def split_of(prepared: PreparedData) -> datasets.Dataset:
+    return prepared.examples.validation
+
+
+def test_an_evaluation_tells_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("causal_lm")
+    prepared, now = prepared_data(config, TEXTS), iter((100.0, 107.5))
+    monkeypatch.setattr("train.evaluation.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    assert evaluate(*run_and_parts(config, prepared, network(config, prepared)), "validation", 1).seconds == 7.5
 
 
 def test_equal_examples_count_once_each() -> None:

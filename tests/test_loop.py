@@ -230,7 +230,13 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
         4: [13 / 6, 1 / 2, 9 / 4, 2, 1 - 9 / 12, 18],
         5: [5 / 2, 1, 10 / 2, 2, 1 - 10 / 16, 28],
     }
-    assert (lines[2]["nonfinite_steps"], lines[5]["nonfinite_steps"]) == (1, 1)
+    of_last = ("epoch", "learning_rate", "sequence_length", "nonfinite_steps")
+    assert {step: [values[name] for name in of_last] for step, values in lines.items()} == {
+        2: [0, pytest.approx(0.08), 4, 1],
+        4: [1, pytest.approx(0.04), 4, 1],  # its micro-batches are of 3 and 4 tokens
+        5: [1, pytest.approx(0.02), 4, 1],
+    }
+    assert math.isnan(lines[2]["grad_norm"]) and (lines[4]["grad_norm"], lines[5]["grad_norm"]) == (1.5, 1.5)
     assert (progress.training_seconds, clock.now) == (10, 50 + 10 + 500 + 5000)
     first, second, third = 2.0, 13 / 6, 2.5
     assert progress.usual_loss == pytest.approx(0.9 * (0.9 * first + 0.1 * second) + 0.1 * third, rel=1e-12)

@@ -258,6 +258,14 @@ def test_parts_add_up_and_weights_cost_sixteen_bytes_each(predictor: Predictors)
     assert found.flops and found.seconds and found.seconds > found.flops / 9.9e14
 
 
+def test_time_and_operations_are_those_of_a_step_without_the_evaluation(predictor: Predictors) -> None:
+    plain = job(target=H100, mixed_precision="bf16")
+    alone, evaluating = (predictor.predict(replace(plain, eval_batch_size=size)) for size in (None, 8))
+    assert "evaluation" in evaluating.peak_bytes_by_phase and "evaluation" not in alone.peak_bytes_by_phase
+    assert alone.flops and alone.seconds
+    assert (evaluating.flops, evaluating.seconds) == (alone.flops, pytest.approx(alone.seconds, rel=1e-9))
+
+
 def test_what_a_card_would_do_depends_on_the_card(predictor: Predictors) -> None:
     def kernels(target: Target, **settings: Any) -> tuple[str, ...]:
         return predictor.predict(job(target=target, **settings)).attention_kernels
