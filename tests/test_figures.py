@@ -26,6 +26,7 @@ from train.figures import (
     read_metrics,
     row_of,
     several,
+    show_error,
     to_json,
     without_secrets,
     writable,
@@ -205,6 +206,24 @@ def test_importing_the_log_does_not_load_torch():
     code = "import sys, train.figures; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "False"
+
+
+def test_rows_are_read_with_whole_steps_and_without_those_that_have_none(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    rows = ('{"kind": "train", "step": 2.0}', '{"kind": "train", "step": null}', '{"kind": "train", "step": "3"}')
+    path.write_text("\n".join(rows) + "\n")
+    assert [(type(row["step"]), row["step"]) for row in read_metrics(path)] == [(int, 2), (int, 3)]
+
+
+@pytest.mark.parametrize(("rank", "head"), [(None, "error: "), ("0", "error: "), ("3", "error (rank 3): ")])
+def test_an_error_names_its_rank_unless_it_is_the_first(
+    rank: str | None, head: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    show_error("the disk is full")
+    assert capsys.readouterr().err == f"{head}the disk is full\n"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from train.config import Architecture, Config, Optimization, Output
 from train.extras import Extra, Extras
 from train.extras.endurance import Extra as Endurance
 from train.extras.selection import Extra as Selection
+from train.launch import Launch
 from train.loop import fit
 from train.model import ModelWithLoss
 from train.outputs import Outputs
@@ -74,7 +75,9 @@ class Recorder:
     saved: list[Progress] = field(default_factory=list)
     lines: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
+    may_stop: list[bool] = field(default_factory=list)
     batches: ThreeSteps = field(default_factory=ThreeSteps)
+    launch: Launch = field(default_factory=Launch)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -92,11 +95,12 @@ class Recorder:
     def evaluate(self, run: Run, parts: Parts, split: str, step: int, may_stop: bool = False) -> Evaluation:
         """In place of a pass over the data."""
         self.evaluated.append(step)
+        self.may_stop.append(may_stop)
         value = self.accuracies.pop(0) if self.accuracies else 0.0
         return Evaluation(split, step, {"accuracy": value, "examples": 1})
 
     def fit(self, total_steps: int, progress: Progress | None = None) -> Progress:
-        run, selection = run_for(self.config, self.accelerator), Selection()
+        run, selection = run_for(self.config, self.accelerator, self.launch), Selection()
         task = SimpleNamespace(default_metric="accuracy")
         data: Any = SimpleNamespace(task=task, examples=SimpleNamespace(validation=None))
         with patch("train.extras.digests.examples_digest", return_value="abc"):
@@ -136,6 +140,7 @@ def test_evaluates_saves_and_logs_when_it_is_time() -> None:
     run = Recorder(config(eval_every_steps=2, save_every_steps=3, log_every_steps=4), accuracies=[0.5, 0.4, 0.3, 0.2])
     progress = run.fit(7)
     assert run.evaluated == [2, 4, 6, 7]
+    assert run.may_stop == [True, True, True, False]  # the run ends with the last one, whatever it is asked
     assert [p.step for p in run.saved] == [2, 3, 6, 7]  # the best, every third, the last
     assert run.steps_of("train") == [4, 7]
     assert (progress.step, progress.epoch, progress.step_in_epoch) == (7, 2, 1)
@@ -166,6 +171,14 @@ def test_learning_rate_of_a_step_reaches_all_groups() -> None:
     run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 7.0})
     run.fit(total_steps=4)
     assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([0.025, 0.025])
+
+
+def test_the_seed_is_that_of_the_step_and_of_the_ranks_that_share_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[tuple[int, ...]] = []
+    monkeypatch.setattr(loop, "seed_step", lambda *key: seeds.append(key))
+    run = Recorder(config({"seed": 9}), launch=Launch(world_size=6, rank=5, tp_size=2))
+    run.fit(4, Progress(step=1, step_in_epoch=1))
+    assert seeds == [(9, 1, 2), (9, 2, 2), (9, 3, 2)]
 
 
 @dataclass
@@ -222,7 +235,10 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
     monkeypatch.setattr(Recorder, "evaluate", slow_evaluation)
     monkeypatch.setattr(RecordingOutputs, "save", slow_save)
     monkeypatch.setattr(loop, "time", clock)
+    heard, logged = [], Endurance.logged
+    monkeypatch.setattr(Endurance, "logged", lambda *args: (heard.append((args[2].step, *args[3:])), logged(*args))[1])
     progress = run.fit(5)
+    assert heard == [(2, 2.0, 0), (4, 13 / 6, 2), (5, 2.5, 4)]  # the loss of the steps since
     lines = {step: values for kind, step, values in run.lines if kind == "train"}
     names = ("loss", "clipped_share", "tokens_per_second", "seconds_per_step", "padding_share", "tokens_seen")
     assert {step: [values[name] for name in names] for step, values in lines.items()} == {
@@ -237,6 +253,8 @@ def test_figures_of_a_line_are_those_of_given_losses_and_a_given_clock(monkeypat
         5: [1, pytest.approx(0.02), 4, 1],
     }
     assert math.isnan(lines[2]["grad_norm"]) and (lines[4]["grad_norm"], lines[5]["grad_norm"]) == (1.5, 1.5)
+    counts = (progress.tokens_seen, progress.positions_seen, progress.nonfinite_steps)
+    assert (*counts, progress.consecutive_nonfinite_steps) == (28, 8 + 4 + 4 + 8 + 16, 1, 0)
     assert (progress.training_seconds, clock.now) == (10, 50 + 10 + 500 + 5000)
     first, second, third = 2.0, 13 / 6, 2.5
     assert progress.usual_loss == pytest.approx(0.9 * (0.9 * first + 0.1 * second) + 0.1 * third, rel=1e-12)
