@@ -264,6 +264,7 @@ def test_only_an_evaluation_that_may_stop_heeds_a_request_to_stop() -> None:
     config = configured("causal_lm")
     prepared = prepared_data(config, TEXTS)
     run, parts = run_and_parts(config, prepared, network(config, prepared))
+    assert evaluate(run, parts, "validation", 1, may_stop=True).metrics["examples"] > 0  # nobody asked
     run.stop.append("SIGTERM")
     assert evaluate(run, parts, "validation", 1).metrics["examples"] == len(prepared.examples.validation)
     assert evaluate(run, parts, "train", 1).split == "train"
@@ -286,6 +287,9 @@ class Listener(Extra):
         yield
         self.open -= 1
 
+    def metrics(self, run: Run, data: PreparedData, split: str, table: np.ndarray) -> dict[str, Any]:
+        return {f"{split} losses": table[:, 1].sum()}
+
 
 def test_extras_hear_of_each_batch_of_an_evaluation_while_it_is_computed() -> None:
     config = configured("causal_lm", 2)
@@ -293,11 +297,12 @@ def test_extras_hear_of_each_batch_of_an_evaluation_while_it_is_computed() -> No
     run, parts = run_and_parts(config, prepared, network(config, prepared))
     run.extras = Extras({"listener": listener})
     parts.model.register_forward_hook(lambda *_: at_work.append(listener.open))
-    evaluate(run, parts, "validation", 1)
+    found = evaluate(run, parts, "validation", 1).metrics
     expected = [("evaluation", [batch.example_ids]) for batch in prepared.evaluation_batches(run, split_of(prepared))]
     assert listener.heard == expected and len(expected) > 2
     assert sorted(i for _, [ids] in expected for i in ids) == list(range(len(split_of(prepared))))
     assert at_work == [1] * len(expected)
+    assert found["validation losses"] == pytest.approx(direct(prepared, parts.model.model)[0], rel=1e-6)
 
 
 def split_of(prepared: PreparedData) -> datasets.Dataset:
@@ -309,6 +314,46 @@ def test_an_evaluation_tells_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -
     prepared, now = prepared_data(config, TEXTS), iter((100.0, 107.5))
     monkeypatch.setattr("train.evaluation.time", SimpleNamespace(perf_counter=lambda: next(now)))
     assert evaluate(*run_and_parts(config, prepared, network(config, prepared)), "validation", 1).seconds == 7.5
+
+
+def test_ranks_that_divide_sequences_add_up_what_they_have_of_each_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    model, launch = network(config, prepared), Launch(world_size=2, cp_size=2)
+    count, (loss_sum, targets, correct) = len(split_of(prepared)), direct(prepared, model)
+    others = [(float(example), 1.5, 3.0, 2.0, 0.0, 0.0) for example in range(count)]
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, others])
+    found = evaluate(*run_and_parts(config, prepared, model, launch=launch), "validation", 1).metrics
+    assert found["examples"] == count
+    assert found["loss"] == pytest.approx((loss_sum + 1.5 * count) / (targets + 3 * count), rel=1e-6)
+    assert found["accuracy"] == pytest.approx((correct + 2 * count) / (targets + 3 * count), rel=1e-9)
+
+
+def test_of_ranks_that_share_tensors_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    model, given = network(config, prepared), list[int]()
+    expected = evaluated(config, prepared, model)
+    table: list[Any] = []
+
+    def gather(rows: list[Any]) -> list[Any]:
+        given.append(len(rows[0]))
+        table.extend(rows)
+        return table
+
+    monkeypatch.setattr("accelerate.utils.gather_object", gather)
+    for rank in (0, 1):  # one after the other: the second one has the rows of both
+        launch = Launch(world_size=2, rank=rank, tp_size=2)
+        assert evaluate(*run_and_parts(config, prepared, model, launch=launch), "validation", 1).metrics == expected
+    assert given == [expected["examples"], 0]
+
+
+def test_losses_of_an_fp64_model_keep_their_precision() -> None:
+    config = configured("causal_lm")
+    prepared = prepared_data(config, TEXTS)
+    model = network(config, prepared).double()
+    loss_sum, targets, _ = direct(prepared, model)
+    assert evaluated(config, prepared, model)["loss"] == pytest.approx(loss_sum / targets, rel=1e-13)
 
 
 def test_equal_examples_count_once_each() -> None:

@@ -25,7 +25,7 @@ from train.launch import Launch
 from train.loop import fit
 from train.model import ModelWithLoss
 from train.outputs import Outputs
-from train.records import Evaluation, MicroBatch, Parts, Progress, Run, StepOutcome, UserError
+from train.records import Evaluation, MicroBatch, Parts, Progress, Run, StepError, StepOutcome, UserError
 from train.step import Engine, optimizer_step
 
 
@@ -275,12 +275,56 @@ def test_patience_counts_evaluations_without_a_better_one() -> None:
     assert run.fit(7, run.saved[-1]).step == 4  # and stays stopped
 
 
+def test_a_metric_that_is_not_a_number_is_never_the_best() -> None:
+    run = Recorder(config(eval_every_steps=1), accuracies=[math.nan, 0.5, math.nan, 0.4])
+    progress = run.fit(1)
+    assert (progress.best_metric, progress.best_step) == (None, None)
+    progress = run.fit(4, progress)
+    assert (progress.best_metric, progress.best_step, progress.evaluations_without_improvement) == (0.5, 2, 2)
+
+
 def test_an_end_that_nobody_expected_is_saved_with_its_evaluation() -> None:
     settings = config(eval_every_steps=1, save_every_steps=2).changed(early_stopping_patience=1)
     run = Recorder(settings, accuracies=[0.3, 0.2])
     assert run.fit(7).step == 2
     found = [(p.step, p.evaluated_step, p.evaluations_without_improvement) for p in run.saved]
     assert found == [(1, 1, 0), (2, 1, 0), (2, 2, 1)]
+
+
+class Failing(Engine):
+    """Fails at the third step."""
+
+    weights_intact = True
+
+    def step(self, model: Any, optimizer: Any, micro_batches: Sequence[MicroBatch], stop: bool = False) -> StepOutcome:
+        if micro_batches[0].example_ids == (20,):
+            error = StepError("it does not fit")
+            error.weights_intact = self.weights_intact
+            raise error
+        return super().step(model, optimizer, micro_batches, stop)
+
+
+@pytest.mark.parametrize(
+    ("weights_intact", "save_every", "saved"), [(True, None, [2]), (False, None, []), (True, 2, [2]), (True, 1, [1, 2])]
+)
+def test_a_step_that_fails_loses_none_of_those_before_it(
+    weights_intact: bool, save_every: int | None, saved: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are saved if the weights still are those after them, and not a second time."""
+    run = Recorder(config(save_every_steps=save_every))
+    engine = Failing(run.accelerator, run.config)
+    engine.weights_intact = weights_intact
+    monkeypatch.setattr(Recorder, "engine", engine)
+    with pytest.raises(StepError, match="does not fit"):
+        run.fit(5)
+    assert [p.step for p in run.saved] == saved
+
+
+def test_the_last_steps_of_a_run_that_ends_early_are_logged() -> None:
+    settings = config(eval_every_steps=1, log_every_steps=4).changed(early_stopping_patience=1)
+    run = Recorder(settings, accuracies=[0.5, 0.6, 0.7, 0.8, 0.9, 0.8])
+    assert run.fit(9).step == 6
+    assert run.steps_of("train") == [4, 6]
 
 
 def break_gradients(run: Recorder, steps: set[int]) -> None:
